@@ -8,7 +8,7 @@ import pytest
 from jobs import row_of_trl
 from tiny_llama import LLAMA, PARAMETERS
 
-from fsdp_advisor import estimate
+from fsdp_advisor import estimate, recommend
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.report import StrategyEstimate
 
@@ -49,6 +49,20 @@ def test_the_job_line_names_the_task(model: str) -> None:
 def test_impossible_tasks_are_refused(options: dict[str, Any], message: str, model: str) -> None:
     with pytest.raises(UsageError, match=message):
         row(**{"model": model, **options})
+
+
+def test_a_recommendation_counts_both_sequences_of_a_pair(model: str) -> None:
+    job = {
+        "framework": "trl",
+        "task": "dpo",
+        "strategy": "ddp",
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+    }
+    document = recommend(model=model, gpu="H100-80GB", seq_len=64, **job).as_dict()["recommendation"]
+    assert document["global_batch_size"] == 6
+    for name in ("tokens_per_second_per_gpu", "samples_per_second_per_gpu"):
+        assert document[name] == pytest.approx(document["estimate"][name], rel=1e-3)
 
 
 def test_a_copy_is_kept_and_a_precomputed_reference_is_not(model: str) -> None:

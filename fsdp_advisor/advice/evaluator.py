@@ -126,14 +126,8 @@ class Candidate:
         return self.host_available_bytes is None and self.host_bytes_per_node > self.host_usual_bytes
 
     @property
-    def global_batch_size(self) -> int:
-        return self.plan.micro_batch_size * self.plan.gradient_accumulation_steps * self.plan.world_size
-
-    @property
     def tokens_per_second_per_gpu(self) -> float | None:
-        if not self.step_seconds:
-            return None
-        return self.global_batch_size * self.plan.tokens_per_sequence / self.plan.world_size / self.step_seconds
+        return self.plan.tokens_per_step / self.step_seconds if self.step_seconds else None
 
     @property
     def comparable_speed(self) -> float | None:
@@ -211,7 +205,7 @@ class Candidate:
             "activation_offload": plan.activation_offload,
             "micro_batch_size": plan.micro_batch_size,
             "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-            "global_batch_size": self.global_batch_size,
+            "global_batch_size": plan.global_batch_size,
             "seq_len": plan.seq_len,
             "gpus": plan.world_size,
             "nnodes": plan.nnodes,

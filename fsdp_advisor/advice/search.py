@@ -202,10 +202,10 @@ class Search:
             return [0.0] * len(sizes)
         first = interpolate_convex(timed, [one for one, _ in known], sizes)
         further = interpolate_convex(timed, [more for _, more in known], sizes) if accumulating else first
-        rates = []
+        rates, tokens = [], replace(base, micro_batch_size=1, gradient_accumulation_steps=1).tokens_per_step
         for size, one, more in zip(sizes, first, further, strict=True):
             steps = self.batches.accumulation(size)
-            rates.append(size * steps * base.tokens_per_sequence / (one + (steps - 1) * more))
+            rates.append(size * steps * tokens / (one + (steps - 1) * more))
         return rates
 
     # By whole estimates

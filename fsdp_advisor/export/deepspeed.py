@@ -112,7 +112,7 @@ _TRAINERS_OPTIMIZER = {
 def _batch(job: Job) -> dict[str, int]:
     """The batch sizes. DeepSpeed asserts that the first is the product of the others and the number of ranks."""
     return {
-        "train_batch_size": job.global_batch_size,
+        "train_batch_size": job.plan.global_batch_size,
         "train_micro_batch_size_per_gpu": job.plan.micro_batch_size,
         "gradient_accumulation_steps": job.plan.gradient_accumulation_steps,
     }

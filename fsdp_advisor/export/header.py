@@ -61,7 +61,7 @@ def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
         ("Strategy", f"{plan.strategy} by {plan.backend}{sharding}, offload {offload}, framework {plan.framework}"),
         (
             "Batch",
-            f"{batch} = {job.global_batch_size}, each of {EXAMPLES[plan.task]}{format_tokens(plan.seq_len)}{_layout(plan)}",
+            f"{batch} = {plan.global_batch_size}, each of {EXAMPLES[plan.task]}{format_tokens(plan.seq_len)}{_layout(plan)}",
         ),
         (
             "Step",

@@ -108,11 +108,6 @@ class Job:
         return None if self.peak is None else 1 - self.peaks[self.peak] / self.gpu_memory_bytes
 
     @property
-    def global_batch_size(self) -> int:
-        """Sequences per optimizer step, over all ranks."""
-        return self.plan.micro_batch_size * self.plan.gradient_accumulation_steps * self.plan.world_size
-
-    @property
     def title(self) -> str:
         """One line that names the model, the strategy, the GPUs and the precision."""
         plan = self.plan

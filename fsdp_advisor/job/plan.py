@@ -146,6 +146,16 @@ class Plan:
         return self.micro_batch_size * sequences_per_example(self.task)
 
     @property
+    def global_batch_size(self) -> int:
+        """Examples per optimizer step, over all ranks. An example of DPO and of a reward model is a pair of sequences."""
+        return self.micro_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of a rank in an optimizer step, without padding."""
+        return self.sequences * self.tokens_per_sequence * self.gradient_accumulation_steps
+
+    @property
     def batch_layout(self) -> BatchLayout:
         """How the sequences of a micro-batch lie in its tensors."""
         if flattens(self.packing, self.padding_free):

@@ -319,7 +319,7 @@ def _heading(r: Recommendation) -> str:
         return f"By its states alone: {winner.label}"
     plan, steps = winner.plan, winner.plan.gradient_accumulation_steps
     accumulation = f"accumulation {steps}" if steps > 1 else "no accumulation"
-    return f"Recommended: {winner.label}, micro-batch {plan.micro_batch_size}, {accumulation}, global batch {winner.global_batch_size}"
+    return f"Recommended: {winner.label}, micro-batch {plan.micro_batch_size}, {accumulation}, global batch {plan.global_batch_size}"
 
 
 def _method(method: Method, task: Task) -> str:

@@ -172,7 +172,7 @@ def step_time(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, betw
     micro_batches = plan.gradient_accumulation_steps
     return StepTime(
         breakdown=breakdown,
-        tokens=plan.sequences * plan.tokens_per_sequence * micro_batches,
+        tokens=plan.tokens_per_step,
         model_flops=work.model_flops * micro_batches,
         peak_flops=device.peak_flops,
         communication_seconds=sent + optimizer.gather,

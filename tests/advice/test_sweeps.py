@@ -47,7 +47,7 @@ def test_largest_batch_fits_and_a_larger_one_does_not(margin: float) -> None:
 
 def test_largest_batch_divides_the_global_batch() -> None:
     found = sweep(model=GPT2, gpus=8, gpu="24GiB", find="batch", global_batch_size=96)
-    assert {c.global_batch_size for c in found.rows} == {96}
+    assert {c.plan.global_batch_size for c in found.rows} == {96}
 
 
 def test_longest_sequence_fits_and_a_longer_one_does_not() -> None:
