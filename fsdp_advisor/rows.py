@@ -85,14 +85,11 @@ def tensor_bytes(model: Resolved, plan: Plan, gpu: Gpu) -> int:
 
 
 def _evaluation_tape(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Plan, Tape] | None:
-    """The plan of the Trainer's evaluation and its tape; None if the job has none, or no tape of it exists."""
+    """The plan of the Trainer's evaluation and its tape; None if the job has none. Raises AdvisorError if there is no tape."""
     own, profile = plan.evaluation_plan, model.profile
     if own is None or profile is None:
         return None
-    try:
-        return own, gpu_tape(profile, select_tape(model, profile, own), own, gpu)
-    except AdvisorError:
-        return None
+    return own, gpu_tape(profile, select_tape(model, profile, own), own, gpu)
 
 
 def _evaluation_bytes(profile: Profile, plan: Plan, evaluation: tuple[Plan, Tape] | None) -> int | None:
@@ -230,11 +227,17 @@ def _with_step(
     assert profile is not None
     gpu_key, on_gpu = gpu_tape_key_of(profile, key, plan, gpu), gpu_tape(profile, selected, plan, gpu)
     tensors = peak_of_step(profile, on_gpu, plan)
-    evaluation = _evaluation_tape(model, plan, gpu)
+    evaluation, evaluation_unknown = None, ""
+    try:
+        evaluation = _evaluation_tape(model, plan, gpu)
+    except AdvisorError as error:
+        evaluation_unknown = f"the peak of evaluation, and whether the job fits: {error.message}"
     evaluated = _evaluation_bytes(profile, plan, evaluation)
     base = _without_step(profile, plan, gpu, host_memory_bytes, tensors, on_gpu, evaluated)
     overhead, job, unknown = base.overhead, base.job, list(base.not_modelled)
     assert overhead is not None and job is not None
+    if evaluation_unknown:
+        unknown.append(evaluation_unknown)
     if key.engine != tape_key_of(plan, profile).engine:
         unknown.append(NO_AUTOCAST)
     if key.attention != "eager" and (gpu_key.device == "cpu" or gpu_key.name not in profile.tapes):
@@ -252,11 +255,13 @@ def _with_step(
     outside = max(job.bytes_outside_steps, evaluating.reserved_peak_bytes if evaluating else 0)
     needed = overhead.middle_bytes + max(allocator.reserved_peak_bytes, outside)
     available = min(gpu.memory_bytes, overhead.middle_bytes + _allowed_bytes(gpu, conf))
+    fits = needed <= available and job.fails is None
+    is_known = not (fits and evaluation_unknown)  # what does not fit without evaluation does not fit with it
     return replace(
         base,
-        fits=needed <= available and job.fails is None,
-        needed_bytes=needed,
-        headroom_bytes=available - needed,
+        fits=fits if is_known else None,
+        needed_bytes=needed if is_known else None,
+        headroom_bytes=available - needed if is_known else None,
         peak_tensor_bytes=tensors.peak,
         peak_phase=tensors.phase,
         peak_where=tensors.where,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -62,6 +63,20 @@ def test_a_large_evaluation_decides_what_is_needed(model: str) -> None:
     assert large.needed_breakdown["evaluation"] > 0
     report = estimate(**{"model": model, **JOB, "eval_strategy": "steps", "per_device_eval_batch_size": 100_000})
     assert verdict_text(report, report.estimates[0]).startswith("evaluate lacks")
+
+
+def test_fit_is_unknown_if_the_evaluation_has_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch only the catalog's recordings exist: they have the step, but no forward of an evaluation."""
+    for name in ("torch", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    options = {**JOB, "strategy": "zero3", "seq_len": 2048, "gpu": "48GiB", "gpus": 4}
+    (found,) = estimate(model="meta-llama/Llama-2-7b-hf", eval_strategy="steps", **options).estimates
+    assert found.fits is found.needed_bytes is found.headroom_bytes is None and found.peak_tensor_bytes is not None
+    assert any(note.startswith("the peak of evaluation, and whether the job fits") for note in found.not_modelled)
+    (small,) = estimate(
+        model="meta-llama/Llama-2-7b-hf", eval_strategy="steps", **{**options, "gpu": "24GiB"}
+    ).estimates
+    assert small.fits is False and small.needed_bytes is not None, "the steps alone do not fit"
 
 
 def test_losses_alone_need_no_more_than_a_forward(model: str) -> None:
