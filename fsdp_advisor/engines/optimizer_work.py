@@ -112,6 +112,13 @@ def gpu_step(profile: Profile, plan: Plan, elements: float, shards: Shards = WHO
     )
 
 
+def host_step(plan: Plan, elements: float) -> OptimizerStep:
+    """The update of `elements` elements by each rank on the host, which all ranks of a node share."""
+    optimizer = optimizer_of(plan)
+    kernel = optimizer.deepspeed_host_kernel if plan.backend == "deepspeed" else optimizer.host_kernel
+    return OptimizerStep(0.0, host_elements=elements * plan.ranks_per_node, host_kernel=kernel)
+
+
 @lru_cache(maxsize=16)
 def optimizer_loop(profile: Profile, plan: Plan) -> tuple[tuple[int, int], ...]:
     """The events of an optimizer's loop over whole parameters (`Variables.events`); empty if it has no loop of its own."""

@@ -36,7 +36,7 @@ def mark_of(unit: UnitId) -> int:
     >>> mark_of((0, 3)), mark_of(AT_ROOT), mark_of((0, 3, 1))
     (0, 1, 1001)
     """
-    if len(unit) == 3:
+    if is_within_layer(unit):
         return _WITHIN + unit[2]
     return unit[1] + 1 if unit[0] == ROOT else int(MarkedUnit.LAYER)
 
@@ -59,6 +59,17 @@ def unit_at(mark: int, place: UnitId) -> UnitId:
     if mark >= _WITHIN:
         return (*place, mark - _WITHIN)
     return (ROOT, mark - 1) if mark else place
+
+
+def unit_of(profile: Profile, place: UnitId) -> Unit:
+    """The parameters of the root or of a recorded layer."""
+    stack, layer = place
+    return profile.root if stack == ROOT else profile.stacks[stack].units[layer]
+
+
+def is_within_layer(unit: UnitId) -> bool:
+    """Whether the unit is a module within a layer, or a group of layers."""
+    return len(unit) == 3
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

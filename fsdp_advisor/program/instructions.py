@@ -28,7 +28,7 @@ together with the compute after it (explicit prefetch), or after all compute bef
 
 HostKernel = Literal["one_pass", "many_passes"]
 
-Axis = Literal["shard", "replica", "post_forward"]
+RankGroup = Literal["shard", "replica", "post_forward"]
 """The ranks of a collective: those that share one copy of the states, those that hold the same shard, or those that share the
 parameters kept after forward (`Plan.post_forward_ranks`)."""
 
@@ -103,7 +103,7 @@ class AllGather(NamedTuple):
     unit: UnitId
     n_bytes: int
     start: Start = "with previous compute"
-    axis: Axis = "shard"
+    group: RankGroup = "shard"
 
 
 class WaitFor(NamedTuple):
@@ -124,7 +124,7 @@ class AllReduce(NamedTuple):
 
     unit: UnitId
     n_bytes: float
-    axis: Axis
+    group: RankGroup
     messages: float = 1
     exposed: bool = False
 

@@ -127,8 +127,10 @@ def _instruction(instruction: Instruction) -> str:
             return "wait for the all-gather"
         case ReduceScatter(n_bytes=n_bytes):
             return f"reduce-scatter {format_bytes(round(n_bytes))}"
-        case AllReduce(n_bytes=n_bytes, axis=axis, exposed=exposed):
-            return f"all-reduce {format_bytes(round(n_bytes))} over {axis} ranks{', after backward' if exposed else ''}"
+        case AllReduce(n_bytes=n_bytes, group=group, exposed=exposed):
+            return (
+                f"all-reduce {format_bytes(round(n_bytes))} over {group} ranks{', after backward' if exposed else ''}"
+            )
         case HostTransfer(n_bytes=n_bytes):
             return f"copy {instruction.text}, {format_bytes(round(n_bytes))}"
         case Copy(n_bytes=n_bytes):

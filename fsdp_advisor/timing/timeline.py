@@ -17,7 +17,6 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.program.instructions import (
     AllGather,
     AllReduce,
-    Axis,
     Compute,
     Copy,
     HostKernel,
@@ -25,6 +24,7 @@ from fsdp_advisor.program.instructions import (
     MicroBatch,
     OptimizerStep,
     PythonHooks,
+    RankGroup,
     ReduceScatter,
     Start,
     StepProgram,
@@ -56,7 +56,7 @@ class Rates:
     """The rates and settings of the hardware and the engine that the timeline depends on."""
 
     device: Device
-    groups: Mapping[Axis, Group]
+    groups: Mapping[RankGroup, Group]
     host_bytes_per_s: float
     host_updates_per_s: Mapping[HostKernel, float]
     hooks_s: float
@@ -73,11 +73,11 @@ def rates_of(plan: Plan, gpu: Gpu, between: Link, device: Device) -> Rates:
     )
 
 
-def _groups(plan: Plan, gpu: Gpu, between: Link) -> dict[Axis, Group]:
+def _groups(plan: Plan, gpu: Gpu, between: Link) -> dict[RankGroup, Group]:
     """The ranks of each axis. HSDP's replicas are on different nodes; each rank uses its own adapter."""
     inside = gpu.intra_node
     ranks = plan.post_forward_ranks or 1
-    kept: dict[Axis, Group] = {"post_forward": Group(ranks, -(-ranks // plan.ranks_per_node), inside, between)}
+    kept: dict[RankGroup, Group] = {"post_forward": Group(ranks, -(-ranks // plan.ranks_per_node), inside, between)}
     if plan.strategy == "hsdp":
         replicas = plan.replica_degree
         return kept | {
@@ -278,12 +278,12 @@ class _Walk:
         return collective_s(instruction, self.rates.groups)
 
 
-def collective_s(instruction: AllGather | ReduceScatter | AllReduce, groups: Mapping[Axis, Group]) -> float:
+def collective_s(instruction: AllGather | ReduceScatter | AllReduce, groups: Mapping[RankGroup, Group]) -> float:
     """Seconds of one collective on an idle link."""
     if isinstance(instruction, AllReduce):
-        return all_reduce_s(instruction.n_bytes, groups[instruction.axis], messages=instruction.messages)
+        return all_reduce_s(instruction.n_bytes, groups[instruction.group], messages=instruction.messages)
     return all_gather_s(
-        instruction.n_bytes, groups[instruction.axis if isinstance(instruction, AllGather) else "shard"]
+        instruction.n_bytes, groups[instruction.group if isinstance(instruction, AllGather) else "shard"]
     )
 
 

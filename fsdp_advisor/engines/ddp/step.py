@@ -22,6 +22,7 @@ from fsdp_advisor.engines.optimizer_work import (
 from fsdp_advisor.engines.units import buffers, placed_parameters, total
 from fsdp_advisor.engines.wrapping import OUTPUTS, marked_units
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.fsdp_units import unit_of
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.model.tape import ROOT, Op, Segment, Tape
 from fsdp_advisor.policies.dtypes import stored_bytes
@@ -81,8 +82,7 @@ def _ready_order(profile: Profile, tape: Tape) -> Iterator[Parameter]:
 def _ready(profile: Profile, segment: Segment) -> Iterator[Parameter]:
     for op, index, at_root in segment.events:
         if op == Op.GRAD_READY:
-            unit = profile.root if at_root else profile.stacks[segment.stack].units[segment.layer]
-            yield unit.parameters[index]
+            yield unit_of(profile, AT_ROOT if at_root else (segment.stack, segment.layer)).parameters[index]
 
 
 @lru_cache(maxsize=64)
@@ -126,6 +126,13 @@ class DdpStep(StepHooks):
         in_backward = self._optimizer.backward_update is not None
         self.gradient_hooks = plan.gradient_accumulation_steps > 1 or in_backward or self._optimizer.frees_gradients
         self.states = ddp_states(profile, plan.without_step)
+        # State within one micro-batch
+        self._is_first = self._is_last = True
+        self._reduced_tail = False  # the head's gradients are reduced
+        self._outputs: list[Buffer] = []  # copies of the model's outputs
+        self._complete: tuple[Parameter, Buffer] | None = None  # a parameter that waits for its update in backward
+        # State within one step
+        self._of_parameter: defaultdict[tuple[UnitId, int], list[Buffer]] = defaultdict(list)
 
     def begin_step(self, step: StepBuilder) -> None:
         step.alloc(Account.PARAMETERS, self.states.parameters)
@@ -136,10 +143,10 @@ class DdpStep(StepHooks):
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         self._is_first, self._is_last = is_first, is_last
         self._reduced_tail = False
-        self._outputs: list[Buffer] = []
-        self._complete: tuple[Parameter, Buffer] | None = None
+        self._outputs = []
+        self._complete = None
         if is_first:
-            self._of_parameter: defaultdict[tuple[UnitId, int], list[Buffer]] = defaultdict(list)
+            self._of_parameter.clear()
 
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
         """Allocate the copies of the outputs that accelerate (logits in fp32) and DDP (clones, if it searches for unused
@@ -168,11 +175,13 @@ class DdpStep(StepHooks):
 
     def layer_done(self, step: StepBuilder, unit: UnitId) -> None:
         self._to_host(step, unit)
-        self._reduce(step, unit, self._unit(unit))
+        self._reduce(step, unit, unit_of(self._profile, unit))
 
     def _to_host(self, step: StepBuilder, unit: UnitId) -> None:
         """Copy the unit's gradients to the host if the optimizer updates them there."""
-        trained = (p for p in self._unit(unit).parameters if p.trainable and self._optimizer.on_host(p.elements))
+        trained = (
+            p for p in unit_of(self._profile, unit).parameters if p.trainable and self._optimizer.on_host(p.elements)
+        )
         if n_bytes := sum(p.elements * stored_bytes(self._plan, p) for p in trained):
             step.add(HostTransfer(unit, n_bytes, "gradients"))
 
@@ -181,7 +190,7 @@ class DdpStep(StepHooks):
         gradient = step.gradient(parameter, at_root=unit == AT_ROOT)
         if self._optimizer.backward_update is not None:
             self._update(step)
-            self._complete = self._unit(unit).parameters[parameter], gradient
+            self._complete = unit_of(self._profile, unit).parameters[parameter], gradient
             if self._optimizer.backward_update == "at once":
                 self._update(step)
         elif self._is_first:
@@ -253,9 +262,6 @@ class DdpStep(StepHooks):
         if self._plan.world_size == 1 or clones_outputs(self._plan):
             return NO_STORAGES
         return _assigned(_ready_order(self._profile, tape.read()), self._plan, (FIRST_BUCKET_BYTES, BUCKET_BYTES))
-
-    def _unit(self, unit: UnitId) -> Unit:
-        return self._profile.root if unit == AT_ROOT else self._profile.stacks[unit[0]].units[unit[1]]
 
     def _reduce_tail(self, step: StepBuilder) -> None:
         """Reduce the root's parameters that follow the last stack (the head's). DDP reduces them first."""

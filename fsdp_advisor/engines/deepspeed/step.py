@@ -20,10 +20,10 @@ from fsdp_advisor.engines.deepspeed.coordinator import Gathered, gathered
 from fsdp_advisor.engines.deepspeed.gathering import Gathering
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import Settings, offloads_parameters, settings_of, stage
-from fsdp_advisor.engines.optimizer_work import optimizer_bytes
+from fsdp_advisor.engines.optimizer_work import host_step, optimizer_bytes
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import Parameter, Profile, Unit
-from fsdp_advisor.policies.optimizers import optimizer_of
+from fsdp_advisor.model.fsdp_units import unit_of
+from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
@@ -128,6 +128,10 @@ class DeepspeedStep(StepHooks):
         self.states = self._layout.states
         self._bucket = Bucket(self._layout.buffers, plan.shard_degree)
         self._gathering = Gathering(Gathered((), ()))
+        # State within one micro-batch
+        self._is_first = self._is_last = True
+        self._in_backward = False
+        self._layers_left: list[int] = []  # by stack: real layers whose backward has not begun
         # State within one step
         self._persistent = NO_BUFFER
         self._unreduced: dict[int, Buffer] = {}  # stage 1: whole gradients by their position in the flat buffer
@@ -279,9 +283,6 @@ class DeepspeedStep(StepHooks):
 
     # Time
 
-    def _unit(self, unit: UnitId) -> Unit:
-        return self._profile.root if unit == AT_ROOT else self._profile.stacks[unit[0]].units[unit[1]]
-
     def _run_hooks(self, step: StepBuilder) -> None:
         if self._stage == 3:
             step.add(PythonHooks())
@@ -306,7 +307,7 @@ class DeepspeedStep(StepHooks):
 
     def _send_gradients(self, step: StepBuilder, unit: UnitId) -> None:
         """Add the copy of a unit's gradients into the bucket. Stage 3 reduces them during the backward of the next units."""
-        plan, trainable = self._plan, self._unit(unit).trainable_elements
+        plan, trainable = self._plan, unit_of(self._profile, unit).trainable_elements
         reduced, n = trainable * plan.compute_bytes, plan.shard_degree
         if self._stage < 3:
             step.add(Copy(unit, 4 * reduced))
@@ -336,8 +337,7 @@ class DeepspeedStep(StepHooks):
         if plan.offload == "none":
             step.add(OptimizerStep(optimizer_bytes(self._profile, plan, own, masters=plan.mixed)))
         else:
-            kernel = optimizer_of(plan).deepspeed_host_kernel
-            step.add(OptimizerStep(0.0, host_elements=own * plan.ranks_per_node, host_kernel=kernel))
+            step.add(host_step(plan, own))
         if plan.offload == "optimizer":
             step.add(HostTransfer(AT_ROOT, own * plan.compute_bytes, "parameters", exposed=True))
         if self._stage < 3:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from fsdp_advisor.engines.fsdp1.units import UnitBytes, fsdp1_units, total_bytes
-from fsdp_advisor.engines.optimizer_work import optimizer_bytes
+from fsdp_advisor.engines.optimizer_work import host_step, optimizer_bytes
 from fsdp_advisor.engines.wrapping import marked_units
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.fsdp_units import module_mark, unit_at
+from fsdp_advisor.model.fsdp_units import is_within_layer, module_mark, unit_at
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account, Stream
@@ -56,6 +56,9 @@ class Fsdp1Step(StepHooks):
         self.marked_units = marked_units(profile, plan)
         policy, self._units, self.states = fsdp1_units(profile, plan.without_step)
         self._policy = policy
+        # State within one micro-batch
+        self._is_first = self._reduces = True
+        self._repeated = False  # a forward of this micro-batch has run before
         # State within one step
         self._previous_gradients = NO_BUFFER
         self._prefetched: set[UnitId] = set()  # gathered before the hook that needs them
@@ -100,7 +103,7 @@ class Fsdp1Step(StepHooks):
         """
         step.free(self._previous_gradients, *self._unseen)
         self._previous_gradients, self._unseen = NO_BUFFER, []
-        if len(unit) < 3:
+        if not is_within_layer(unit):
             self._ran_in_layer.clear()
         if unit not in self._units:
             return
@@ -262,9 +265,7 @@ class Fsdp1Step(StepHooks):
         if plan.facts.clips_gradients:
             step.transient(Account.TEMPORARIES, total_bytes(self._profile, self._policy, self._units, "norms"))
         if self._offload:
-            step.add(
-                OptimizerStep(0.0, host_elements=own * plan.ranks_per_node, host_kernel=optimizer_of(plan).host_kernel)
-            )
+            step.add(host_step(plan, own))
             return
         step.transient(Account.TEMPORARIES, self._optimizer_temporaries())
         step.add(OptimizerStep(optimizer_bytes(self._profile, plan, own)))

@@ -13,13 +13,13 @@ from collections import defaultdict, deque
 
 from fsdp_advisor.engines.fsdp2.loss_in_chunks import loss_in_chunks
 from fsdp_advisor.engines.fsdp2.units import UnitBytes, fsdp2_units, shard_shape
-from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, optimizer_temporaries, shards_of
+from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, host_step, optimizer_temporaries, shards_of
 from fsdp_advisor.engines.policy_walk import PolicyWalk
 from fsdp_advisor.engines.wrapping import HEAD, Part, marked_units
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.fsdp_units import unit_of
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROOT
-from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import AT_ROOT, OrderInUnit, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
@@ -29,7 +29,6 @@ from fsdp_advisor.program.instructions import (
     Buffer,
     Copy,
     HostTransfer,
-    OptimizerStep,
     PythonHooks,
     ReduceScatter,
     Start,
@@ -67,9 +66,6 @@ class Fsdp2Step(StepHooks):
         self._unreduced: defaultdict[UnitId, deque[list[Buffer]]] = defaultdict(deque)  # reduction is deferred
         self._all_reduced: list[tuple[UnitId, Buffer]] = []
         self._parts: defaultdict[UnitId, list[Buffer]] = defaultdict(list)  # kept after forward, with fewer ranks
-        self._owned: list[
-            tuple[OrderInUnit, Buffer]
-        ] = []  # the gradients of the unit that is reduced, under a wrap policy
 
     # The step
 
@@ -170,8 +166,11 @@ class Fsdp2Step(StepHooks):
             return
         if self._unsharded[unit]:  # a unit without a backward of its own was freed after forward
             self._free(step, unit)
-        self._owned = step.owned_by(unit)
-        gradients = self._gradients_of(step, unit)
+        if self._policy is not None:
+            owned = step.owned_by(unit)
+            gradients, last = [gradient for _, gradient in owned], max(owned)[1] if owned else NO_BUFFER
+        else:
+            gradients, last = self._gradients_of(step, unit), self._last_gradient(step, unit)
         if self._plan.defers_reduction:
             if self._is_first:
                 self._unreduced[unit].append(gradients)
@@ -179,11 +178,13 @@ class Fsdp2Step(StepHooks):
                 return
             gradients = self._unreduced[unit].popleft()
         sizes = self._loss.rest if self._loss is not None and unit == HEAD else self._units[unit]
-        self._reduce(step, unit, gradients, sizes)
+        self._reduce(step, unit, gradients, last, sizes)
 
-    def _reduce(self, step: StepBuilder, unit: UnitId, gradients: list[Buffer], sizes: UnitBytes) -> None:
-        """`foreach_reduce`: copy in, reduce-scatter, and all-reduce over the replicas."""
-        gradients, last = self._split_last_gradient(step, unit, gradients)
+    def _reduce(self, step: StepBuilder, unit: UnitId, gradients: list[Buffer], last: Buffer, sizes: UnitBytes) -> None:
+        """`foreach_reduce`: copy in, reduce-scatter, and all-reduce over the replicas. A loop variable keeps the gradient of the
+        unit's `last` parameter alive until the reduction ends, if there is more than one rank.
+        """
+        keeps_last = not self._one_shard and last in gradients  # else it belongs to an earlier micro-batch
         step.free(self._previous_reduce_input)
         self._previous_reduce_input = NO_BUFFER
         if not sizes.trainable_elements:
@@ -192,7 +193,7 @@ class Fsdp2Step(StepHooks):
             step.free(*(buffer for of, buffer in self._all_reduced if of == HEAD))
             self._all_reduced = [(of, buffer) for of, buffer in self._all_reduced if of != HEAD]
         self._previous_reduce_input = step.alloc(Account.COMMUNICATION, sizes.reduce_input)
-        step.free(*gradients)
+        step.free(*(gradient for gradient in gradients if not (keeps_last and gradient == last)))
         reduced = step.alloc(Account.COMMUNICATION, sizes.reduce_output, Stream.REDUCE_SCATTER)
         output = step.alloc(Account.GRADIENTS, sizes.gradients, Stream.REDUCE_SCATTER)
         if self._one_shard and self._plan.facts.sums_gradients:  # `reduce_scatter_input / gradient_divide_factor`
@@ -202,7 +203,8 @@ class Fsdp2Step(StepHooks):
             self._all_reduced.append((unit, reduced))  # `FSDPParamGroup._all_reduce_state`
         else:
             step.free(reduced)
-        step.free(last)
+        if keeps_last:
+            step.free(last)
         if self._offload:
             step.free(output)
         elif not self._is_first and not self._plan.defers_reduction:
@@ -227,7 +229,7 @@ class Fsdp2Step(StepHooks):
         assert self._loss is not None
         self._loss_ended = True
         self._head_gradient = step.gradient(parameter, at_root=True)
-        self._reduce(step, HEAD, [self._head_gradient], self._loss.head)
+        self._reduce(step, HEAD, [self._head_gradient], self._head_gradient, self._loss.head)
         self._free(step, HEAD)
 
     def end_backward(self, step: StepBuilder) -> None:
@@ -248,9 +250,7 @@ class Fsdp2Step(StepHooks):
         plan, profile = self._plan, self._profile
         own = profile.trainable_parameters / plan.shard_degree
         if self._offload:
-            step.add(
-                OptimizerStep(0.0, host_elements=own * plan.ranks_per_node, host_kernel=optimizer_of(plan).host_kernel)
-            )
+            step.add(host_step(plan, own))
             return
         step.transient(Account.TEMPORARIES, gradient_norms(profile, plan))
         shards = plan.shard_degree
@@ -289,9 +289,7 @@ class Fsdp2Step(StepHooks):
         return [*first, *(unit for unit, times in rest for _ in range(times))]
 
     def _gradients_of(self, step: StepBuilder, unit: UnitId) -> list[Buffer]:
-        """A unit's unsharded gradients."""
-        if self._policy is not None:
-            return [gradient for _, gradient in self._owned]
+        """A unit's unsharded gradients, if no wrap policy divides the model."""
         parts = self._wrapping.parts
         part = parts.get(unit)
         if part is None or (HEAD not in parts and not self._wrapping.whole):
@@ -310,30 +308,14 @@ class Fsdp2Step(StepHooks):
         found = (step.gradient(i, at_root=True) for i in trainable)
         return [gradient for gradient in found if gradient not in (NO_BUFFER, self._head_gradient)]
 
-    def _split_last_gradient(
-        self, step: StepBuilder, unit: UnitId, gradients: list[Buffer]
-    ) -> tuple[list[Buffer], Buffer]:
-        """Separate the gradient of a unit's last parameter, which a loop variable keeps alive until the reduction ends.
-        Source: `foreach_reduce`, `for i, (fsdp_param, unsharded_grad) in ...`, if there is more than one rank.
-        """
-        if self._one_shard or not gradients:
-            return gradients, NO_BUFFER
-        if self._policy is not None:
-            last = max(self._owned)[1] if self._owned else NO_BUFFER
-            return [gradient for gradient in gradients if gradient != last], last if last in gradients else NO_BUFFER
+    def _last_gradient(self, step: StepBuilder, unit: UnitId) -> Buffer:
+        """The gradient of the unit's last parameter that has one; NO_BUFFER if none has."""
         part = self._wrapping.parts.get(unit)
-        stack, layer = unit
-        parameters = (
-            part.unit if part else self._profile.root if unit == AT_ROOT else self._profile.stacks[stack].units[layer]
-        ).parameters
-        indices = part.indices if part else range(len(parameters))
+        parameters = (part.unit if part is not None else unit_of(self._profile, unit)).parameters
+        indices = part.indices if part is not None else range(len(parameters))
         trainable = [index for index, p in zip(indices, parameters, strict=False) if p.trainable]
-        found = (step.gradient(index, at_root=stack == ROOT) for index in reversed(trainable))
-        done = self._head_gradient if self._head_gradient not in gradients else NO_BUFFER
-        last = next((gradient for gradient in found if gradient not in (NO_BUFFER, done)), NO_BUFFER)
-        if last not in gradients:  # it belongs to an earlier micro-batch
-            return gradients, NO_BUFFER
-        return [gradient for gradient in gradients if gradient != last], last
+        found = (step.gradient(index, at_root=unit[0] == ROOT) for index in reversed(trainable))
+        return next((gradient for gradient in found if gradient not in (NO_BUFFER, self._head_gradient)), NO_BUFFER)
 
     # Collectives
 
