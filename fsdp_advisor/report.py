@@ -12,6 +12,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.device import DeviceOverhead
 from fsdp_advisor.memory.live import TimelinePoint
+from fsdp_advisor.program.accounts import Phase
 from fsdp_advisor.timing import StepTime
 
 if TYPE_CHECKING:
@@ -63,9 +64,9 @@ class StrategyEstimate:
     needed_bytes: int | None = None
     headroom_bytes: int | None = None
     peak_tensor_bytes: int | None = None
-    peak_phase: str | None = None
+    peak_phase: Phase | None = None
     peak_where: str | None = None
-    phase_peaks: dict[str, int] | None = None
+    phase_peaks: dict[Phase, int] | None = None
     states: dict[str, int]
     parameter_parts: dict[str, int] | None = None
     at_peak: dict[str, int] | None = None

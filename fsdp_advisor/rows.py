@@ -67,7 +67,7 @@ def estimate_plan(
             )
         return _count_estimate(model.parameters, plan, gpu)
     try:
-        selected = select_step_tape(model, model.profile, plan)
+        selected = select_step_tape(model, plan)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and not model.is_catalogued:
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
@@ -89,7 +89,7 @@ def _evaluation_tape(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Plan, Tape]
     own, profile = plan.evaluation_plan, model.profile
     if own is None or profile is None:
         return None
-    return own, gpu_tape(profile, select_tape(model, profile, own), own, gpu)
+    return own, gpu_tape(profile, select_tape(model, own), own, gpu)
 
 
 def _evaluation_bytes(profile: Profile, plan: Plan, evaluation: tuple[Plan, Tape] | None) -> int | None:
@@ -124,7 +124,7 @@ def _simulated_peak_bytes(model: Resolved, key: TapeKey, tape: Tape, plan: Plan)
     assert model.profile is not None
     if key.device == "gpu" and plan.attention != "flash_attention_2":
         try:
-            _, tape = select_tape(model, model.profile, plan)
+            _, tape = select_tape(model, plan)
         except AdvisorError:
             return None
     return _peak_bytes(model.profile, tape, plan)
@@ -172,8 +172,7 @@ def _without_step(
         states=states,
         host=host,
         overhead=overhead,
-        phase_peaks=tensors.phase_peaks if tensors else None,
-        tape_phase_peaks=tensors.tape_phase_peaks if tensors else None,
+        tensors=tensors,
         evaluation_bytes=evaluation_bytes,
         host_memory_bytes=host_memory_bytes,
     )

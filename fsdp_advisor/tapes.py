@@ -9,6 +9,7 @@ from functools import lru_cache
 from fsdp_advisor.engines.wrapping import takes_root_apart, tape_wrap
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotPolynomial, NotRecordable
 from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.job.choices import Backend, Precision
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.experts import experts_code
@@ -16,10 +17,17 @@ from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
-from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
+from fsdp_advisor.model.tape_key import (
+    GatheredHead,
+    TapeAttention,
+    TapeCheckpointing,
+    TapeEngine,
+    TapeKey,
+    TapePrecision,
+)
 
-_ENGINES: dict[str, TapeEngine] = {"fsdp1": "fsdp1", "fsdp2": "fsdp2"}
-_PRECISIONS: dict[str, TapePrecision] = {
+_ENGINES: dict[Backend, TapeEngine] = {"fsdp1": "fsdp1", "fsdp2": "fsdp2"}
+_PRECISIONS: dict[Precision, TapePrecision] = {
     "bf16": "bf16",
     "bf16-mixed": "bf16-mixed",
     "fp16-mixed": "bf16-mixed",  # the same sizes
@@ -32,6 +40,11 @@ def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
 
     `profile`: the model, on which the units of a wrap policy other than `layer` depend.
     """
+    return _with_loss(_with_options(_code_path(plan, profile), plan, profile), plan, profile)
+
+
+def _code_path(plan: Plan, profile: Profile | None) -> TapeKey:
+    """The key as far as engine, precision, attention, checkpointing and units decide it."""
     engine = _ENGINES.get(plan.backend, "plain")
     if plan.backend == "fsdp1" and plan.facts.autocasts_fsdp1 and plan.mixed:
         engine = "fsdp1+autocast"
@@ -44,7 +57,11 @@ def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
         precision = "bf16-weights-mixed"
     wrap = tape_wrap(profile, plan) if profile is not None else ""
     one = plan.tape_shape[0] * sequences_per_example(plan.task) == 1
-    key = _key(engine, precision, plan.attention, plan.checkpointing, one, wrap)
+    return _key(engine, precision, plan.attention, plan.checkpointing, one, wrap)
+
+
+def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
+    """The key with the options of the step that change its tensors, other than the loss."""
     if plan.activation_offload:
         key = replace(key, activation_offload=plan.offload_code)
     if plan.evaluates:
@@ -64,6 +81,11 @@ def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
         key = replace(key, batch=plan.batch_layout)
         if plan.padding_fraction and plan.attention == "flash_attention_2":
             key = replace(key, padding=plan.padding_fraction, at=plan.tape_shape)
+    return key
+
+
+def _with_loss(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
+    """The key with the task and its loss."""
     if plan.loss_code == "full":
         return replace(key, task=plan.task) if plan.task != "sft" else key
     rounds = plan.unscored_labels > 0  # a rounded number of tokens
@@ -87,7 +109,7 @@ def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
     )
 
 
-def _gathered_head(plan: Plan, profile: Profile | None) -> str:
+def _gathered_head(plan: Plan, profile: Profile | None) -> GatheredHead:
     """The dtype in which TRL's loss gathers the head's weight; empty if FSDP2 gathers it.
 
     The loss never calls the head. In a PeftModel accelerate finds no final norm, so the head is a unit by itself, and no module's
@@ -115,12 +137,13 @@ def _key(
     return TapeKey(engine, precision, attention, checkpointing, batch_is_one, wrap=wrap)
 
 
-def select_tape(model: Resolved, profile: Profile, plan: Plan) -> tuple[TapeKey, Tape]:
-    """The plan's tape and its key. A tape that is missing is recorded now, if that is allowed, and added to the profile.
+def select_tape(model: Resolved, plan: Plan) -> tuple[TapeKey, Tape]:
+    """The plan's tape on a CPU and its key. A tape that is missing is recorded now, if that is allowed, and added to the profile.
 
     If FSDP1's tape with autocast is missing and cannot be recorded, falls back to the tape without autocast. Casts are then not
     counted.
     """
+    profile = _profile_of(model)
     key = tape_key_of(plan, profile)
     try:
         return _for_any_batch(model, profile, plan, key)
@@ -130,19 +153,30 @@ def select_tape(model: Resolved, profile: Profile, plan: Plan) -> tuple[TapeKey,
         return _for_any_batch(model, profile, plan, replace(key, engine="fsdp1"))
 
 
-def select_step_tape(model: Resolved, profile: Profile, plan: Plan) -> tuple[TapeKey, Tape]:
-    """`select_tape`, or a GPU tape for any micro-batch and length where the CPU's is valid for one alone.
+def select_step_tape(model: Resolved, plan: Plan) -> tuple[TapeKey, Tape]:
+    """The tape of a row of an estimate, and its key.
 
+    This is the tape of `select_tape`, or a GPU tape for any micro-batch and length if the CPU's is valid for one alone.
     Linear attention runs in chunks. On a CPU, the number of its operators depends on the sequence length; a GPU's kernels are as many
     for each.
     """
+    profile = _profile_of(model)
     key = tape_key_of(plan, profile)
     if key.at is None and _is_refused(profile, key, NotPolynomial):
         wanted = replace(key, attention="eager") if _lacks_sdpa(profile) else key
         with contextlib.suppress(AdvisorError):
-            keys = gpu_tape_keys(wanted, window_filled=_needs_window(profile, wanted, plan))
-            return [(on_gpu, model.tape(on_gpu)) for on_gpu in keys][0]
-    return select_tape(model, profile, plan)
+            first, *others = gpu_tape_keys(wanted, window_filled=_needs_window(profile, wanted, plan))
+            tape = model.tape(first)
+            for other in others:  # another GPU runs these kernels; `gpu_tape` finds only tapes that are recorded
+                model.tape(other)
+            return first, tape
+    return select_tape(model, plan)
+
+
+def _profile_of(model: Resolved) -> Profile:
+    """The model's profile, which a bare parameter count has not."""
+    assert model.profile is not None
+    return model.profile
 
 
 def _is_refused(profile: Profile, key: TapeKey, kind: type[AdvisorError]) -> bool:
@@ -165,7 +199,10 @@ def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey) 
 
 
 def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: TapeKey) -> bool:
-    """Whether the plan's own tape answers, because it is the first of its code path or there can be none for any batch."""
+    """Whether the plan's own tape answers, because it is the first of its code path or there can be none for any batch.
+
+    A model whose sizes are no polynomials on one code path has linear attention, or the like, on all of them.
+    """
     not_polynomial = any(refusal["kind"] == NotPolynomial.__name__ for refusal in profile.refusals.values())
     return not_polynomial or (key.name not in profile.tapes and (own.name in profile.tapes or model.is_new(key)))
 
@@ -214,7 +251,9 @@ def _needs_window(profile: Profile, key: TapeKey, plan: Plan) -> bool:
 
 
 def gpu_tape_key_of(profile: Profile, key: TapeKey, plan: Plan, gpu: Gpu) -> TapeKey:
-    """`gpu_tape_key` for a plan's model and sequences, on `gpu`."""
+    """The key of the tape that `gpu` runs instead of `key`'s, which is a CPU's. It depends on the GPU's kernels and on whether the
+    plan's sequences fill a sliding window.
+    """
     filled = _needs_window(profile, key, plan)
     return gpu_tape_key(key, gpu.compute_capability, window_filled=filled, recorded=profile.tapes)
 
@@ -226,19 +265,21 @@ def gpu_tape(profile: Profile, selected: tuple[TapeKey, Tape], plan: Plan, gpu: 
 
 
 def step_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
-    """The tape of a plan's step that a GPU runs. Raises AdvisorError if there is none.
+    """The tape of a plan's step that a GPU runs, as a search reads it. Raises AdvisorError if there is none.
 
-    Of a model without a catalog no other tape is recorded: a search reads nothing of the CPU's.
+    For a model that is not in the catalog, only this tape is recorded, because a search needs no tape of the CPU.
     """
-    assert model.profile is not None
+    profile = _profile_of(model)
     if not model.from_catalog and model.recording_allowed:
         with contextlib.suppress(AdvisorError):  # then the CPU's tape, or its error
-            return _recorded_for(model, model.profile, plan, gpu)
-    return gpu_tape(model.profile, select_step_tape(model, model.profile, plan), plan, gpu)
+            return _recorded_for(model, profile, plan, gpu)
+    return gpu_tape(profile, select_step_tape(model, plan), plan, gpu)
 
 
 def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Tape:
-    """The GPU's own tape. Of a micro-batch above 1 it is for any batch, because a search asks for many."""
+    """The tape of the GPU's kernels, recorded if it is missing, without recording the CPU's. For a micro-batch above 1 it is recorded
+    for every batch, because a search will ask for others.
+    """
     cpu_key = tape_key_of(plan, profile)
     filled = _needs_window(profile, cpu_key, plan)
     names = [key.name for key in gpu_tape_keys(cpu_key, window_filled=filled)]
@@ -255,9 +296,8 @@ def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Ta
 
 def recorded_gpu_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
     """`gpu_tape`. Records it first if it is missing and can be recorded."""
-    assert model.profile is not None
-    key, tape = select_tape(model, model.profile, plan)
+    key, tape = select_tape(model, plan)
     try:
-        return model.tape(gpu_tape_key_of(model.profile, key, plan, gpu))
+        return model.tape(gpu_tape_key_of(_profile_of(model), key, plan, gpu))
     except NotRecordable:
         return tape

@@ -109,7 +109,10 @@ def _checked(
 
 
 def _plain(search: Search, strategy: Strategy, offload: Offload) -> Candidate | None:
-    """A strategy as a rule means it: the `auto` backend, the smallest micro-batch, no checkpointing unless it is required.
+    """The estimate of a bare strategy, as a rule of thumb names it.
+
+    That is the `auto` backend, the smallest micro-batch, and no checkpointing unless the request requires it.
+
 
     None if its memory is unknown.
     """

@@ -67,7 +67,7 @@ def from_paths(paths: Sequence[Path]) -> Configuration:
 
 
 def from_texts(texts: Mapping[str, str]) -> Configuration:
-    """The same for texts by file name. A setting that names a file finds it only among them."""
+    """The options that texts, by file name, state together: `from_paths` without a disk. A file that a setting names must be among them."""
     return _combined(texts, lambda name: None)
 
 

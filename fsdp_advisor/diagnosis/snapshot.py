@@ -61,7 +61,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The recorded events of one device, in order, one array per column. For an OOM, `addresses` has the driver's free bytes."""
+    """The recorded events of one device, in order, one array per column. In the row of an
+    out-of-memory event, `addresses` has the bytes that the driver had free instead of an address.
+    """
 
     actions: array[int] = field(default_factory=lambda: array("B"))
     addresses: array[int] = field(default_factory=lambda: array("Q"))

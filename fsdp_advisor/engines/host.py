@@ -19,9 +19,9 @@ from fsdp_advisor.policies.optimizers import optimizer_of
 
 
 def host_memory(profile: Profile, plan: Plan, tape: Tape | None = None) -> HostMemory:
-    """Host memory of one node, in bytes: between steps, and with `tape` also that of offloaded activations.
+    """Host memory that the ranks of a node hold: offloaded states, paged optimizer states and, if `tape` is given, offloaded activations.
 
-    All of a paged optimizer's state counts: CUDA may move all of it there.
+    All of a paged optimizer's states count, because CUDA may move all of them there.
     """
     offloaded = _offloaded(profile, plan)
     if tape is not None and plan.activation_offload:

@@ -23,10 +23,10 @@ from fsdp_advisor.hardware.gpu import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.device import DeviceOverhead
 from fsdp_advisor.memory.host import HostMemory
+from fsdp_advisor.memory.live import StepPeak
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.program.storages import States
 
-PHASES = ("load", "first_step", "steady_step", "save")
 OUTSIDE_STEPS = ("load", "generate", "evaluate", "save")
 """The phases whose peak is not, or not wholly, in the program of a step."""
 
@@ -114,16 +114,14 @@ def job_peaks(
     states: States,
     host: HostMemory,
     overhead: DeviceOverhead,
-    phase_peaks: Mapping[str, int] | None,
-    tape_phase_peaks: Mapping[str, int] | None = None,
+    tensors: StepPeak | None,
     evaluation_bytes: int | None = None,
     host_memory_bytes: int | None = None,
 ) -> JobPeaks:
     """Peaks of the phases of `plan` on `gpu`.
 
-    `phase_peaks`: tensor bytes of forward, backward and optimizer in a steady step, None if unknown. `tape_phase_peaks`: the same by
-    phase of the tape. `evaluation_bytes`: the peak of evaluation, None if it is unknown. `host_memory_bytes`: memory of
-    one node, None if unlimited. The job saves between two steps, while its states stay in memory.
+    `tensors`: the peak of a steady step, None if it is unknown. `evaluation_bytes`: the peak of evaluation, None if it is unknown.
+    `host_memory_bytes`: memory of one node, None if unlimited. The job saves between two steps, while its states stay in memory.
     """
     available = gpu.memory_bytes - overhead.middle_bytes
     loads = load_methods(profile, plan, gpu_memory_bytes=gpu.memory_bytes)
@@ -135,23 +133,18 @@ def job_peaks(
         gpu_memory_bytes=available - kept,
         host_memory_bytes=None if host_memory_bytes is None else host_memory_bytes - host.steady,
     )
+    by_tape_phase = None if tensors is None else tensors.tape_phase_peaks
     phases = {
         "load": PhasePeak(gpu_bytes=_loading_peak(profile, plan, load), host_bytes_per_node=load.host_bytes_per_node),
-        "first_step": PhasePeak(
-            gpu_bytes=_first_step_peak(profile, plan, states, phase_peaks), host_bytes_per_node=host.steady
-        ),
-        "steady_step": PhasePeak(
-            gpu_bytes=max(phase_peaks.values()) if phase_peaks else None, host_bytes_per_node=host.steady
-        ),
         **{
             name: PhasePeak(gpu_bytes=n_bytes, host_bytes_per_node=host.steady)
-            for name, n_bytes in rollouts.phase_bytes(profile, plan, gpu, kept, tape_phase_peaks).items()
+            for name, n_bytes in {
+                "first_step": _first_step_peak(profile, plan, states, tensors),
+                "steady_step": None if tensors is None else tensors.peak,
+                **rollouts.phase_bytes(profile, plan, gpu, kept, by_tape_phase),
+                **({} if plan.evaluation is None else {"evaluate": evaluation_bytes}),
+            }.items()
         },
-        **(
-            {"evaluate": PhasePeak(gpu_bytes=evaluation_bytes, host_bytes_per_node=host.steady)}
-            if plan.evaluation is not None
-            else {}
-        ),
         "save": PhasePeak(gpu_bytes=kept + save.gpu_bytes, host_bytes_per_node=host.steady + save.host_bytes_per_node),
     }
     merge = merge_method(profile, plan)
@@ -197,12 +190,12 @@ def _bytes_between_steps(plan: Plan, states: States) -> int:
             return assert_never(plan.backend)
 
 
-def _first_step_peak(profile: Profile, plan: Plan, states: States, phase_peaks: Mapping[str, int] | None) -> int | None:
+def _first_step_peak(profile: Profile, plan: Plan, states: States, tensors: StepPeak | None) -> int | None:
     """Peak of the first step. Forward and backward run before the optimizer's step creates the optimizer states."""
-    if not phase_peaks:
+    if tensors is None:
         return None
     not_yet = _bytes_made_by_first_optimizer_step(profile, plan, states)
-    return max(n_bytes if phase == "optimizer" else n_bytes - not_yet for phase, n_bytes in phase_peaks.items())
+    return max(n_bytes if phase == "optimizer" else n_bytes - not_yet for phase, n_bytes in tensors.phase_peaks.items())
 
 
 def _bytes_made_by_first_optimizer_step(profile: Profile, plan: Plan, states: States) -> int:

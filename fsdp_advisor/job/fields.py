@@ -200,7 +200,7 @@ class Field:
 
     @property
     def hint(self) -> str:
-        """What the field is, as a hint."""
+        """The field's help as the hint of an error."""
         return f"it is {self.rule.about}" if self.rule.about.startswith(("the ", "a ")) else self.rule.about
 
 

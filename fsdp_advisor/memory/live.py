@@ -9,7 +9,7 @@ from functools import partial
 from itertools import accumulate
 
 from fsdp_advisor.model.tape import evaluate
-from fsdp_advisor.program.accounts import ACCOUNTS, Account, Phase
+from fsdp_advisor.program.accounts import ACCOUNTS, PHASES, Account, Phase
 from fsdp_advisor.program.instructions import (
     Alloc,
     Compute,
@@ -41,7 +41,7 @@ class StepPeak:
     peak: int
     phase: Phase
     where: str
-    phase_peaks: dict[str, int]
+    phase_peaks: dict[Phase, int]
     at_peak: dict[str, int]
     tape_phase_peaks: dict[str, int]
 
@@ -59,7 +59,7 @@ class TimelinePoint:
 def step_peak(program: StepProgram, b: int, t: int) -> StepPeak:
     """The peak of a step at micro-batch `b` and `t` tokens."""
     reader = _Reader(program, b, t, _WORKSPACE)
-    best, phase_peaks = None, dict.fromkeys(("forward", "backward", "optimizer"), 0)
+    best, phase_peaks = None, dict.fromkeys(PHASES, 0)
     tape_phase_peaks: defaultdict[str, int] = defaultdict(int)
     for visit, _, high, highest_at in reader.walk():
         if best is None or high > best[0]:

@@ -43,7 +43,7 @@ def is_tower(path: str) -> bool:
 
 
 def trained_on_text(model_type: str) -> str:
-    """The note on a multimodal model that is estimated as it trains on text."""
+    """The note that a multimodal model of this type is estimated for text batches: no activations of images or sound."""
     return (
         f"{model_type} is recorded as it trains on text: all its parameters are counted, but no activations of images or sound, and"
         " its towers get no gradients"

@@ -144,6 +144,8 @@ ScoringPhase = Literal["mismatched", "reference_mismatched", "reference", "prefi
 and ``reference``: the reference model's, on these and on the batch. Of GRPO: ``prefill``: the trained model's on prompts, with a cache
 of keys and values; ``decode``: that for the last token of completions; ``policy``: that which scores them.
 ``evaluate``: the Trainer's evaluation."""
+TapePhase = Literal["forward", "backward"] | ScoringPhase
+REFERENCE_PHASES: tuple[TapePhase, ...] = ("reference", "reference_mismatched")
 GENERATION_PHASES: tuple[ScoringPhase, ...] = ("prefill", "decode")
 ROLLOUT_PHASES: tuple[ScoringPhase, ...] = (*GENERATION_PHASES, "policy", "reference")
 """The phases of GRPO's tape that make the batch on which the others train."""
@@ -162,14 +164,14 @@ class Recomputed(NamedTuple):
 class Segment:
     """The events between two layer boundaries of the recorded step.
 
-    `phase` is ``forward``, ``backward`` or a `ScoringPhase`; `stack`, `layer` name the recorded layer, or (ROOT, n) the n-th stretch
+    `stack`, `layer` name the recorded layer, or (ROOT, n) the n-th stretch
     of root code.
     `flops`: of matrix products and attention. `traffic_bytes`: read and written by all other operators. `operators`: the number of
     operators. `recomputed`: the part of them that repeats a forward; None if it was not recorded, because all or none of it is repeated.
     `host_copies`: the bytes of each tensor that is copied to host memory in forward, or back in backward.
     """
 
-    phase: str
+    phase: TapePhase
     stack: int
     layer: int
     events: tuple[Event, ...]

@@ -17,6 +17,7 @@ TapeEngine = Literal["plain", "plain+cast", "fsdp2", "fsdp1", "fsdp1+autocast"]
 model whose weights have several dtypes. ``fsdp1+autocast``: FSDP1's mixed precision under accelerate
 (accelerator.py, `prepare_model`), which the Trainer uses too."""
 
+GatheredHead = Literal["", "bfloat16", "float32"]
 TapePrecision = Literal["bf16", "bf16-mixed", "bf16-weights-mixed", "fp32"]
 """``bf16-mixed``: autocast, or FSDP's casts, of fp32 weights; ``bf16-weights-mixed``: autocast with weights in bf16."""
 TapeDevice = Literal["cpu", "gpu"]
@@ -67,7 +68,7 @@ class TapeKey:
     """The model whose log-probabilities the loss also reads. Its forward runs without gradients (`ScoringPhase`)."""
     activation_offload: OffloadCode = "none"
     """Whose code keeps activations in host memory."""
-    gathered_head: str = ""
+    gathered_head: GatheredHead = ""
     """The dtype in which the loss gathers the head's weight by itself, because FSDP2 does not; empty if it does."""
     completion_length: int = 0
     """The tokens of each sequence that GRPO generates and scores."""

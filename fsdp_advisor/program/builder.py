@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fsdp_advisor.model.fsdp_units import AT_ROOT as AT_ROOT
 from fsdp_advisor.model.fsdp_units import unit_at
 from fsdp_advisor.model.profile import Profile, Run
-from fsdp_advisor.model.tape import ROOT, Op, Polynomial, Tape
+from fsdp_advisor.model.tape import REFERENCE_PHASES, ROOT, Op, Polynomial, Tape, TapePhase
 from fsdp_advisor.program.accounts import Account, Phase, Stream
 from fsdp_advisor.program.instructions import (
     NO_BUFFER,
@@ -332,7 +332,7 @@ class _MicroBatchWalk:
 
     def _hooks_of(self, entry: _Entry) -> StepHooks:
         """The hooks that run around the unit: those of the reference model, or of the trained one."""
-        is_reference = entry.phase.startswith("reference")
+        is_reference = entry.phase in REFERENCE_PHASES
         return (self._hooks.reference if is_reference else None) or self._hooks
 
     def _play(self, phase: Phase, entry: _Entry, following: UnitId | None) -> None:
@@ -368,7 +368,7 @@ class _MicroBatchWalk:
 class _Entry(NamedTuple):
     """One real layer or root segment of a phase of the tape; `layer` is its number in forward order."""
 
-    phase: str
+    phase: TapePhase
     unit: UnitId
     layer: int
     steps: Steps

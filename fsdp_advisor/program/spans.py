@@ -24,6 +24,7 @@ from fsdp_advisor.model.tape import (
     Size,
     Staging,
     Tape,
+    TapePhase,
     Tiled,
     evaluate,
 )
@@ -87,7 +88,7 @@ class LayoutPart:
     `phase`: that of these segments.
     """
 
-    phase: str
+    phase: TapePhase
     stack: int
     steps: dict[int, Steps]
     last: dict[int, Steps]

@@ -134,7 +134,7 @@ def _backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
 
 def _compile(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-    """`compile_fx_inner` of a forward or a backward that AOTAutograd made."""
+    """Compile one graph, AOTAutograd's forward or backward, with Inductor's `compile_fx_inner`."""
     _move(graph, GPU)
     with _disable_current_modes():
         moved = [_moved(tensor, GPU) for tensor in inputs]

@@ -43,7 +43,7 @@ def with_kernels(model: nn.Module) -> Iterator[None]:
 
 @torch.library.custom_op("fsdp_advisor::linear_attention_kernel", mutates_args=())
 def _kernel(reads: list[torch.Tensor], flops: int) -> None:
-    """The work of a kernel, but for what it writes, which counts when it is allocated."""
+    """Record a fused kernel's reads and FLOPs. Its outputs count where the caller allocates them."""
     raise NotImplementedError("only its work is known")
 
 

@@ -33,7 +33,6 @@ from torch import nn
 from fsdp_advisor.errors import ADAPTERS_EXTRA, MissingExtra
 from fsdp_advisor.model.quantization import Quantization
 
-"""The hint where a package that adapts models is missing."""
 PACKED = ("Params4bit", "Int8Params")
 """bitsandbytes' classes of quantized parameters."""
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from fsdp_advisor.model.fsdp_units import Units
-from fsdp_advisor.model.tape import ROOT, Category, MarkedUnit, Op, Tiled
+from fsdp_advisor.model.tape import ROOT, Category, MarkedUnit, Op, TapePhase, Tiled
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.recording.checkpointing import is_recomputing
@@ -261,7 +261,7 @@ class Step:
 
     # Boundaries
 
-    def _begin(self, phase: str, stack: int, layer: int) -> None:
+    def _begin(self, phase: TapePhase, stack: int, layer: int) -> None:
         self._segments.append(RawSegment(phase, stack, layer))
         if phase == "backward" and stack != ROOT and self._key.checkpointing not in ("none", "full"):
             self._segments[-1].recomputed = []
@@ -275,7 +275,7 @@ class Step:
         self._in_loss = False
 
     @property
-    def _forward_phase(self) -> str:
+    def _forward_phase(self) -> TapePhase:
         """The phase of a forward that runs now."""
         return scoring_phase() or "forward"
 

@@ -16,6 +16,7 @@ from fsdp_advisor.model.tape import (
     Size,
     Staging,
     Tape,
+    TapePhase,
     Tiled,
     evaluate,
     total,
@@ -26,7 +27,7 @@ from fsdp_advisor.recording.operators import NONE, Work
 
 @dataclass
 class RawSegment:
-    phase: str
+    phase: TapePhase
     stack: int
     layer: int
     events: list[tuple[int, int, int]] = field(default_factory=list)  # ALLOC: (storage, 0); FREE: (storage, 0)

@@ -48,7 +48,7 @@ class Column:
 
 
 def widths(columns: Sequence[Column]) -> int:
-    """Characters of a table of these columns, with sentences at their narrowest."""
+    """The width of a table of these columns, in characters. A column that wraps counts at its least width."""
     return sum(min(c.width, c.least or c.width) for c in columns) + GAP * (len(columns) - 1)
 
 

@@ -54,8 +54,8 @@ def device_of(gpu: Gpu, precision: str) -> Device | None:
 
 
 def _matmul_share(gpu: Gpu, precision: str, achieved: Achieved) -> float:
-    """The achieved share of the datasheet's rate. NVIDIA's fp32 products do not use tensor cores; AMD's fp32 rate is that of
-    the matrix cores.
+    """The share of the datasheet's rate that matrix products reach. In fp32, NVIDIA's products use no tensor cores, and the datasheet's
+    rate is that of the other cores; AMD's use the matrix cores.
     """
     plain = precision == "fp32" and not (gpu.architecture or "").startswith("cdna")
     return PLAIN_MATMUL if plain else achieved.matmul

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.hardware import Gpu, Link
@@ -41,11 +41,14 @@ Timed = AllGather | AllReduce | Compute | Copy | HostTransfer | OptimizerStep | 
 """The instructions that take time."""
 
 
+TimedStream = Literal["compute", "communication"]
+
+
 @dataclass(frozen=True, slots=True)
 class Interval:
     """One activity of a stream, from `begin_seconds` to `end_seconds` after the beginning of the micro-batch."""
 
-    stream: str  # "compute" or "communication"
+    stream: TimedStream
     name: str
     begin_seconds: float
     end_seconds: float
@@ -346,7 +349,7 @@ def step_intervals(program: StepProgram, rates: Rates, work: tuple[Work, ...]) -
     last = micro_batch_time(program.micro_batches[-1], rates, work, keep_intervals=True)
     optimizer = optimizer_time(program, rates)
     intervals, now = list(last.intervals or ()), last.compute
-    after = (
+    after: tuple[tuple[TimedStream, str, float], ...] = (
         ("communication", "reduce gradients", last.late),
         ("communication", "gradients to the host", last.late_host),
         ("compute", "optimizer", optimizer.update),

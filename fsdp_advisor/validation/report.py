@@ -11,7 +11,6 @@ from typing import Any
 
 from fsdp_advisor.validation.records import FIGURES, Record, json_fields
 
-PHASES = ("forward", "backward", "optimizer")
 TIMES = ("step_seconds", "step_seconds_without_communication")
 NEAR_FULL = 0.03
 """Distance from a full GPU, relative to its memory, within which both verdicts are acceptable."""

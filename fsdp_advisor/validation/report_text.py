@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fsdp_advisor.program.accounts import PHASES
 from fsdp_advisor.units import format_gib
 from fsdp_advisor.validation.records import FIGURES, Record
 from fsdp_advisor.validation.report import (
-    PHASES,
     TIMES,
     Spread,
     as_dict,

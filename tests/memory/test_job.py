@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 
 from fsdp_advisor import estimate
-from fsdp_advisor.engines.job_peaks import PHASES, JobPeaks, job_peaks
+from fsdp_advisor.engines.job_peaks import JobPeaks, job_peaks
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.choices import Backend, Strategy
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.memory.host import HostMemory
+from fsdp_advisor.memory.live import StepPeak
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.storages import States, Storages
@@ -31,7 +32,7 @@ def report() -> Report:
 def test_every_strategy_reports_all_phases(report: Report) -> None:
     for e in report.estimates:
         assert e.job is not None
-        assert tuple(e.job.phases) == PHASES
+        assert tuple(e.job.phases) == ("load", "first_step", "steady_step", "save")
         assert e.job.phases["steady_step"].gpu_bytes == e.peak_tensor_bytes
         document = e.as_dict()
         assert json.loads(json.dumps(document))["job_peaks"]["load"]["gpu_bytes"] == e.job.phases["load"].gpu_bytes
@@ -78,7 +79,14 @@ def peaks(
         states=States(parameters=Storages.of(GIB)),
         host=HostMemory(),
         overhead=device_overhead(gpu, plan),
-        phase_peaks={"forward": GIB, "backward": GIB, "optimizer": GIB},
+        tensors=StepPeak(
+            peak=GIB,
+            phase="forward",
+            where="embedding",
+            phase_peaks={"forward": GIB, "backward": GIB, "optimizer": GIB},
+            at_peak={"parameters": GIB},
+            tape_phase_peaks={"forward": GIB, "backward": GIB},
+        ),
         host_memory_bytes=host,
     )
 
@@ -108,7 +116,7 @@ def test_unknown_step_peaks_stay_unknown() -> None:
     assert profile is not None
     plan = Plan(strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=8), seq_len=1)
     job = job_peaks(
-        profile, plan, gpu, states=States(), host=HostMemory(), overhead=device_overhead(gpu, plan), phase_peaks=None
+        profile, plan, gpu, states=States(), host=HostMemory(), overhead=device_overhead(gpu, plan), tensors=None
     )
     assert job.phases["first_step"].gpu_bytes is None
     assert job.phases["steady_step"].gpu_bytes is None

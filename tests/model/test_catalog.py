@@ -234,7 +234,7 @@ def test_usual_tapes_answer_the_default_question(entry: catalog.Entry) -> None:
     assert profile is not None and profile.parameters == entry.parameters and entry.source
     request = make_request({"model": entry.id, "gpus": "8"})
     for plan in plans(request, seq_len=default_seq_len(profile.max_seq_len)):
-        key, _ = select_tape(model, profile, plan)
+        key, _ = select_tape(model, plan)
         assert gpu_tape_key_of(profile, key, plan, find_gpu("H100-80GB")).name in profile.tapes
 
 
@@ -244,7 +244,7 @@ def test_linear_attention_is_answered_at_any_length_without_torch(model: str) ->
     assert found.profile is not None
     options = {"model": model, "gpus": "16", "strategy": "zero3", "micro_batch_size": "3"}
     (plan,) = plans(make_request(options), seq_len=5000)
-    key, _ = select_step_tape(found, found.profile, plan)
+    key, _ = select_step_tape(found, plan)
     assert (key.device, key.at) == ("gpu", None)
     row = estimate_plan(found, plan, find_gpu("H200"))
     assert row.needed_bytes and row.step and row.simulated_peak_bytes is None

@@ -52,7 +52,7 @@ def test_no_tape_is_valid_for_every_length(recorder: Recorder) -> None:
 def test_the_tape_of_one_length_gives_the_peak_of_pytorchs_own_step(recorder: Recorder, seq_len: int) -> None:
     profile, plan = recorder.profile, replace(PLAN, seq_len=seq_len)
     model = Resolved("hybrid", "module", profile, profile.parameters, profile.parameters, recorder=recorder)
-    key, tape = select_tape(model, profile, plan)
+    key, tape = select_tape(model, plan)
     assert key.at == (2, seq_len)
     assert peak_of_step(profile, tape, plan).phase_peaks == simulate(recorder.source, plan).phase_peaks
 
@@ -85,7 +85,7 @@ def test_a_row_needs_no_recording_of_its_own_length(recorder: Recorder) -> None:
     with pytest.raises(NotPolynomial):
         model.tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "none"))
     for seq_len in (100, 333):
-        key, _ = select_step_tape(model, profile, replace(PLAN, seq_len=seq_len))
+        key, _ = select_step_tape(model, replace(PLAN, seq_len=seq_len))
         assert (key.device, key.at) == ("gpu", None)
 
 
@@ -96,7 +96,7 @@ def test_the_second_batch_records_a_tape_for_any(home: Path) -> None:
         model = resolve("tiny")
         assert model.profile is not None
         plan = replace(PLAN, strategy="ddp", backend="ddp", precision="fp32", attention="eager", seq_len=seq_len)
-        key, tape = select_tape(model, model.profile, plan)
+        key, tape = select_tape(model, plan)
         return key.at, peak_of_step(model.profile, tape, plan).peak
 
     own, peak = asked(100)
@@ -117,5 +117,5 @@ def test_a_search_records_only_the_tape_of_the_gpu(home: Path, batch: int) -> No
     [name] = set(model.profile.tapes) - before
     assert TapeKey.from_name(name).device == "gpu"
     assert TapeKey.from_name(name).at == ((1, 100) if batch == 1 else None)
-    own = gpu_tape(model.profile, select_tape(model, model.profile, plan), plan, gpu)
+    own = gpu_tape(model.profile, select_tape(model, plan), plan, gpu)
     assert peak_of_step(model.profile, tape, plan) == peak_of_step(model.profile, own, plan)

@@ -62,7 +62,7 @@ def predicted(model: str) -> tuple[str, dict[str, int]]:
 
     found = resolve(model, allow_recording=False)
     assert found.profile is not None
-    key, tape = select_tape(found, found.profile, PLAN)
+    key, tape = select_tape(found, PLAN)
     return key.attention, peak_of_step(found.profile, tape, PLAN).phase_peaks
 
 

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.program.accounts import PHASES
 from fsdp_advisor.validation import drawing, report, report_text
 from fsdp_advisor.validation.records import Record, downsampled
 from fsdp_advisor.validation.snapshots import EQUAL_SEGMENTS
@@ -184,8 +185,8 @@ def test_drawing_needs_figures_and_a_writable_svg_file(tmp_path: Path) -> None:
 
 
 def test_gpu_runs_are_reported_by_phase_range_and_segment() -> None:
-    peaks = {phase: {"allocated_bytes": 40 * GIB, "reserved_bytes": 50 * GIB} for phase in report.PHASES}
-    said = {phase: {"allocated_bytes": 38 * GIB, "reserved_bytes": 50 * GIB} for phase in report.PHASES}
+    peaks = {phase: {"allocated_bytes": 40 * GIB, "reserved_bytes": 50 * GIB} for phase in PHASES}
+    said = {phase: {"allocated_bytes": 38 * GIB, "reserved_bytes": 50 * GIB} for phase in PHASES}
     held = {
         "segments": 9, "modelled_segments": 8, EQUAL_SEGMENTS: 7, "recorded_bytes": 9, "modelled_bytes": 8,
         "only_recorded": ["large, 9 bytes"], "only_modelled": ["small, 8 bytes"],

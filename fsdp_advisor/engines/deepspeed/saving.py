@@ -19,7 +19,7 @@ from fsdp_advisor.program.storages import round_up
 
 
 def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
-    """The method of saving under DeepSpeed: a checkpoint from which training can resume, or the weights alone."""
+    """The only method of saving under DeepSpeed: a checkpoint from which training can resume, or with `save_only_model` the weights."""
     return (_save_weights(profile, plan) if plan.save_only_model else _save_checkpoint(profile, plan),)
 
 

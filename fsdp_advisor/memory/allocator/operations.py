@@ -365,8 +365,8 @@ class _Assembly:
         )
 
     def _end_step(self, freed: set[int]) -> list[tuple[int, int]]:
-        """Match each storage that a step leaves with one of the same size that the step freed. Others are freed at the end of
-        the step (`zero_grad`).
+        """Pair each storage that is alive after a step with one of the same size that the step found alive and freed: the next step
+        finds it in that one's place. Others are freed at the end of the step, as `zero_grad` does.
         """
         requests = self._requests
         wanted: defaultdict[int, list[int]] = defaultdict(list)

@@ -76,7 +76,8 @@ class Refusal:
 class Constructor:
     """The class of the optimizer in Python, and its arguments besides the parameters and the learning rate.
 
-    `has_modes`: whether it steps only after its `train()`, and the weights are those to evaluate and save after its `eval()`.
+    `has_modes`: whether it has to be switched by `train()` before it steps, and by `eval()` before the weights are evaluated or saved,
+    as schedule-free optimizers have.
     """
 
     module: str

@@ -31,7 +31,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """A module's own loader, and its hooks afterwards. Finding a module (importlib.util.find_spec) leaves its hooks for its import."""
+    """Loads a module with its own loader, then runs its hooks. Finding it (`importlib.util.find_spec`) runs none."""
 
     def __init__(self, loader: importlib.abc.Loader, hooks: dict[str, list[Hook]]) -> None:
         self.loader = loader

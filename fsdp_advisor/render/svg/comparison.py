@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fsdp_advisor.program.accounts import PHASES
 from fsdp_advisor.render.svg.elements import SMALL, frame, line, lines, number, stroke, text, wrapped
 from fsdp_advisor.render.svg.scale import Scale, short, ticks
 from fsdp_advisor.units import GIB, format_gib
 
-PHASES = ("forward", "backward", "optimizer")
 Highs = Mapping[str, Sequence[int]]
 """By phase, the highest bytes of each section of the step."""
 
