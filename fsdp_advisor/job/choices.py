@@ -98,7 +98,7 @@ OPTIMIZERS_NOT_MODELLED = (
 )
 NEAREST_OPTIMIZERS = {
     "galore_adafactor_layerwise": "galore_adamw_layerwise, because transformers 5.23 fails to make the layerwise Adafactor",
-    "adamw_anyprecision": "adamw_torch, because AnyPrecision is in torchdistx, which has no package for the versions of torch that are modelled",
+    "adamw_anyprecision": "adamw_torch, because AnyPrecision is in torchdistx, which has no package for the modelled versions of torch",
     "adamw_torch_xla": "adamw_torch, because this one is for TPUs, which are not modelled",
     "adamw_torch_npu_fused": "adamw_torch_fused, because this one is for Ascend NPUs, which are not modelled",
     "adamw_apex_fused": "adamw_torch_fused, because transformers 5 no longer has Apex' AdamW",

@@ -78,8 +78,8 @@ class GrokAdamW(Optimizer):
         return NO_STORAGES
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        """The copies (6); the norm (1) and the clipping (2); the average (2 + 3), its multiple (2), the sum (3); the moments (2 + 3 and 2 + 3); the
-        root (2) and epsilon (2); the decay (2) and the update (4): 39 tensors.
+        """The copies (6); the norm (1) and the clipping (2); the average (2 + 3), its multiple (2), the sum (3); the moments (2 + 3 and
+        2 + 3); the root (2) and epsilon (2); the decay (2) and the update (4): 39 tensors.
         """
         return 39 * element_bytes * parameter.elements
 
