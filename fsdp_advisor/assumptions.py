@@ -116,7 +116,7 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
         )
     if "dtype" in request.assumed:
         notes.append(f"the frozen base is stored in {request.dtype}, as transformers loads it; dtype changes it")
-    elif _stores_frozen_base_in_fp32(request) and not is_packed:
+    elif stores_frozen_base_in_fp32(request) and not is_packed:
         notes.append("the frozen base is stored in fp32, as bf16-mixed has it; dtype bfloat16 halves it")
     return notes
 
@@ -137,7 +137,8 @@ def batch_notes(request: EstimateRequest) -> list[str]:
     return notes
 
 
-def _stores_frozen_base_in_fp32(request: EstimateRequest) -> bool:
+def stores_frozen_base_in_fp32(request: EstimateRequest) -> bool:
+    """Whether adapters are trained on a base that is not quantized and has no dtype of its own, so that mixed precision has it in fp32."""
     adaptation = adaptation_of(request)
     whole = bool(adaptation.peft) and not adaptation.quantization
     return whole and request.precision == "bf16-mixed" and request.dtype == "auto"

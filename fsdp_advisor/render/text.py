@@ -119,6 +119,8 @@ def _notes(view: ReportView, screen: Screen, *, hint: bool) -> str:
     ]
     if hint and view.explain_hint:
         lines.append(wrap(view.explain_hint, screen, indent="  "))
+    if hint and view.way_out:
+        lines.append(wrap(view.way_out, screen, indent="  "))
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from fsdp_advisor.job.images import images_of
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.render.parts import PARTS, STATES, MemoryPart, PartBytes, bar_parts
 from fsdp_advisor.render.sizes import NONE, UNKNOWN, Sizes, format_rate
+from fsdp_advisor.render.way_out import way_out
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_count
 from fsdp_advisor.verdict import verdict_text
@@ -75,6 +76,8 @@ class ReportView:
     footnotes: tuple[str, ...]
     warnings: tuple[str, ...]
     omissions: tuple[Omission, ...]
+    way_out: str
+    """What to change if nothing fits, or only plans with offload; empty if another plan fits."""
 
     @property
     def peaks_known(self) -> bool:
@@ -141,6 +144,7 @@ def report_view(report: Report) -> ReportView:
         footnotes=_footnotes(rows, sizes, unit, textbook=report.model_source == "count"),
         warnings=merge_warnings(report.estimates),
         omissions=omissions,
+        way_out=way_out(report),
     )
 
 

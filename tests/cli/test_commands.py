@@ -93,7 +93,7 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
     (
         ("estimate", *MODEL, "--optim", "adamw_anyprecision"),
         "optim adamw_anyprecision is not modelled yet",
-        "nearest is adamw_torch, because AnyPrecision is in torchdistx, which has no package for the versions of torch that are modelled",
+        "nearest is adamw_torch, because AnyPrecision is in torchdistx, which has no package for the modelled versions of torch",
     ),
     (("estimate", *MODEL, "--gpus"), "--gpus needs a value", SEE),
     (("estimate", *MODEL, "-o"), "--output needs a value", SEE),

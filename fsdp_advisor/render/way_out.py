@@ -1,0 +1,27 @@
+"""What to change about a job that fits only with offload, or not at all."""
+
+from __future__ import annotations
+
+from fsdp_advisor.assumptions import stores_frozen_base_in_fp32
+from fsdp_advisor.report import Report
+
+
+def way_out(report: Report) -> str:
+    """The options that save memory without offload, and the command that searches.
+
+    Empty if a row without offload fits, if nothing is known, and for a bare parameter count.
+    """
+    known = [row for row in report.estimates if row.fits is not None]
+    if not known or report.model_source == "count" or any(row.fits and row.plan.offload == "none" for row in known):
+        return ""
+    request = report.request
+    options = []
+    if stores_frozen_base_in_fp32(request):
+        options.append("--dtype bfloat16 (half the frozen base)")
+    if request.load_in_4bit and not request.use_bnb_nested_quant:
+        options.append("--use-bnb-nested-quant (scales in 8 bits)")
+    if request.activation_checkpointing == "none":
+        options.append("--activation-checkpointing full")
+    what = "Only offload fits" if any(row.fits for row in known) else "Nothing fits"
+    less = f" Options that save memory: {', '.join(options)}." if options else ""
+    return f"{what}.{less} fsdp-advisor recommend, with the same options, searches for the fastest plan that fits."

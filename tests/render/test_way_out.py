@@ -1,0 +1,36 @@
+"""The last line of an estimate of which nothing fits without offload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_advisor.estimator import estimate
+from fsdp_advisor.render.view import report_view
+
+SEARCH = "fsdp-advisor recommend, with the same options, searches for the fastest plan that fits."
+
+
+def test_a_plan_that_fits_needs_no_way_out() -> None:
+    assert report_view(estimate(model="gpt2", gpus=1, strategy="ddp", gpu="H100")).way_out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"strategy": "ddp"}, "Nothing fits. Options that save memory: --activation-checkpointing full."),
+        ({"strategy": "ddp", "activation_checkpointing": "full"}, "Nothing fits."),
+        ({"offload": "parameters", "strategy": "zero3"}, "Only offload fits. Options that save memory: --activation-checkpointing full."),
+    ],
+)  # fmt: skip
+def test_the_line_names_options_that_the_job_does_not_use(options: dict[str, Any], expected: str) -> None:
+    report = estimate(model="meta-llama/Llama-2-7b-hf", gpus=1, gpu="rtx4090", **options)
+    assert report_view(report).way_out == f"{expected} {SEARCH}"
+
+
+@pytest.mark.slow
+def test_lora_on_a_base_in_fp32_names_its_dtype() -> None:
+    pytest.importorskip("peft")
+    report = estimate(model="meta-llama/Llama-3.1-8B", gpu="rtx4090", use_peft=True, strategy="ddp")
+    assert "--dtype bfloat16 (half the frozen base), --activation-checkpointing full" in report_view(report).way_out
