@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import socket
 import tempfile
 from functools import cache
@@ -154,7 +155,9 @@ def folder_of(name: str) -> Path:
 def _catalogued(name: str) -> dict[str, Any] | None:
     import yaml
 
-    for row in yaml.safe_load(ARCHITECTURES.read_text()):
+    rows = re.split(r"^(?=- )", ARCHITECTURES.read_text(), flags=re.MULTILINE)[1:]
+    named = "".join(row for row in rows if name.lower() in row.lower())  # to parse all rows takes seconds
+    for row in yaml.safe_load(named) or ():
         if name.lower() in (each.lower() for each in (row["id"], *row.get("aliases", ()))):
             classes = getattr(import_module("transformers.models.auto.modeling_auto"), CLASSES[row["task"]])
             return {"dtype": CATALOG_DTYPE, "architectures": [classes[row["config"]["model_type"]]], **row["config"]}
@@ -199,8 +202,9 @@ def write_checkpoint(cls: Any, config: Any, folder: Path) -> None:
         model = cls(plain)
     seen: set[int] = set()
     states = {}
+    tied = getattr(model, "all_tied_weights_keys", {})  # of transformers 5, which ties them after loading
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:  # tied parameters are stored once
+        if id(tensor) not in seen and name not in tied:  # tied parameters are stored once
             seen.add(id(tensor))
             states[name] = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
     states = revert_weight_conversion(model, states)
