@@ -6,17 +6,17 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_process import SCRIPTS, Warm
 
 from fsdp_advisor.hardware.lookup import find_gpu
 from fsdp_advisor.rehearsal.environment import environment
 from fsdp_advisor.rehearsal.inside.launchers import free_port, variables_of
 
-SCRIPTS = Path(__file__).parent / "scripts"
 Run = Callable[..., dict[str, Any]]
 
 
@@ -28,35 +28,6 @@ def rehearsal_python() -> Path:
         assert "CI" not in os.environ, "CI makes the environment and sets REHEARSAL_PYTHON"
         pytest.skip("REHEARSAL_PYTHON names no environment with PyTorch's CUDA build")
     return Path(python)
-
-
-class Warm:
-    """A process that has PyTorch, transformers and TRL imported, and runs scripts in forks of itself."""
-
-    def __init__(self, python: Path) -> None:
-        self.python = python
-        self.process = subprocess.Popen(
-            [python, SCRIPTS / "warm.py"],
-            env=self._machine(1),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(
-        self, script: str, words: Sequence[str], folder: Path, ranks: Sequence[Mapping[str, str]] = ({},), gpus: int = 1
-    ) -> str:
-        """What the ranks of a script print. They run in the folder and see as many GPUs."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        machine = self._machine(gpus) | {"HF_HOME": str(folder)}
-        job = [str(SCRIPTS / script), words, str(folder), [{**machine, **variables} for variables in ranks]]
-        print(json.dumps(job), file=self.process.stdin, flush=True)
-        statuses = json.loads(self.process.stdout.readline())
-        assert not any(statuses), "\n".join((folder / f"{rank}.err").read_text()[-3000:] for rank in range(len(ranks)))
-        return "".join((folder / f"{rank}.out").read_text() for rank in range(len(ranks)))
-
-    def _machine(self, gpus: int) -> dict[str, str]:
-        return environment(self.python, find_gpu("H100-80GB"), gpus, outside=os.environ | {"HF_HUB_OFFLINE": "1"})
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ JOBS = dict(
     taken(
         [
             ("packed", ("trl packed", "sdpa", "bf16-mixed", 2, 1024)),
+            ("padding-free, flash-attn", ("trl padding-free", "flash_attention_2", "bf16", 3, 1024)),
         ],
         [
             ("padding-free", ("trl padding-free", "sdpa", "bf16", 3, 1024)),
@@ -25,6 +26,9 @@ JOBS = dict(
             ("packed, eager", ("trl packed", "eager", "bf16", 2, 1024)),
             ("padded by TRL", ("trl padded", "sdpa", "bf16-mixed", 4, 1600)),
             ("flattened by the Trainer", ("flattened", "sdpa", "bf16-mixed", 2, 1024)),
+            ("packed, flash-attn", ("trl packed", "flash_attention_2", "bf16-mixed", 2, 1024)),
+            ("padded by TRL, flash-attn", ("trl padded", "flash_attention_2", "bf16-mixed", 4, 1600)),
+            ("padded by the Trainer, flash-attn", ("padded", "flash_attention_2", "bf16", 4, 1600)),
         ],
     )
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from fsdp_advisor.rehearsal.inside import launchers, meter, ranks
 from fsdp_advisor.rehearsal.inside.data import use_random_data
+from fsdp_advisor.rehearsal.inside.flash_attention import provide_flash_attention
 from fsdp_advisor.rehearsal.inside.import_hooks import after_import
+from fsdp_advisor.rehearsal.inside.refusals import refuse_other_kernels
 from fsdp_advisor.rehearsal.inside.values import answer_values
 from fsdp_advisor.rehearsal.inside.weights import use_empty_weights
 
@@ -15,6 +17,8 @@ def start() -> None:
     after_import("torch", meter.install)
     use_empty_weights()
     use_random_data()
+    provide_flash_attention()
+    refuse_other_kernels()
     after_import("torch.optim.optimizer", ranks.let_nccl_settle)
     if ranks.selected_ranks() or launchers.starts_all_nodes():
         after_import("torch.distributed.launcher.api", launchers.answer_torchrun)

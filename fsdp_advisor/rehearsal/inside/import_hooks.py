@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-Hook = Callable[[ModuleType], None]
+Hook = Callable[[ModuleType], object]
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from fsdp_advisor.rehearsal.inside import job_facts
 from fsdp_advisor.rehearsal.inside.decisions import decisions
+from fsdp_advisor.rehearsal.inside.refusals import hint_of
 from fsdp_advisor.rehearsal.inside.timeline import timeline
 
 Phase = Literal["setup", "forward", "backward", "optimizer", "no-grad forward"]
@@ -82,6 +83,9 @@ class Meter:
         def note_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self.error = "".join(traceback.format_exception(kind, error, trace)[-1:]).strip()
             excepthook(kind, error, trace)
+            if (hint := hint_of(error)) is not None:
+                self.error += f" ({hint})"
+                print(f"note: {hint}", file=sys.stderr)
 
         sys.excepthook = note_error
         atexit.register(self.write_at_exit)
@@ -302,14 +306,16 @@ def _user_frames(most: int = 12) -> list[str]:
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[:most]]
 
 
-def install(torch: ModuleType) -> None:
-    """Meter this process if a rehearsal asked for it. Called after `import torch`."""
+def install(torch: ModuleType) -> Meter | None:
+    """Meter this process if a rehearsal asked for it, and return the meter. Called after `import torch`."""
     folder = os.environ.get("REHEARSAL_FOLDER")
     if folder is None:
-        return
-    Meter(
+        return None
+    meter = Meter(
         torch,
         Path(folder),
         steps=int(os.environ.get("REHEARSAL_STEPS", "0")),
         snapshot=os.environ.get("REHEARSAL_SNAPSHOT") == "1",
-    ).install()
+    )
+    meter.install()
+    return meter
