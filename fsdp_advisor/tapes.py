@@ -69,6 +69,8 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
     if plan.compile == "layer":
         in_ddp = plan.backend == "ddp" and plan.world_size > 1
         key = replace(key, compile="layer-ddp" if in_ddp else "layer", at=plan.tape_shape)
+    if plan.fp8 != "none":
+        key = replace(key, fp8=plan.fp8)
     if plan.use_liger_kernel:
         key = replace(key, liger_kernels=True)
     if profile is not None and (code := experts_code(profile, plan.experts_implementation)) is not None:

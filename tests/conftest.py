@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,6 +75,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model") / "config.json"
     path.write_text(json.dumps(LLAMA))
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def torchao(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """torchao, which this process imports from the environment of rehearsals. Installed here, transformers would import it for each
+    model, and print that it has no kernels for CPUs.
+    """
+    pytest.importorskip("torch")
+    if importlib.util.find_spec("torchao") is not None:
+        return
+    python = os.environ.get("REHEARSAL_PYTHON")
+    if python is None:
+        assert "CI" not in os.environ, "CI makes the environment and sets REHEARSAL_PYTHON"
+        pytest.skip("neither this environment nor one that REHEARSAL_PYTHON names has torchao")
+    from transformers.utils import is_torchao_available
+
+    is_torchao_available()  # transformers remembers the answer
+    (site,) = Path(python).parents[1].glob("lib/python*/site-packages")
+    folder = tmp_path_factory.mktemp("torchao")
+    for path in site.glob("torchao*"):
+        (folder / path.name).symlink_to(path)
+    sys.path.append(str(folder))
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,10 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     if (mixed := found.take("mixed_precision")) is not None:
         found.options["mixed"] = "no" if mixed is False else str(mixed)
     if mixed == "fp8":
-        found.omits("mixed_precision: fp8 (FP8 and lower precisions); the estimate assumes bf16")
+        found.omits(
+            "mixed_precision: fp8, for which accelerate has recipes of its own (torchao's leaves out the first and the last linear layer);"
+            " the estimate assumes bf16"
+        )
         found.options["mixed"] = "bf16"
     kind = str(found.take("distributed_type") or _kind_of_flags(found)).upper()
     match kind:

@@ -29,7 +29,7 @@ _TOPICS = {
     "preference and reinforcement learning": ("rl", "rl_beta", "reward_model", "process_reward_model"),
     "activation offload": ("activation_offloading", "layer_offloading"),
     "patterns of the parameters that are trained; name the others with freeze": ("unfrozen_parameters",),
-    "FP8 and lower precisions": ("fp8",),
+    "fp8 by accelerate's recipe for torchao, in the Trainer": ("fp8",),
     "tiled MLP": ("tiled_mlp",),
 }  # fmt: skip
 _SWITCHES = {"flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}

@@ -8,11 +8,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, get_args
 
 from fsdp_advisor.configs.collect import Collector, brief
 from fsdp_advisor.configs.names import hub_name
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.choices import Fp8
 
 SECTIONS = (
     "training", "parallelism", "activation_checkpoint", "model", "optimizer", "compile", "quantize", "float8", "job", "checkpoint",
@@ -23,12 +24,10 @@ _TOPICS = {
     "pipeline parallelism": ("parallelism.pipeline_parallel_degree",),
     "context and sequence parallelism": ("parallelism.context_parallel_degree",),
     "expert parallelism": ("parallelism.expert_parallel_degree",),
-    "FP8 and lower precisions": (
-        "model.converters",
-        "quantize.linear.float8.recipe_name",
-        "float8.enable_fsdp_float8_all_gather",
-    ),
+    "precisions below bf16, but float8 of linear layers": ("model.converters",),
 }
+_FLOAT8 = "quantize.linear.float8"
+"""torchtitan 0.2's section on torchao's float8, and the name of its converter; until 0.1 both were ``float8``."""
 
 
 def is_torchtitan(keys: Mapping[str, Any]) -> bool:
@@ -42,7 +41,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     found = Collector(file, "torchtitan", keys)
     options = found.options
     options["framework"] = "torch"
-    for section in SECTIONS:
+    for section in (*SECTIONS, "quantize.linear", _FLOAT8):
         found.section(section)
     _model(found)
     for key in ("training.local_batch_size", "training.batch_size"):
@@ -60,6 +59,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
         options["offload"] = "parameters"
     _checkpointing(found)
     _compile(found)
+    _fp8(found)
     _optimizer(found)
     _parallelism(found)
     for topic, names in _TOPICS.items():
@@ -112,6 +112,32 @@ def _compile(found: Collector) -> None:
             found.options["compile"] = "layer"
         if "loss" in components:
             found.omits("compile.components: torch.compile of the loss; the estimate has the loss as it is")
+
+
+def _fp8(found: Collector) -> None:
+    """torchao's float8 of linear layers, which a converter switches on.
+
+    Source: torchtitan 0.2.2, components/quantization/float8.py, `Float8LinearConverter`; config/job_config.py, Float8Linear.
+    """
+    converters = found.peek("model.converters")
+    named = converters.split(",") if isinstance(converters, str) else converters or []
+    section = next((name for name in (_FLOAT8, "float8") if name in named), None)
+    if section is None:
+        return
+    if len(named) == 1:
+        found.take("model.converters")
+    recipe = str(found.peek(f"{section}.recipe_name") or "tensorwise")
+    if recipe not in get_args(Fp8):
+        found.lacks(f"{section}.recipe_name", "this recipe; the estimate has no fp8")
+        return
+    found.take(f"{section}.recipe_name")
+    found.options["fp8"] = recipe
+    if found.flag(f"{section}.enable_fsdp_float8_all_gather"):
+        found.omits(f"{section}.enable_fsdp_float8_all_gather; the estimate gathers weights in the compute dtype")
+    found.flag(f"{section}.precompute_float8_dynamic_scale_for_fsdp")
+    left_out = found.take(f"{section}.filter_fqns") or []
+    if set(left_out) != {"output"}:
+        found.omits(f"{section}.filter_fqns; the estimate leaves out the head alone")
 
 
 def _selective(found: Collector) -> str:

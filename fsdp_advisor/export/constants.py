@@ -15,6 +15,7 @@ VERSIONS = {
     "peft": "0.21.2",
     "bitsandbytes": "0.50.2",
     "liger_kernel": "0.8.5",
+    "torchao": "0.18.0",
 }
 """The version of each consumer that the exports were checked against.
 

@@ -18,6 +18,7 @@ from fsdp_advisor.export.losses import packages as loss_packages
 from fsdp_advisor.export.model_arguments import model_arguments
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target, with_environment
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Refusal
 
@@ -51,7 +52,7 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     assert job.task is not None and not isinstance(optimizer, Refusal)
     text = render(
         "train.py.jinja",
-        header=header(job, *checked, *adapting_packages(job), *loss_packages(job)),
+        header=header(job, *checked, *adapting_packages(job), *loss_packages(job), *_fp8_packages(plan)),
         launch=with_environment(job, torchrun_line(job, SCRIPT)),
         script=SCRIPT,
         plan=plan,
@@ -82,6 +83,10 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         loss_call=script_call(job),
     )
     return text, ()
+
+
+def _fp8_packages(plan: Plan) -> tuple[str, ...]:
+    return ("torchao",) if plan.fp8 != "none" else ()
 
 
 def torchrun_line(job: Job, file: str) -> str:

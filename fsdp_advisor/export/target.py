@@ -36,7 +36,7 @@ class Target:
     - `write(job)`: the text of the file, and notes.
     - `usage(job, file)`: the line that uses the file. It is a shell command if `command` is true.
     - `backend`: the only backend the consumer has, where `--backend auto` would choose another; else None.
-    - `compiles`: whether the file compiles each layer, or leaves that to the user's script.
+    - `compiles`: whether the file compiles each layer and converts linear layers to fp8, or leaves that to the user's script.
     - `framework`: the framework whose behaviour is estimated for this consumer.
     """
 
@@ -61,6 +61,8 @@ class Target:
             )
         if job.plan.compile != "none" and not self.compiles:
             return "its file does not compile each layer by itself; use the target fsdp2 or ddp"
+        if job.plan.fp8 != "none" and not self.compiles:
+            return "its file does not convert linear layers to fp8 by torchao; use the target fsdp2 or ddp"
         return self.unsupported(job)
 
     def line(self, job: Job, file: str) -> str:

@@ -8,6 +8,7 @@ from fsdp_advisor.hardware.links import Link
 Architecture = Literal["turing", "volta", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4"]
 
 _H100_MULTIPROCESSORS = 132
+_FP8_ARCHITECTURES = ("ada", "hopper", "blackwell", "cdna3", "cdna4")
 _MAX_THREADS = 2048
 _THREADS_BY_CAPABILITY = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
 """Resident threads per multiprocessor, by compute capability, where they are fewer than _MAX_THREADS.
@@ -42,6 +43,17 @@ class Gpu:
     node_source: str = ""  # begins with "assumed" if no node of a maker or a cloud is known
     host_memory_bytes: int | None = None  # of that node
     source: str
+
+    @property
+    def fp8_flops(self) -> float | None:
+        """The datasheet's dense rate in fp8, which is twice that in bf16 on all GPUs that multiply in fp8; None on others.
+
+        Sources, in TFLOP/s of bf16 and fp8 without sparsity: datasheets of NVIDIA's L4 (121, 242), L40S (362, 733), H100 SXM (989,
+        1979), H200 (989, 1979) and B200 (2250, 4500), its Ada whitepaper, appendix A, with fp32 accumulation (RTX 4090: 165, 330),
+        and datasheets of AMD's MI300X (1307, 2615) and MI355X (2500, 5000).
+        """
+        multiplies = self.architecture in _FP8_ARCHITECTURES
+        return 2 * self.bf16_flops if multiplies and self.bf16_flops is not None else None
 
     @property
     def is_memory_size(self) -> bool:

@@ -26,6 +26,8 @@ Loss = Literal["auto", "full", "chunked", "liger", "cce"]
 TrainingTask = Literal["sft", "dpo", "kto", "reward", "grpo"]
 Packing = Literal["none", "bfd", "wrapped"]
 Compile = Literal["none", "layer"]
+Fp8 = Literal["none", "tensorwise", "rowwise"]
+"""A recipe of torchao's float8 training, by its name there."""
 OffloadDevice = Literal["cpu", "nvme"]
 BackwardPrefetch = Literal["pre", "post", "none"]
 Wrap = str

@@ -9,6 +9,7 @@ from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload, Strategy, Wrap
 from fsdp_advisor.job.compilation import COMPILING, check_compile, refused_compile
 from fsdp_advisor.job.evaluation import evaluation_of
+from fsdp_advisor.job.fp8 import CONVERTING, check_fp8, refused_fp8
 from fsdp_advisor.job.frameworks import FRAMEWORKS, TORCHTITAN_CHUNKS
 from fsdp_advisor.job.generation import check_generation, generation_of
 from fsdp_advisor.job.images import images_of
@@ -82,6 +83,7 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
     check_batch(request)
     check_projection(request.optim, request.optim_args, request.optim_target_modules)
     check_compile(request)
+    check_fp8(request)
     if request.strategy != "all":
         return [_plan(request, request.strategy, request.offload, seq_len)]
     if request.offload == "none":
@@ -118,6 +120,8 @@ def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]
     known = tuple(b for b in FRAMEWORKS[request.framework].backends if b not in unable)
     if request.compile != "none":
         known = tuple(b for b in known if b in COMPILING)
+    if request.fp8 != "none":
+        known = tuple(b for b in known if b in CONVERTING)
     if offload != "none" and request.offload_device == "nvme":
         return tuple(b for b in known if b == "deepspeed")
     return known
@@ -308,7 +312,7 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
     )
     check_fsdp_options(plan)
     _check_torchtitan(plan)
-    if (refused := refused_compile(plan)) is not None:
+    if (refused := refused_compile(plan) or refused_fp8(plan)) is not None:
         raise refused
     return plan
 
@@ -317,7 +321,7 @@ _OF_THE_REQUEST = (
     "precision", "optim", "optim_args", "optim_target_modules", "attention", "backward_prefetch", "framework", "wrap",
     "forward_prefetch", "reshard_after_forward",
     "save_only_model", "dtype", "ignored_labels", "packing", "padding_free", "padding_fraction", "task", "activation_offload",
-    "use_liger_kernel", "experts_implementation", "expert_imbalance", "compile",
+    "use_liger_kernel", "experts_implementation", "expert_imbalance", "compile", "fp8",
 )  # fmt: skip
 """The fields of a plan that have the same name and value in its request."""
 

@@ -20,6 +20,7 @@ from fsdp_advisor.job.choices import (
     Compile,
     ExpertsImplementation,
     Find,
+    Fp8,
     Framework,
     Loss,
     Offload,
@@ -74,6 +75,7 @@ class _Options(TypedDict, total=False):
     loss: Loss
     use_liger_kernel: bool
     compile: Compile
+    fp8: Fp8
     experts_implementation: ExpertsImplementation
     expert_imbalance: float
     ignored_labels: float

@@ -15,6 +15,7 @@ from fsdp_advisor.job.choices import (
     Checkpointing,
     Compile,
     ExpertsImplementation,
+    Fp8,
     Framework,
     Loss,
     Offload,
@@ -81,6 +82,7 @@ class Plan:
     expert_imbalance: float = 1.0
     images: Images | None = None
     compile: Compile = "none"
+    fp8: Fp8 = "none"
 
     @property
     def without_batch(self) -> Plan:

@@ -25,6 +25,7 @@ from fsdp_advisor.job.choices import (
     Checkpointing,
     Compile,
     ExpertsImplementation,
+    Fp8,
     Framework,
     Loss,
     Offload,
@@ -176,7 +177,10 @@ class EstimateRequest:
                 "float16": "fp16-mixed",
                 "16-mixed": "fp16-mixed",
             },
-            not_modelled=("fp8", "fp8-mixed", "int8", "fp4"),
+            elsewhere=dict.fromkeys(
+                ("fp8", "fp8-mixed"), "fp8 is an option by itself: fp8 tensorwise or rowwise, with precision bf16-mixed"
+            ),
+            not_modelled=("int8", "fp4"),
         ),
     ] = "bf16-mixed"
     optim: Annotated[
@@ -316,6 +320,16 @@ class EstimateRequest:
             group="Training",
             synonyms={"layers": "layer", "block": "layer", "blocks": "layer", "regional": "layer", "regions": "layer"},
             not_modelled=("model", "whole", "true", "reduce-overhead", "max-autotune"),
+        ),
+    ] = "none"
+    fp8: Annotated[
+        Fp8,
+        Rule(
+            about="the recipe of torchao's float8 training, in which linear layers but the head multiply in fp8 if both dimensions are "
+            "multiples of 16",
+            group="Training",
+            synonyms={"tensor": "tensorwise", "axiswise": "rowwise", "row": "rowwise"},
+            not_modelled=("rowwise_with_gw_hp", "mxfp8", "blockwise", "delayed", "nvfp4"),
         ),
     ] = "none"
     experts_implementation: Annotated[

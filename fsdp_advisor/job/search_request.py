@@ -105,8 +105,14 @@ class RecommendRequest(EstimateRequest):
     @property
     def as_estimate(self) -> EstimateRequest:
         """The job as `estimate` takes it: open fields get their defaults. `global_batch_size` is left out, because only a search
-        divides it. Raises UsageError for compiled steps, which a search would compile for each micro-batch and length.
+        divides it. Raises UsageError for compiled steps, which a search would compile for each micro-batch and length, and for fp8,
+        which is meant to be compiled.
         """
+        if self.fp8 != "none":
+            raise UsageError(
+                "a search over steps in fp8 is not modelled: their casts are meant to be compiled, and no search compiles",
+                hint="leave --fp8 out, then run estimate with it and --compile layer for the plan that is recommended",
+            )
         if self.compile != "none":
             raise UsageError(
                 "a search over compiled steps is not modelled: each micro-batch and length is compiled by itself",

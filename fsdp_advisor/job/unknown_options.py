@@ -27,9 +27,9 @@ _TOPICS: dict[str, tuple[str, str]] = {
         "ep ep_size expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size",
         _DATA_PARALLEL,
     ),
-    "FP8 and lower precisions are": (
-        "fp8 fp4 mxfp8 nvfp4 float8",
-        "possible are fp32, bf16, bf16-mixed and fp16-mixed",
+    "precisions below FP8 are": (
+        "fp4 mxfp8 nvfp4 mxfp4",
+        "possible are fp32, bf16, bf16-mixed and fp16-mixed, and fp8 products of linear layers by torchao",
     ),
     "ORPO and PPO are": ("orpo ppo rlhf", "--task has dpo, kto, reward and grpo"),
     "inference is": ("inference generate kv_cache vllm", "the figures are those of training"),
@@ -83,6 +83,7 @@ _MEANT: dict[str, str] = {
     name: option
     for option, names in {
         "compile": "torch_compile regional_compilation use_regional_compilation",
+        "fp8": "float8 fp8_recipe float8_recipe recipe_name",
         "experts_implementation": "experts moe_implementation expert_implementation",
         "expert_imbalance": "imbalance load_imbalance moe_imbalance router_imbalance",
         "use_liger_kernel": "liger use_liger enable_liger_kernel liger_kernel liger_kernels",

@@ -5,6 +5,9 @@ from __future__ import annotations
 from fsdp_advisor.model.liger import LIGER_VERSION
 from fsdp_advisor.model.profile import Profile
 
+TORCHAO_VERSION = "0.18"
+"""The version whose float8 training is recorded."""
+
 GATED_DELTA_RULE = frozenset({"olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"})
 """Types of models that call flash-linear-attention and causal-conv1d, and no other such package. They are the folders of transformers'
 models too.
@@ -41,6 +44,22 @@ def compile_notes(compile: str) -> list[str]:
         "compiled layers: simulated_peak_bytes is of the code as it is, on a CPU; all other figures are of what Inductor makes of it",
         "Inductor chooses the number of partial sums for a GPU with the 132 multiprocessors of an H100; the first step, which compiles, is"
         " not included",
+    ]
+
+
+def fp8_notes(fp8: str, compile: str) -> list[str]:
+    """Notes on figures with linear layers in fp8."""
+    if fp8 == "none":
+        return []
+    converted = (
+        f"fp8 {fp8}: torchao {TORCHAO_VERSION} converts the linear layers in which both dimensions are multiples of 16, but the head; FSDP2"
+        " gathers their weights in the compute dtype (enable_fsdp_float8_all_gather is not modelled)"
+    )
+    if compile != "none":
+        return [converted]
+    return [
+        converted,
+        "the casts to fp8 are several operators each, which need memory and time; torchao means them to be compiled",
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from fsdp_advisor.job.batch_layout import BatchLayout
 from fsdp_advisor.job.checkpointing import OffloadCode
-from fsdp_advisor.job.choices import ExpertsImplementation, TrainingTask
+from fsdp_advisor.job.choices import ExpertsImplementation, Fp8, TrainingTask
 from fsdp_advisor.job.losses import LossCode
 from fsdp_advisor.job.training_task import Reference
 
@@ -93,6 +93,8 @@ class TapeKey:
     """Whether the step is a forward without gradients of a model in evaluation mode, and nothing else."""
     compile: TapeCompile = "none"
     """What `torch.compile` compiles, on a GPU: on a CPU the tape has the code as it is."""
+    fp8: Fp8 = "none"
+    """torchao's recipe for products of linear layers in fp8."""
     at: tuple[int, int] | None = None
     """The (B, T) for which alone the tape is valid, of a model whose sizes are no polynomials; None: for every B and T."""
 
@@ -182,13 +184,14 @@ _OPTIONS = {
     "wrap": "wrap", "loss": "loss", "ignored": "ignored_labels", "task": "task", "reference": "reference",
     "offload": "activation_offload", "head": "gathered_head", "completion": "completion_length", "generated": "generated",
     "generates": "generates", "policy": "scores_policy", "batch": "batch", "padding": "padding", "liger": "liger_kernels",
-    "experts": "experts", "imbalance": "imbalance", "images": "images", "evaluates": "evaluates", "compile": "compile", "at": "at",
+    "experts": "experts", "imbalance": "imbalance", "images": "images", "evaluates": "evaluates", "compile": "compile", "fp8": "fp8",
+    "at": "at",
 }  # fmt: skip
 """The fields that a name has only if they are not the default, by their words in it."""
 _ALLOWED = {
     "engine": TapeEngine, "precision": TapePrecision, "device": TapeDevice, "attention": TapeAttention, "kernel": SdpaKernel,
     "checkpointing": TapeCheckpointing, "loss": LossCode, "task": TrainingTask, "reference": Reference, "batch": BatchLayout,
-    "activation_offload": OffloadCode, "experts": ExpertsImplementation, "compile": TapeCompile,
+    "activation_offload": OffloadCode, "experts": ExpertsImplementation, "compile": TapeCompile, "fp8": Fp8,
 }  # fmt: skip
 
 

@@ -243,9 +243,12 @@ def _load(_: GraphLowering, code: Any) -> ModuleType:
     module.__file__ = "generated"
     source = _OF_TRITON.sub("", code.value)
     source = source.replace("torch.ops.aten._scaled_dot_product", "attention_kernels._scaled_dot_product")
+    source = source.replace("extern_kernels._scaled_mm", "scaled_mm")
     source = source.replace("torch.ops.higher_order.graphsafe_run_with_rng_state", "run_with_seed")
     source = source.replace("from torch._inductor.async_compile import AsyncCompile", "")
-    module.__dict__.update(AsyncCompile=_Kernels, attention_kernels=_AttentionKernels(), run_with_seed=_run_with_seed)
+    module.__dict__.update(
+        AsyncCompile=_Kernels, attention_kernels=_AttentionKernels(), run_with_seed=_run_with_seed, scaled_mm=_scaled_mm
+    )
     exec(compile(source, "generated", "exec"), module.__dict__)  # Inductor's code is the recording
     return module
 
@@ -295,6 +298,11 @@ class _AttentionKernels:
             return gradients
 
         return SimpleNamespace(default=backward)
+
+
+def _scaled_mm(a: torch.Tensor, b: torch.Tensor, *_: Any, out: torch.Tensor, **__: Any) -> None:
+    """The work of a product in fp8 into a tensor, an operator of which fake tensors know nothing."""
+    kernel([], [out], 2 * a.shape[0] * a.shape[1] * b.shape[1])
 
 
 def _run_with_seed(operator: Callable[..., Any], *args: Any, rng_state: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,7 @@ from fsdp_advisor.recording.engines import checkpoint_layers
 from fsdp_advisor.recording.evaluation import EvaluationSource
 from fsdp_advisor.recording.experts import with_experts
 from fsdp_advisor.recording.fake import fake_tensors, materialise, steady
+from fsdp_advisor.recording.fp8 import autocast_of_cpu, convert_linears
 from fsdp_advisor.recording.host import RecordedOnHost, save_inputs_on_host
 from fsdp_advisor.recording.images import with_images, with_rows_of_images
 from fsdp_advisor.recording.liger_kernels import check_kernels, with_liger_kernels
@@ -263,6 +264,8 @@ class Recorder:
             save_inputs_on_host(model, RecordedOnHost)
         if by_accelerate:
             checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
+        if key.fp8 != "none":
+            convert_linears(model, key.fp8, source.root_modules(model).head)
         packed = key.batch in ("flattened", "flattened-trl")
         if key.liger_kernels:
             check_kernels(model, self.source.name)
@@ -273,6 +276,8 @@ class Recorder:
             contexts.enter_context(softmax_scratch())
             if key.compiles:
                 contexts.enter_context(compiler())
+            if key.fp8 != "none":
+                contexts.enter_context(autocast_of_cpu())
             if key.device == "gpu":
                 contexts.enter_context(as_on_gpu(by_cudnn=key.kernel == "cudnn", packed=packed))
                 contexts.enter_context(with_kernels(model))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any
 
@@ -92,7 +92,7 @@ class StorageWatch(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:  # by far the most frequent operator, and it returns no tensor
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
-        if any(issubclass(t, DTensor) for t in types):
+        if any(_is_made_of_tensors(t) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
         if self._sums_in_place and _sums_in_place(func, args, kwargs):
@@ -126,6 +126,12 @@ class StorageWatch(TorchDispatchMode):
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # restore the original
+
+
+@lru_cache(maxsize=64)
+def _is_made_of_tensors(kind: type) -> bool:
+    """Whether tensors of this class run operators on the tensors inside them: DTensor's and torchao's in fp8."""
+    return issubclass(kind, DTensor) or kind.__name__ == "Float8TrainingTensor"
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -49,6 +49,7 @@ _LABELS = {
     "eval_samples": "Sequences to evaluate",
     "activation_offload": "Activations on the host",
     "compile": "torch.compile",
+    "fp8": "Products in fp8",
     "use_liger_kernel": "Liger's kernels",
     "experts_implementation": "Code for experts",
     "expert_imbalance": "Busiest expert, times the mean",

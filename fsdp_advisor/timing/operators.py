@@ -10,6 +10,7 @@ from functools import lru_cache
 from math import ceil
 
 from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.job.fp8 import suits_fp8
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.timing.achieved import (
     HALF_RATE_TOKENS,
@@ -33,6 +34,7 @@ class Device:
     multiprocessors: int
     element_bytes: int
     peak_flops: float
+    fp8_flops: float | None = None
 
 
 @lru_cache(maxsize=256)
@@ -50,6 +52,7 @@ def device_of(gpu: Gpu, precision: str) -> Device | None:
         multiprocessors=gpu.multiprocessors,
         element_bytes=4 if precision == "fp32" else 2,
         peak_flops=peak,
+        fp8_flops=gpu.fp8_flops * achieved.matmul if gpu.fp8_flops is not None else None,
     )
 
 
@@ -90,12 +93,17 @@ def tile_share(m: float, k: float, n: int, multiprocessors: int, products: int =
     return best
 
 
-def product_s(m: float, k: float, n: int, device: Device, products: int = 1) -> float:
-    """Seconds of one (m, k) x (k, n) product, or of `products` of them together: the longer of compute and memory traffic."""
+def product_s(m: float, k: float, n: int, device: Device, products: int = 1, *, in_fp8: bool = False) -> float:
+    """Seconds of one (m, k) x (k, n) product, or of `products` of them together: the longer of compute and memory traffic.
+
+    `in_fp8`: the operands have one byte per element. Their casts are other operators.
+    """
     flops = 2 * m * k * n * products
-    moved = (m * k + k * n + m * n) * device.element_bytes * products
+    read = (m * k + k * n) * (1 if in_fp8 else device.element_bytes)
+    moved = (read + m * n * device.element_bytes) * products
+    rate = device.fp8_flops if in_fp8 and device.fp8_flops is not None else device.matmul_flops
     return max(
-        flops / (device.matmul_flops * tile_share(m, k, n, device.multiprocessors, products)),
+        flops / (rate * tile_share(m, k, n, device.multiprocessors, products)),
         moved / device.memory_bytes_per_s,
     )
 
@@ -131,13 +139,13 @@ def products_of(unit: Unit, is_root: bool) -> Products:
 
 @lru_cache(maxsize=4096)
 def matmul_s_per_flop(
-    unit: Unit, is_root: bool, tokens: int, device: Device, recorded_flops: int
+    unit: Unit, is_root: bool, tokens: int, device: Device, recorded_flops: int, *, fp8: bool = False
 ) -> tuple[float, float]:
     """Seconds per FLOP of a unit's matrix products in forward and in backward, over the shapes of its weights.
 
     Backward has two products per weight: (M, N) x (N, K) for the input and, if the weight is trained, (N, M) x (M, K)
     for it. If a token uses several experts, or an expert sees few tokens, the experts' rows are scaled to match the
-    recorded work.
+    recorded work. `fp8`: whether linear layers multiply in fp8 where their dimensions allow it; the root's head does not.
     """
     products = products_of(unit, is_root)
     if not products.shapes or not recorded_flops:
@@ -154,9 +162,10 @@ def matmul_s_per_flop(
             continue
         own = 2 * m * k * n * count
         flops, backward_flops = flops + own, backward_flops + own * (1 + trained)
-        forward += product_s(m, k, n, device, count)
-        backward += product_s(m, n, k, device, count)
-        backward += product_s(n, m, k, device, count) if trained else 0.0
+        in_fp8 = fp8 and not is_root and count == 1 and suits_fp8(k, n)
+        forward += product_s(m, k, n, device, count, in_fp8=in_fp8)
+        backward += product_s(m, n, k, device, count, in_fp8=in_fp8)
+        backward += product_s(n, m, k, device, count, in_fp8=in_fp8) if trained else 0.0
     return forward / flops, backward / backward_flops
 
 

@@ -56,6 +56,8 @@ class WorkOptions:
     """Of a micro-batch; None: as many as its rows."""
     masked: bool = False
     """Whether attention has a mask of the batch, under which its kernels skip nothing."""
+    fp8: bool = False
+    """Whether linear layers multiply in fp8."""
     host_bytes_per_s: float = inf
     """Of copies to and from the host."""
     overlaps_host: bool = False
@@ -72,7 +74,7 @@ def tape_work(
 ) -> TapeWork:
     """The tape's work at micro-batch `b` and `t` tokens."""
     head, causal = head_dim(profile), profile.task in ("causal-lm", "image-text-to-text") and not options.masked
-    rates = _rates(profile, tape, b, t, device, options.sequences or b)
+    rates = _rates(profile, tape, b, t, device, options.sequences or b, fp8=options.fp8)
     last_root = max((s.layer for s in _root_forwards(tape)), default=0)
     forward: dict[tuple[int, int], Work] = {}
     by_segment = []
@@ -126,12 +128,13 @@ def _root_forwards(tape: Tape) -> list[Segment]:
 
 
 def _rates(
-    profile: Profile, tape: Tape, b: int, t: int, device: Device, sequences: int
+    profile: Profile, tape: Tape, b: int, t: int, device: Device, sequences: int, *, fp8: bool
 ) -> dict[tuple[int, int], tuple[float, float]]:
     """Seconds per FLOP of each unit's matrix products, in forward and in backward."""
 
     def rate(unit: Unit, at_root: bool, *flops: Quantity) -> tuple[float, float]:
-        return matmul_s_per_flop(unit, at_root, sequences * t, device, sum(evaluate(own, b, t) for own in flops))
+        recorded = sum(evaluate(own, b, t) for own in flops)
+        return matmul_s_per_flop(unit, at_root, sequences * t, device, recorded, fp8=fp8)
 
     result = {(ROOT, 0): rate(profile.root, True, *(s.matmul_flops for s in _root_forwards(tape)))}
     for segment in tape.segments:

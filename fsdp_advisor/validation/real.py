@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import Segment
+from fsdp_advisor.recording.fp8 import convert_linears
 from fsdp_advisor.recording.host import save_inputs_on_host
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import weights
@@ -133,6 +134,8 @@ def assemble(run: RealRun, mesh: DeviceMesh | None) -> Trainer:
         model.set_attn_implementation(plan.attention)  # type: ignore[operator]  # a method of every PreTrainedModel
     else:
         source.configure(model, attention=plan.attention, checkpointing=plan.checkpointing)
+    if plan.fp8 != "none":
+        convert_linears(model, plan.fp8, source.root_modules(model).head)
     if plan.compile == "layer":
         for layer in layers_of(source.stacks(model)):
             layer.compile()

@@ -20,6 +20,7 @@ from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import as_on_cuda
 from fsdp_advisor.recording.experts import with_experts
 from fsdp_advisor.recording.fake import fake_tensors, materialise
+from fsdp_advisor.recording.fp8 import autocast_of_cpu, convert_linears
 from fsdp_advisor.recording.images import with_images
 from fsdp_advisor.recording.liger_kernels import with_liger_kernels
 from fsdp_advisor.recording.losses.source import with_loss
@@ -99,6 +100,8 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
     model = source.build(weight_dtype(plan))
     checkpointing = "none" if frameworks.plugin_checkpoints(model, plan) else plan.checkpointing
     source.configure(model, attention=plan.attention, checkpointing=checkpointing)
+    if plan.fp8 != "none":
+        convert_linears(model, plan.fp8, source.root_modules(model).head)
     meter = StorageMeter(timeline=timeline)
     with fake_process_group(plan.world_size), _fsdp1_on_fake_storages(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -117,6 +120,7 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
             meter,
             as_on_cuda() if flash else nullcontext(),
             kernels,
+            autocast_of_cpu() if plan.fp8 != "none" else nullcontext(),
         ):
             materialise(model, None)
             trainer = _trainer(source, model, plan, mesh, parallel)

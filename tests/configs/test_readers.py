@@ -401,6 +401,32 @@ def test_torchtitan() -> None:
 
 
 @pytest.mark.parametrize(
+    ("section", "option", "said_of"),
+    [
+        ('recipe_name = "rowwise"\nfilter_fqns = ["output"]', "rowwise", ""),
+        (
+            'enable_fsdp_float8_all_gather = true\nfilter_fqns = ["output"]',
+            "tensorwise",
+            "enable_fsdp_float8_all_gather",
+        ),
+        ('recipe_name = "rowwise"\nfilter_fqns = ["output", "attention.wq"]', "rowwise", "filter_fqns"),
+        ('recipe_name = "rowwise_with_gw_hp"', None, "recipe_name: rowwise_with_gw_hp"),
+    ],
+)
+def test_torchtitan_converts_linear_layers_to_fp8(section: str, option: str | None, said_of: str) -> None:
+    converters = "    [quantize.linear.float8]\n" + section.replace("\n", "\n    ")
+    text = TITAN_TOML.replace('flavor = "8B"', 'flavor = "8B"\n    converters = ["quantize.linear.float8"]')
+    text = "\n".join(
+        line if line.startswith("    ") or not line else f"    {line}"
+        for line in (text + "    " + converters.strip()).splitlines()
+    )
+    found = read("llama3_8b.toml", text)
+    assert found.options.get("fp8") == option
+    assert said_of in said(found, "not_modelled")
+    assert "float8" not in said(found, "ignored")
+
+
+@pytest.mark.parametrize(
     ("checkpointing", "components", "options", "said_of"),
     [
         ("none", '["model"]', {"compile": "layer"}, ""),

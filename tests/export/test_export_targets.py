@@ -330,6 +330,23 @@ def test_scripts_compile_each_layer_before_it_is_wrapped(target: str, of: Job) -
     ast.parse(text)
 
 
+@pytest.mark.parametrize(("target", "of"), [("fsdp2", ZERO3), ("ddp", DDP)])
+def test_scripts_convert_layers_to_fp8_before_they_are_compiled_and_wrapped(target: str, of: Job) -> None:
+    text = export(target, replace(of, plan=replace(of.plan, compile="layer", fp8="rowwise"))).text
+    built = text[text.index("def build(") :]
+    assert built.index("convert_to_float8_training(") < built.index("layer.compile()")
+    assert 'Float8LinearConfig.from_recipe_name("rowwise")' in built
+    assert "fp8 rowwise" in text and "torchao 0.18.0" in text
+    assert "float8" not in export(target, of).text
+    ast.parse(text)
+
+
+def test_other_targets_do_not_take_layers_in_fp8() -> None:
+    for name, target in TARGETS.items():
+        converted = replace(example(name), plan=replace(example(name).plan, fp8="tensorwise"))
+        assert (target.limit(converted) is None) == (name in ("fsdp2", "ddp"))
+
+
 def test_other_targets_do_not_take_compiled_layers() -> None:
     for name, target in TARGETS.items():
         compiled = replace(example(name), plan=replace(example(name).plan, compile="layer"))

@@ -41,17 +41,34 @@ def prepared(model: Any, engine: str, precision: str) -> Any:
     return fully_shard(model, reshard_after_forward=True, **halves)
 
 
-def peak_of(config: dict[str, Any], engine: str, precision: str, checkpointing: str, batch: int, length: int) -> int:
+def in_fp8(model: Any, recipe: str) -> None:
+    """Convert the linear layers but the head with torchao, as its documentation and torchtitan do."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def takes(module: Any, name: str) -> bool:
+        return name != "lm_head" and module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+    convert_to_float8_training(model, module_filter_fn=takes, config=Float8LinearConfig.from_recipe_name(recipe))
+
+
+def peak_of(
+    config: dict[str, Any], engine: str, precision: str, checkpointing: str, batch: int, length: int,
+    compiled: str = "layer", fp8: str = "none",
+) -> int:  # fmt: skip
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # it asks CUDA about its GPUs
 
     for name in ("precompile", "run"):
         setattr(CachingAutotuner, name, lambda *args, **kwargs: None)
+    torch._inductor.config.compile_threads = 1  # no workers, which would import PyTorch for each job
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).train()
     if checkpointing == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for layer in model.model.layers:
-        layer.compile()
+    if fp8 != "none":
+        in_fp8(model, fp8)
+    if compiled == "layer":
+        for layer in model.model.layers:
+            layer.compile()
     trained = prepared(model, engine, precision)
     optimizer = torch.optim.AdamW(trained.parameters(), fused=True)
     tokens = torch.zeros(batch, length, dtype=torch.long, device="cuda")

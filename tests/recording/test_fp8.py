@@ -1,0 +1,75 @@
+"""Linear layers in fp8: which layers torchao converts, and which jobs are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_advisor import estimate, recommend
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.report import StrategyEstimate
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "vocab_size": 96,
+}  # fmt: skip
+
+
+def _row(folder: Path, config: dict[str, Any] = CONFIG, **options: Any) -> StrategyEstimate:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    usual = {"gpu": "H100-80GB", "strategy": "ddp", "micro_batch_size": 4, "seq_len": 1000, "precision": "bf16"}
+    (row,) = estimate(model=str(path), **(usual | options)).estimates  # type: ignore[arg-type]  # several types
+    return row
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("torchao")
+def test_casts_that_are_not_compiled_need_memory_and_time(tmp_path: Path) -> None:
+    plain, fp8 = _row(tmp_path), _row(tmp_path, fp8="tensorwise")
+    assert plain.peak_tensor_bytes is not None and fp8.peak_tensor_bytes is not None
+    assert fp8.peak_tensor_bytes > plain.peak_tensor_bytes
+    assert plain.step is not None and fp8.step is not None
+    assert fp8.step.seconds > plain.step.seconds
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("torchao")
+def test_layers_of_other_dimensions_and_the_head_stay_as_they_are() -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from fsdp_advisor.recording.fp8 import convert_linears
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG | {"intermediate_size": 1528}))
+    convert_linears(model, "rowwise", model.get_output_embeddings())
+    converted = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+    layers = range(CONFIG["num_hidden_layers"])
+    assert converted == {f"model.layers.{n}.self_attn.{name}_proj" for n in layers for name in "qkvo"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"framework": "trainer"}, "--framework trainer"),
+        ({"precision": "fp32"}, "--precision fp32"),
+        ({"precision": "fp16-mixed"}, "--precision fp16-mixed"),
+        ({"activation_checkpointing": "selective"}, "--activation-checkpointing selective"),
+        ({"use_liger_kernel": True}, "--use-liger-kernel"),
+        ({"use_peft": True}, "adapters"),
+        ({"backend": "deepspeed", "strategy": "zero3"}, "backend deepspeed"),
+        ({"gpu": "A100-80GB"}, "A100-80GB does not multiply in fp8"),
+    ],
+)
+def test_jobs_that_are_not_modelled_in_fp8_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        estimate(**({"model": "gpt2", "gpu": "H100-80GB", "strategy": "ddp", "fp8": "tensorwise"} | options))
+
+
+def test_fp8_is_not_searched() -> None:
+    with pytest.raises(UsageError, match="search over steps in fp8"):
+        recommend(model="gpt2", gpu="H100-80GB", fp8="rowwise")
