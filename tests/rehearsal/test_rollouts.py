@@ -84,7 +84,9 @@ def test_steps_and_phases_need_what_is_predicted(
 def test_a_script_that_generates_is_recognized_and_predicted(rehearsal_python: Path, tmp_path: Path) -> None:
     """Its prompts, completions and rewards are the trainer's own: generation ends at the maximum length."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    found = rehearse([str(rehearsal_python), str(tmp_path / "train.py")], Settings(gpu="H100-80GB", gpus=1, quiet=True))
+    found = rehearse(
+        [str(rehearsal_python), str(tmp_path / "train.py")], Settings(gpu="H100-80GB", gpus=1, steps=2, quiet=True)
+    )
     assert found.outcome == "completed" and found.prediction is not None and found.prediction.reason is None
     assert found.prediction.options["task"] == "grpo" and found.prediction.options["seq-len"] == "65"
     predicted, rehearsed = found.prediction.figures["peak_allocated_bytes"], found.ranks[0].peak("peak_allocated_bytes")
