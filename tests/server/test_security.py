@@ -103,7 +103,7 @@ def test_the_server_never_imports_torch() -> None:
         "import sys; from starlette.testclient import TestClient; from fsdp_advisor.server.app import create_app\n"
         "with TestClient(create_app()) as c:\n"
         "    assert c.get('/').status_code == 200\n"
-        "    assert c.get('/api/v1/recommend?model=meta-llama/Llama-2-7b-hf&gpus=8').status_code == 200\n"
+        "    assert c.get('/api/v1/recommend?model=meta-llama/Llama-2-7b-hf&gpus=8&strategy=ddp').status_code == 200\n"
         "print([m for m in ('torch', 'transformers', 'deepspeed', 'accelerate') if m in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
