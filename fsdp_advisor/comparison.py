@@ -130,7 +130,7 @@ def _side(request: EstimateRequest, model: Resolved) -> Side:
     row = best_row(report)
     plan = row.plan
     decided = {name: getattr(plan, name) for name in fields_of(EstimateRequest) if hasattr(plan, name)}
-    full = request.but(**decided, gpu=report.gpu_name, global_batch_size=None)
+    full = request.but(**{**decided, "gpu": report.gpu_name, "global_batch_size": None})
     return Side(request=full, report=estimate_resolved(full, model), row=row)
 
 
