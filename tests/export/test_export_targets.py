@@ -79,13 +79,16 @@ def test_header_states_prediction_and_checked_versions(target: str) -> None:
     assert all(f"{package} {VERSIONS[package]}" in rest[4] for package in TARGETS[target].checked)
 
 
+REHEARSED = ("trl", "liger_kernel", "torchao")
+
+
 def test_checked_versions_equal_installed_versions() -> None:
-    """But for axolotl and LLaMA-Factory, and for TRL and Liger, which only the tests of rehearsals have."""
-    others = {package: VERSIONS[package] for package in ("axolotl", "trl", "llamafactory", "liger_kernel")}
+    """But for axolotl and LLaMA-Factory, and for TRL, Liger and torchao, which only the tests of rehearsals have."""
+    others = {package: VERSIONS[package] for package in ("axolotl", "llamafactory", *REHEARSED)}
     installed = {package: version(package).partition("+")[0] for package in VERSIONS if package not in others}
     assert {**installed, **others} == VERSIONS
     rehearsed = (Path(__file__).parents[1] / "rehearsal/requirements.txt").read_text()
-    for package in ("trl", "liger_kernel"):
+    for package in REHEARSED:
         assert f"{package}=={VERSIONS[package]}" in rehearsed
 
 
@@ -268,7 +271,7 @@ def test_job_copies_figures_from_report() -> None:
     assert made.largest_parameter_elements == 32_000 * 4096
     assert made.peaks["peak_tensor_bytes"] == report.estimates[0].peak_tensor_bytes
     assert made.margin == pytest.approx(1 - made.peaks[made.peak or ""] / report.gpu_memory_bytes)
-    assert made.global_batch_size == 4
+    assert made.plan.global_batch_size == 4
 
 
 @pytest.mark.parametrize("target", taken(["deepspeed"], ["accelerate", "fsdp2", "sbatch"]))
