@@ -39,12 +39,24 @@ def tape_for(model: Resolved, plan: Plan) -> Tape:
 
 def predicted_and_simulated(request: EstimateRequest) -> tuple[PhasePeaks, PhasePeaks]:
     """Bytes by phase of one steady step of rank 0: as predicted, and around the whole model."""
-    assert request.seq_len is not None
-    (plan,) = plans(request, seq_len=request.seq_len)
-    model = resolve(request.model).adapted(adaptation_of(request))
+    plan, model = _job(request)
     profile = model.profile
     assert profile is not None
-    step = peak_of_step(profile, tape_for(model, plan), plan)
-    return step.phase_peaks, simulate(
-        source_of(profile.config, name=request.model, task=profile.task), plan
-    ).phase_peaks
+    source = source_of(profile.config, name=request.model, task=profile.task)
+    return _predicted(plan, model), simulate(source, plan).phase_peaks
+
+
+def predicted_peaks(request: EstimateRequest) -> PhasePeaks:
+    """Bytes by phase of one steady step of rank 0, as predicted."""
+    return _predicted(*_job(request))
+
+
+def _job(request: EstimateRequest) -> tuple[Plan, Resolved]:
+    assert request.seq_len is not None
+    (plan,) = plans(request, seq_len=request.seq_len)
+    return plan, resolve(request.model).adapted(adaptation_of(request))
+
+
+def _predicted(plan: Plan, model: Resolved) -> PhasePeaks:
+    assert model.profile is not None
+    return peak_of_step(model.profile, tape_for(model, plan), plan).phase_peaks
