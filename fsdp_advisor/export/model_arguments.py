@@ -16,6 +16,7 @@ def model_arguments(job: Job) -> dict[str, Any]:
     plan = job.plan
     return {
         "dtype": weights(job),
+        **({"device_map": {"": "cpu"}} if _loads_on_host(job) else {}),
         **({} if plan.attention == "sdpa" else {"attn_implementation": plan.attention}),
         **(
             {}
@@ -23,6 +24,14 @@ def model_arguments(job: Job) -> dict[str, Any]:
             else {"experts_implementation": plan.experts_implementation}
         ),
     }
+
+
+def _loads_on_host(job: Job) -> bool:
+    """Whether the script names the host: FSDP then moves one unit at a time, but a base in 4 bits is put on the GPU whole by default.
+
+    Source: transformers 5.23, quantizers/quantizer_bnb_4bit.py, `update_device_map`.
+    """
+    return bool(job.adaptation.quantization.get("load_in_4bit")) and job.plan.backend in ("fsdp1", "fsdp2")
 
 
 def experts_limit(job: Job) -> str | None:

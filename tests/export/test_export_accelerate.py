@@ -24,6 +24,8 @@ from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
 from fsdp_advisor.export import Job, export
 from fsdp_advisor.export.choice import report_for
+from fsdp_advisor.export.model_arguments import model_arguments
+from fsdp_advisor.job.adaptation import Adaptation
 from fsdp_advisor.job.parsing import make_request
 
 SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config")
@@ -186,3 +188,11 @@ def test_file_for_several_nodes_names_the_head_node() -> None:
 
 def test_one_gpu_is_not_distributed() -> None:
     assert launched(job(plan("ddp", "ddp", gpus=1)))[0].distributed_type.value == "NO"
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("fsdp2", {"": "cpu"}), ("fsdp1", {"": "cpu"}), ("ddp", None)])
+def test_a_base_in_4_bits_is_loaded_on_the_host_under_fsdp(backend: str, expected: dict[str, str] | None) -> None:
+    """transformers puts it whole on each GPU otherwise."""
+    quantized = Adaptation(peft={"peft_type": "LORA"}, quantization={"load_in_4bit": True})
+    of = job(plan("ddp" if backend == "ddp" else "zero3", backend), adaptation=quantized)
+    assert model_arguments(of).get("device_map") == expected
