@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+SCRIPT = Path(__file__).parent / "scripts" / "litgpt_lora.py"
 _SOURCE = "https://github.com/Lightning-AI/litgpt/blob/26857050/config_hub/finetune/README.md"
 _QUERY_AND_VALUE = ("query", "value")
 _ALL = ("query", "key", "value", "projection", "mlp", "head")
@@ -22,6 +24,13 @@ class LitgptRun:
     micro_batch: int
     gigabytes: float
     source: str = _SOURCE
+    gpu: str = "A10G"
+    gpus: int = 1
+    random_data: bool = True
+
+    def command(self, python: Path, folder: Path) -> list[str]:
+        """The command, which makes its checkpoint in the folder that it runs in."""
+        return [str(python), str(SCRIPT), self.model, *self.words]
 
     @property
     def name(self) -> str:

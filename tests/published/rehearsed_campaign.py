@@ -1,7 +1,10 @@
-"""Rehearses published runs and compares allocated bytes: `PYTHONPATH=. python tests/published/rehearsed_campaign.py PYTHON [ID ...]`.
+"""Rehearses published runs and compares allocated bytes.
 
-PYTHON is that of the environment that README.md describes. `rehearsed.csv` beside this file gets each result as the run ends, and
-without IDs only runs without a result are rehearsed: a campaign that was interrupted goes on. On two cores a run takes half a minute.
+PYTHONPATH=. python tests/published/rehearsed_campaign.py FAMILY PYTHON [ID ...]
+
+FAMILY is one of RUNS. PYTHON is that of its environment, which README.md describes. `rehearsed.csv` beside this file gets each
+result as the run ends, and without IDs only runs without a result are rehearsed: a campaign that was interrupted goes on. On two
+cores a run takes half a minute.
 """
 
 from __future__ import annotations
@@ -15,16 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from published_fms import FMS, FmsRun
 from published_litgpt import LITGPT, LitgptRun
 
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.rehearsal.rehearse import Settings, rehearse
 
 HERE = Path(__file__).parent
-SCRIPT = HERE / "scripts" / "litgpt_lora.py"
 RESULTS = HERE / "rehearsed.csv"
 COLUMNS = ("id", "job", "source", "measured_bytes", "rehearsed_bytes", "error", "note")
 STEPS = 2
+
+Run = LitgptRun | FmsRun
+RUNS: dict[str, tuple[Run, ...]] = {"litgpt": LITGPT, "fms-acceleration": FMS}
+ALL = [run for runs in RUNS.values() for run in runs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +54,18 @@ class Result:
         return {name: error if name == "error" else getattr(self, name) for name in COLUMNS}
 
 
-def result_of(run: LitgptRun, python: Path, note: str) -> Result:
-    """Rehearse a run on the GPU that it was measured on. litgpt prints the peak of the whole process."""
+def result_of(run: Run, python: Path, note: str) -> Result:
+    """Rehearse a run on the GPU that it was measured on. The measurement is the peak of rank 0's whole process."""
     about: dict[str, Any] = {"id": run.id, "job": run.name, "source": run.source, "measured_bytes": run.measured_bytes}
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
             found = rehearse(
-                [str(python), str(SCRIPT), run.model, *run.words],
-                Settings(gpu="A10G", steps=STEPS, predict=False, random_data=True, timeout_s=1800),
+                run.command(python, Path(folder)),
+                Settings(
+                    gpu=run.gpu, gpus=run.gpus, steps=STEPS, predict=False, random_data=run.random_data, timeout_s=1800
+                ),
             )
         except AdvisorError as error:
             return Result(**about, note=f"not rehearsed: {error.message}")
@@ -89,16 +98,16 @@ def write_results(results: Iterable[Result], path: Path = RESULTS) -> None:
         writer.writerows(result.line() for result in results)
 
 
-def main(python: Path, wanted: list[str]) -> None:
-    kept = {result.id: result for result in read_results()}
-    for run in LITGPT:
+def main(family: str, python: Path, wanted: list[str]) -> None:
+    for run in RUNS[family]:
+        kept = {result.id: result for result in read_results()}
         done = run.id in kept and kept[run.id].rehearsed_bytes is not None
         if run.id not in wanted if wanted else done:
             continue
         kept[run.id] = result_of(run, python, kept[run.id].note if run.id in kept else "")
         print(kept[run.id].line(), flush=True)
-        write_results(kept[each.id] for each in LITGPT if each.id in kept)
+        write_results(kept[each.id] for each in ALL if each.id in kept)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
