@@ -11,6 +11,7 @@ import re
 import zipfile
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal, cast
 
@@ -145,6 +146,29 @@ def nearest(name: str) -> list[str]:
     return [known[key] for key in near[:3]]
 
 
+def family(name: str) -> list[str]:
+    """Up to four ids whose names begin with the most words and numbers of `name`, most similar first.
+
+    >>> family("nemotron-h 47b"), family("nothing 7b")
+    (['nvidia/Nemotron-H-8B-Base-8K', 'nvidia/Nemotron-H-56B-Base-8K'], [])
+    """
+    import difflib
+
+    wanted = _tokens(_VENDORS.sub("", name.rpartition("/")[2]))
+    if not wanted or len(wanted[0]) < 3 or not wanted[0].isalpha():
+        return []
+    shared: dict[int, dict[str, float]] = {}
+    for entry in entries():
+        for one in (entry.id, *entry.aliases):
+            tail = _VENDORS.sub("", one.rpartition("/")[2])
+            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(wanted, _tokens(tail), strict=False)))
+            alike = difflib.SequenceMatcher(None, tail.lower(), name.lower()).ratio()
+            ratios = shared.setdefault(count, {})
+            ratios[entry.id] = max(alike, ratios.get(entry.id, 0.0))
+    most = max(shared)
+    return sorted(shared[most], key=lambda id: -shared[most][id])[:4] if most else []
+
+
 def _has_words_of(candidate: str, wanted: str) -> bool:
     """Whether the candidate has all numbers of `wanted`, and a similar word for each of its words."""
     import difflib
@@ -157,7 +181,7 @@ def _has_words_of(candidate: str, wanted: str) -> bool:
 
 _NUMBERS, _WORDS = r"\d+(?:\.\d+)*", r"[^\W\d_]+"
 _TOKENS = rf"{_NUMBERS}(?:[bm](?![^\W\d_]))?|{_WORDS}"
-_VENDORS = re.compile(r"^(nvidia|c4ai|meta)-", re.IGNORECASE)
+_VENDORS = re.compile(r"^(nvidia|c4ai|meta|ai21)-", re.IGNORECASE)
 """Beginnings of names that say who made a model, besides its owner."""
 _SIMILAR = 0.75
 """The ratio of difflib from which a word counts as a misspelling of another: lama and llama have 0.89."""

@@ -38,6 +38,12 @@ def did_you_mean(wanted: str) -> str | None:
     return f"did you mean {' or '.join([*reversed(found.values())][:2])}?" if found else None
 
 
+def others_of_its_family(wanted: str) -> str | None:
+    """A hint with models of the catalog whose names begin alike; None if there are none."""
+    family = catalog.family(wanted) if len(wanted) <= 200 else []
+    return f"of this name the catalog has {', '.join(family)}" if family else None
+
+
 def download(name: str, *, anonymous: bool = False) -> tuple[bytes, tuple[str, ...]]:
     """The config.json of a hub repository, and notes.
 
@@ -111,9 +117,10 @@ def _hub_error(name: str, error: Exception) -> AdvisorError:
     )
 
     guess = did_you_mean(name)
+    near = guess or others_of_its_family(name)
     if isinstance(error, OfflineModeIsEnabled):
-        if guess:
-            return UnknownModel(name, hint=f"{guess} (HF_HUB_OFFLINE is set, so the hub was not asked)")
+        if near:
+            return UnknownModel(name, hint=f"{near} (HF_HUB_OFFLINE is set, so the hub was not asked)")
         return HubError(
             f"{name} is not in the catalog, and HF_HUB_OFFLINE forbids access to the hub",
             hint="unset HF_HUB_OFFLINE, or pass a directory that contains the model's config.json",
@@ -126,7 +133,7 @@ def _hub_error(name: str, error: Exception) -> AdvisorError:
     if isinstance(error, GatedRepoError):
         return HubError(f"{name} is gated on the hub", hint=f"accept its licence at {_hub()}/{name}, then set HF_TOKEN")
     if isinstance(error, RepositoryNotFoundError):
-        return UnknownModel(name, hint=f"{guess or 'the hub has no such repository'} (if it is private, set HF_TOKEN)")
+        return UnknownModel(name, hint=f"{near or 'the hub has no such repository'} (if it is private, set HF_TOKEN)")
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         status = error.response.status_code
         if status in (401, 403):
@@ -136,7 +143,7 @@ def _hub_error(name: str, error: Exception) -> AdvisorError:
     hint = "check the network and HF_ENDPOINT, or pass a directory that contains the model's config.json"
     return HubError(
         f"{name} is not in the catalog, and {_hub()} cannot be reached: {_reason(error)}",
-        hint=f"{guess} If not, {hint}" if guess else hint,
+        hint=f"{guess} If not, {hint}" if guess else f"{near}; for another one {hint}" if near else hint,
     )
 
 

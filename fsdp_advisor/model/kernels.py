@@ -12,9 +12,10 @@ GATED_DELTA_RULE = frozenset({"olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_ne
 """Types of models that call flash-linear-attention and causal-conv1d, and no other such package. They are the folders of transformers'
 models too.
 """
-
-
-NO_SCAN_KERNELS = (
+STATE_SPACE_DUALITY = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
+"""Types of models with layers of Mamba-2, which call mamba-ssm and causal-conv1d, and no other such package."""
+_ASSUMED = " are assumed to be installed; without them transformers runs its own code in PyTorch, which needs more memory and time"
+_NO_SCAN_KERNELS = (
     "the figures of state-space layers are those of transformers' code in PyTorch: the kernels of mamba-ssm, flash-linear-attention and"
     " causal-conv1d, which transformers calls if they are installed, need less memory and time and are not modelled"
 )
@@ -27,13 +28,18 @@ def _has_state_space(profile: Profile) -> bool:
 
 def kernel_notes(profile: Profile | None) -> list[str]:
     """A note on the packages that the figures for a GPU assume."""
-    model_type = str(profile.config.get("model_type")) if profile else ""
-    if model_type.removesuffix("_text") not in GATED_DELTA_RULE:
-        return [NO_SCAN_KERNELS] if profile and _has_state_space(profile) else []
-    return [
-        "flash-linear-attention and causal-conv1d are assumed to be installed; without them transformers runs its own code in PyTorch,"
-        " which needs more memory and time"
-    ]
+    if profile is None:
+        return []
+    model_type = str(profile.config.get("model_type")).removesuffix("_text")
+    if model_type in GATED_DELTA_RULE:
+        return [f"flash-linear-attention and causal-conv1d{_ASSUMED}"]
+    if not _has_state_space(profile):
+        return []
+    if model_type in STATE_SPACE_DUALITY:
+        return [
+            f"mamba-ssm and causal-conv1d{_ASSUMED}; the time of mamba-ssm's kernels is estimated from their FLOPs and traffic alone"
+        ]
+    return [_NO_SCAN_KERNELS]
 
 
 def compile_notes(compile: str) -> list[str]:

@@ -60,7 +60,9 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
     if is_path:
         raise UnknownModel(wanted[:200], hint="there is no such file or directory")
     if not allow_hub or not hub.can_be_repo_id(wanted):
-        raise UnknownModel(wanted[:200], hint=hub.did_you_mean(wanted) or names_hint)
+        family = hub.others_of_its_family(wanted)
+        others = f"{family}; for another one give its hub id or config.json" if family else names_hint
+        raise UnknownModel(wanted[:200], hint=hub.did_you_mean(wanted) or others)
     data, notes = hub.download(wanted)
     return configured(data, wanted, "hub", notes)
 

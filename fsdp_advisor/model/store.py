@@ -22,6 +22,7 @@ from typing import Any, cast
 from fsdp_advisor.model.profile import Buffer, Parameter, Profile, Run, Stack, Unit
 from fsdp_advisor.model.tape import (
     Chunked,
+    Divided,
     Polynomial,
     Quantity,
     Recomputed,
@@ -33,7 +34,7 @@ from fsdp_advisor.model.tape import (
 )
 
 FORMAT = 4
-RECORDING = 11
+RECORDING = 12
 """The version of recordings. Increase it whenever the recorder's tapes change: profiles with another version are recorded
 again."""
 _COLUMNS = "BHH"
@@ -212,9 +213,11 @@ def load(data: bytes) -> Profile:
 
 
 def _size(row: list[Any]) -> Size:
-    """The numbers of a tile, a quantity, or the two of a workspace."""
+    """The numbers of a tile or of a divided storage, a quantity, or the two of a workspace."""
     if len(row) == len(Tiled._fields):
         return Tiled(*row)
+    if len(row) == len(Divided._fields):
+        return Divided(_quantity(row[0]), *row[1:])
     return Staging(*map(_quantity, row)) if len(row) == len(Staging._fields) else _quantity(row)
 
 

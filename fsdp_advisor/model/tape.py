@@ -98,7 +98,43 @@ class Tiled(NamedTuple):
         return self.bytes_per_token * min(tile, tokens)
 
 
-Size = Quantity | Staging | Tiled
+MULTIPROCESSORS = 132
+"""Multiprocessors of an H100, for which kernels divide their work where the size of a storage depends on it."""
+
+
+class Parts(NamedTuple):
+    """How a kernel of a state-space layer divides the sum over the heads of a group: into parts, so that all multiprocessors work.
+
+    A program sums the part of one group in one chunk of `chunk` tokens. Source: mamba-ssm 2.3, ops/triton/ssd_chunk_scan.py, `nsplits`.
+    """
+
+    chunk: int
+    heads: int
+    groups: int
+
+    def at(self, b: int, t: int) -> int:
+        """
+        >>> Parts(256, heads=128, groups=1).at(1, 2048), Parts(128, heads=64, groups=8).at(1, 4096)
+        (16, 1)
+        """
+        heads = self.heads // self.groups
+        heads_of_a_program = min(-(-b * -(-t // self.chunk) * self.heads // MULTIPROCESSORS), heads)
+        return -(-heads // heads_of_a_program)
+
+
+class Divided(NamedTuple):
+    """The size of a storage with a place for each part of a sum."""
+
+    bytes_of_part: Quantity
+    chunk: int
+    heads: int
+    groups: int
+
+    def bytes_at(self, b: int, t: int) -> int:
+        return evaluate(self.bytes_of_part, b, t) * Parts(self.chunk, self.heads, self.groups).at(b, t)
+
+
+Size = Quantity | Staging | Tiled | Divided
 """The size of a storage in bytes."""
 
 

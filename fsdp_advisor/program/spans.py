@@ -18,6 +18,7 @@ from fsdp_advisor.model.tape import (
     ROOT,
     Category,
     Chunked,
+    Divided,
     MarkedUnit,
     Op,
     Segment,
@@ -205,7 +206,7 @@ class _LayoutReader:
     def _gradient_bytes(self, size: int) -> int:
         """Bytes of a gradient. Raises NotRecordable for a sparse gradient, whose size depends on the batch."""
         found = self._tape.sizes[size]
-        if isinstance(found, (Chunked, Staging, Tiled)) or any(found[1:]):
+        if isinstance(found, (Chunked, Divided, Staging, Tiled)) or any(found[1:]):
             raise NotRecordable("a gradient's size depends on the batch", hint="gradients must be dense: sparse=False")
         return round_up(found[0])
 
@@ -223,7 +224,7 @@ def storage_bytes(tape: Tape, b: int, t: int, resident_threads: int = 0) -> list
     def bytes_of(size: Size) -> int:
         if isinstance(size, Staging):
             return reduction_workspace_bytes(evaluate(size.rows, b, t), evaluate(size.columns, b, t), resident_threads)
-        return size.bytes_at(b, t) if isinstance(size, Tiled) else evaluate(size, b, t)
+        return size.bytes_at(b, t) if isinstance(size, (Divided, Tiled)) else evaluate(size, b, t)
 
     return [round_up(bytes_of(size)) for size in tape.sizes]
 

@@ -34,9 +34,10 @@ from fsdp_advisor.recording.fp8 import autocast_of_cpu, convert_linears
 from fsdp_advisor.recording.host import RecordedOnHost, save_inputs_on_host
 from fsdp_advisor.recording.images import with_images, with_rows_of_images
 from fsdp_advisor.recording.liger_kernels import check_kernels, with_liger_kernels
-from fsdp_advisor.recording.linear_attention import CHUNK, with_kernels
+from fsdp_advisor.recording.linear_attention import CHUNK
 from fsdp_advisor.recording.losses.source import with_loss
 from fsdp_advisor.recording.on_gpu import as_on_gpu
+from fsdp_advisor.recording.package_kernels import with_kernels
 from fsdp_advisor.recording.packed import packed_weights
 from fsdp_advisor.recording.preferences import PreferenceSource
 from fsdp_advisor.recording.quantized import is_packed, packed_shape, state_tensors
@@ -44,6 +45,7 @@ from fsdp_advisor.recording.remembered import Operators
 from fsdp_advisor.recording.rewards import RewardSource
 from fsdp_advisor.recording.roles import parameter_roles
 from fsdp_advisor.recording.source import LayerStack, Source
+from fsdp_advisor.recording.state_space import USUAL_CHUNKS
 from fsdp_advisor.recording.step import Step
 from fsdp_advisor.recording.take import (
     Fitted,
@@ -72,7 +74,7 @@ class Recorder:
         self._kept: dict[str, list[int]] = {}
         self._made: list[tuple[object, Fitted]] = []
         self._operators = Operators()
-        self._chunks = tuple(dict.fromkeys([*chunk_sizes(source.config()), CHUNK]))
+        self._chunks = tuple(dict.fromkeys([*chunk_sizes(source.config()), CHUNK, *USUAL_CHUNKS]))
         self._warm = False
         full = self._build(source.inventory_dtype)
         stacks = source.stacks(full)

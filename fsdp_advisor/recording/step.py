@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from fsdp_advisor.model.fsdp_units import Units
-from fsdp_advisor.model.tape import ROOT, Category, MarkedUnit, Op, TapePhase, Tiled
+from fsdp_advisor.model.tape import ROOT, Category, MarkedUnit, Op, Parts, TapePhase, Tiled
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.recording.checkpointing import is_recomputing
@@ -30,7 +30,7 @@ from fsdp_advisor.recording.scoring import phases_watched, scoring_phase
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.recording.storages import StorageWatch
 from fsdp_advisor.recording.take import RawSegment, Take
-from fsdp_advisor.recording.tiles import current_tile
+from fsdp_advisor.recording.tiles import current_parts, current_tile
 
 
 class Step:
@@ -111,6 +111,7 @@ class Step:
         self._category: list[int | None] = []
         self._columns: dict[int, int] = {}
         self._tiled: dict[int, Tiled] = {}
+        self._divided: dict[int, Parts] = {}
         self._born_in: list[str] = []
         self._died_in: list[str | None] = []
         self._alive: dict[int, int] = {}
@@ -179,6 +180,8 @@ class Step:
             self._alive[key] = storage
             if (tile := current_tile()) is not None:
                 self._tiled[storage] = tile.size_of(after)
+            if (parts := current_parts()) is not None:
+                self._divided[storage] = parts
             self._sizes.append(0 if tile is not None else after)
             self._born_in.append(self._phase)
             self._died_in.append(None)
@@ -253,7 +256,7 @@ class Step:
             categories.append(int(category))
         for segment in self._segments:
             segment.events = _deaths_in_order(segment.events)
-        return Take(self._segments, self._sizes, categories, self._columns, self._tiled)
+        return Take(self._segments, self._sizes, categories, self._columns, self._tiled, self._divided)
 
     def _category_of_gradient(self, parameter: torch.Tensor) -> int:
         of = self._parameters[id(parameter)]

@@ -9,7 +9,9 @@ from itertools import islice
 from fsdp_advisor.errors import NotPolynomial
 from fsdp_advisor.model.tape import (
     Chunked,
+    Divided,
     Op,
+    Parts,
     Quantity,
     Recomputed,
     Segment,
@@ -45,6 +47,7 @@ class Take:
     categories: list[int]  # by storage
     columns: dict[int, int]  # by storage of a sum's workspace: its columns
     tiled: dict[int, Tiled] = field(default_factory=dict)  # by storage of a loss's tile, whose size above is 0
+    divided: dict[int, Parts] = field(default_factory=dict)  # by storage with several parts, whose size above is of one
 
     @property
     def works(self) -> list[list[Work]]:
@@ -73,6 +76,7 @@ def storages_of(take: Take) -> object:
         take.categories,
         list(take.columns),
         take.tiled,
+        take.divided,
         [
             (
                 s.phase,
@@ -178,12 +182,14 @@ def tape_of(take: Take, fitted: Fitted) -> Tape:
     sizes: list[Size] = list(fitted.storages)
     for storage, columns in zip(take.columns, fitted.columns, strict=True):
         sizes[storage] = Staging(fitted.storages[storage], columns)
+    for storage, parts in take.divided.items():
+        sizes[storage] = Divided(fitted.storages[storage], *parts)
     for storage, tiled in take.tiled.items():
         sizes[storage] = tiled
     table = {size: i for i, size in enumerate(dict.fromkeys(sizes))}
     home: dict[int, tuple[int, int]] = {}
     segments = []
-    parts, copies = iter(fitted.work[len(take.segments) :]), iter(fitted.host_copies)
+    again_of, copies = iter(fitted.work[len(take.segments) :]), iter(fitted.host_copies)
     for number, (raw, work) in enumerate(zip(take.segments, fitted.work, strict=False)):
         events = []
         births = 0
@@ -196,7 +202,7 @@ def tape_of(take: Take, fitted: Fitted) -> Tape:
                 events.append((int(op), *home[a]))
             else:
                 events.append((int(op), a, b))
-        again = None if raw.recomputed is None else Recomputed(*next(parts), operators(raw.recomputed))
+        again = None if raw.recomputed is None else Recomputed(*next(again_of), operators(raw.recomputed))
         segments.append(
             Segment(
                 raw.phase,

@@ -1,4 +1,4 @@
-"""Tiles of tokens in which a loss runs, and the storages that have one row per token of a tile."""
+"""Storages whose sizes follow a rule that no polynomial has: one row per token of a loss's tile, or one place per part of a sum."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fsdp_advisor.model.tape import Tiled
+from fsdp_advisor.model.tape import Parts, Tiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class Tile:
 
 class _Current:
     tile: Tile | None = None
+    parts: Parts | None = None
 
 
 @contextlib.contextmanager
@@ -60,3 +61,17 @@ def sized_by(tile: Tile | None) -> Iterator[None]:
 
 def current_tile() -> Tile | None:
     return _Current.tile
+
+
+@contextlib.contextmanager
+def in_parts(parts: Parts) -> Iterator[None]:
+    """Context in which every storage that is allocated has one of several places of equal size."""
+    _Current.parts = parts
+    try:
+        yield
+    finally:
+        _Current.parts = None
+
+
+def current_parts() -> Parts | None:
+    return _Current.parts

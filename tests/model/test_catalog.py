@@ -163,6 +163,11 @@ AS_TYPED = {
     "kimi linear": "moonshotai/Kimi-Linear-48B-A3B-Base",
     "longcat flash": "meituan-longcat/LongCat-Flash-Chat",
     "hunyuan a13b": "tencent/Hunyuan-A13B-Instruct",
+    "internvl3.5-4b": "OpenGVLab/InternVL3_5-4B-HF",
+    "nemotron-h 8b": "nvidia/Nemotron-H-8B-Base-8K",
+    "ernie 4.5 vl 28b": "baidu/ERNIE-4.5-VL-28B-A3B-PT",
+    "olmo hybrid 7b": "allenai/Olmo-Hybrid-7B",
+    "jamba mini 1.7": "ai21labs/Jamba-v0.1",
 }
 
 
@@ -172,7 +177,7 @@ def test_names_of_2026_resolve_as_people_type_them(typed: str) -> None:
 
 
 def test_models_without_tapes_are_those_that_the_table_says() -> None:
-    assert lacks_tapes("phi 1_5") and lacks_tapes("tiiuae/falcon-180B")
+    assert lacks_tapes("longcat flash") and lacks_tapes("state-spaces/mamba-130m-hf")
     assert not any(map(lacks_tapes, ("gpt2", "qwen3 8b", "smollm3 3b", "nobody/nothing", "7B", "qwen3.5")))
 
 
@@ -207,6 +212,22 @@ def test_only_near_names_are_suggested(name: str, near: str | None) -> None:
     assert next(iter(catalog.nearest(name)), None) == near
 
 
+@pytest.mark.parametrize(
+    ("typed", "named"),
+    [
+        ("step 3.5 flash", "stepfun-ai/Step-3.7-Flash"),
+        ("ling mini 2.0", "inclusionAI/Ling-3.0-Flash"),
+        ("hunyuan 4b", "tencent/Hunyuan-7B-Instruct"),
+        ("nemotron-h 47b", "nvidia/Nemotron-H-56B-Base-8K"),
+    ],
+)
+def test_models_of_the_family_are_named_if_none_is_near(typed: str, named: str) -> None:
+    with pytest.raises(UnknownModel) as unknown:
+        resolve(typed, allow_hub=False, allow_recording=False)
+    assert unknown.value.hint is not None and named in unknown.value.hint
+    assert catalog.family("nothing 7b") == []
+
+
 def test_a_step_that_the_models_code_refuses_is_said_in_plain_words() -> None:
     with pytest.raises(NotRecordable) as refused:
         refusing_autocast().tape(AUTOCAST)
@@ -234,7 +255,8 @@ def test_usual_tapes_answer_the_default_question(entry: catalog.Entry) -> None:
     assert profile is not None and profile.parameters == entry.parameters and entry.source
     request = make_request({"model": entry.id, "gpus": "8"})
     for plan in plans(request, seq_len=default_seq_len(profile.max_seq_len)):
-        key, _ = select_tape(model, plan)
+        select_tape(model, plan)
+        key, _ = select_step_tape(model, plan)
         assert gpu_tape_key_of(profile, key, plan, find_gpu("H100-80GB")).name in profile.tapes
 
 
