@@ -50,6 +50,7 @@ def test_wheel_contains_the_package_and_its_data(wheel: Path) -> None:
     assert files >= {f"fsdp_advisor/{path.relative_to(ROOT).as_posix()}" for path in pages}
     assert files >= {path.relative_to(ROOT).as_posix() for path in (ROOT / "fsdp_advisor").rglob("*.py")}
     data = (
+        "model/adapted.zip",
         "model/catalog.zip",
         "model/architectures.yaml",
         "validation/published.csv",

@@ -20,6 +20,7 @@ from fsdp_advisor.errors import (
     to_payload,
 )
 from fsdp_advisor.job.adaptation import CONFIG_KEY, UNCHANGED, Adaptation
+from fsdp_advisor.model.adapted_catalog import adapted_profile
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.quantization import PACKED_NOTE
 from fsdp_advisor.model.recorders import RECORDER_LOCK, recorder_for
@@ -212,7 +213,8 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
             )
         task = "sequence-classification"
     what = "with adapters" if adaptation.peft else "changed so"
-    profile = cache.fetch(config, task)
+    profile = adapted_profile(model.name, adaptation) if model.source == "catalog" else None
+    profile = profile or cache.fetch(config, task)
     if profile is None:
         if not model.recording_allowed:
             raise NotRecordable(

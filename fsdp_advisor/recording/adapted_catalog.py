@@ -1,0 +1,111 @@
+"""Record usual adapters on well-known models: `python -m fsdp_advisor.recording.adapted_catalog` writes `adapted.zip`.
+
+A model takes about two minutes. A work folder keeps finished models, so a second run records only what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.job.adaptation import Adaptation, adaptation_of
+from fsdp_advisor.job.choices import default_seq_len
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.model.adapted_catalog import PATH, member
+from fsdp_advisor.model.gpu_tape_key import gpu_tape_keys
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.store import dump
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.tapes import tape_key_of
+
+MODELS = (
+    "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B", "meta-llama/Llama-3.1-70B",
+    "meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-2-7b-hf", "mistralai/Mistral-7B-v0.1", "mistralai/Mistral-7B-v0.3",
+    "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-14B", "Qwen/Qwen2.5-32B",
+    "Qwen/Qwen2.5-72B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B",
+    "google/gemma-2-9b", "google/gemma-3-1b-pt", "microsoft/phi-4", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "HuggingFaceTB/SmolLM3-3B",
+    "mistralai/Mistral-Small-24B-Base-2501",
+)  # fmt: skip
+"""The bases that the examples of PEFT, TRL, axolotl, Unsloth and LLaMA-Factory adapt."""
+LORA: dict[str, Any] = {"use_peft": True}
+QLORA = {**LORA, "load_in_4bit": True}
+SHARDED_QLORA = {**QLORA, "bnb_4bit_quant_storage": "bfloat16"}
+METHODS: tuple[dict[str, Any], ...] = (LORA, QLORA, SHARDED_QLORA)
+FRAMEWORKS = ("torch", "trainer", "trl")
+
+
+def requests(model_id: str) -> Iterator[EstimateRequest]:
+    """The usual jobs with adapters: each method and framework, on one GPU and on eight, with full checkpointing and without."""
+    for method, framework, gpus, checkpointing, size in product(METHODS, FRAMEWORKS, (1, 8), ("none", "full"), (1, 2)):
+        if framework == "trl" and checkpointing == "none":
+            continue  # TRL checkpoints by default
+        fields: dict[str, Any] = {"framework": framework, "gpus": gpus, "activation_checkpointing": checkpointing}
+        yield make_request(
+            {"model": model_id, "gpu": "H100-80GB", "micro_batch_size": size, **fields, **method}, EstimateRequest
+        )
+
+
+def record(model_id: str) -> Iterator[tuple[Adaptation, Profile]]:
+    """The adaptations of the model's usual jobs, each with a profile that has the tapes of these jobs."""
+    keys: dict[str, dict[TapeKey, None]] = {}
+    adaptations: dict[str, Adaptation] = {}
+    for request in requests(model_id):
+        adaptation = adaptation_of(request)
+        name = member(model_id, adaptation)
+        adaptations[name] = adaptation
+        profile = resolve(model_id).adapted(adaptation).profile
+        assert profile is not None
+        seq_len = default_seq_len(profile.max_seq_len)
+        for plan in plans(request, seq_len=seq_len):
+            key = tape_key_of(plan, profile)
+            filled = not key.masks and profile.fills_window(seq_len)
+            for each in (key, *gpu_tape_keys(key, window_filled=filled)):
+                keys.setdefault(name, {})[each] = None
+    for name, adaptation in adaptations.items():
+        model = resolve(model_id).adapted(adaptation)
+        assert model.profile is not None
+        for key in keys[name]:
+            with contextlib.suppress(AdvisorError):  # the profile keeps the refusal
+                model.tape(key)
+        wanted = {key.name for key in keys[name]}
+        yield adaptation, replace(model.profile, tapes={k: t for k, t in model.profile.tapes.items() if k in wanted})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("build/adapted"), help="folder of finished models")
+    parser.add_argument("--out", type=Path, default=PATH)
+    parser.add_argument("--partial", action="store_true", help="only write the archive of the models recorded so far")
+    options = parser.parse_args()
+    for model_id in () if options.partial else MODELS:
+        done = options.work / f"{model_id.replace('/', '--')}.done"
+        if done.exists():
+            continue
+        for adaptation, profile in record(model_id):
+            target = options.work / member(model_id, adaptation)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(dump(profile, small=True))
+            refused = "".join(f"\n    {name}: {payload['message']}" for name, payload in profile.refusals.items())
+            print(f"{model_id}: {adaptation.text}, {len(profile.tapes)} tapes{refused}", file=sys.stderr, flush=True)
+        done.touch()
+    written = options.out.with_suffix(".partial")  # the archive itself is read meanwhile
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as archive:
+        for path in sorted(options.work.rglob("*.profile")):
+            archive.writestr(zipfile.ZipInfo(path.relative_to(options.work).as_posix()), path.read_bytes())
+    written.replace(options.out)
+    print(f"{options.out.stat().st_size / 1e6:.2f} MB", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What the shipped recordings of usual adapters hold, and that they answer without torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from typing import Any
+
+import pytest
+
+from fsdp_advisor import estimate
+from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.model import catalog
+from fsdp_advisor.model.adapted_catalog import PATH, adapted_profile, member
+
+SMALL = "HuggingFaceTB/SmolLM3-3B"
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch", "transformers", "peft", "bitsandbytes"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize(
+    ("gpus", "options"),
+    [
+        (1, {"load_in_4bit": True}),
+        (4, {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}),
+        (8, {"framework": "trainer", "micro_batch_size": 2}),
+        (8, {"framework": "trl", "activation_checkpointing": "full"}),
+        (2, {"framework": "trl", "load_in_4bit": True, "activation_checkpointing": "full"}),
+    ],
+)
+def test_usual_adapters_are_answered_without_torch(gpus: int, options: dict[str, Any]) -> None:
+    report = estimate(model="meta-llama/Llama-3.1-8B", gpus=gpus, gpu="H100", use_peft=True, **options)
+    assert report.adapters is not None and report.adapters.parameters > 0
+    for row in report.estimates:
+        assert row.needed_bytes is not None and row.peak_tensor_bytes is not None and row.step is not None
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_other_adapters_name_what_to_install() -> None:
+    with pytest.raises(Exception, match="recording it needs torch and transformers") as found:
+        estimate(model="meta-llama/Llama-3.1-8B", gpu="H100", use_peft=True, lora_r=7)
+    assert "adapters" in getattr(found.value, "hint", "")
+
+
+def test_every_shipped_profile_is_of_a_catalog_model() -> None:
+    names = {entry.id.replace("/", "--") for entry in catalog.entries()}
+    with zipfile.ZipFile(PATH) as archive:
+        assert {name.partition("/")[0] for name in archive.namelist()} <= names
+    assert PATH.stat().st_size + catalog.PATH.stat().st_size <= 12e6
+
+
+@pytest.mark.slow
+def test_shipped_tapes_equal_new_recordings() -> None:
+    from fsdp_advisor.model.recorders import build_recorder
+    from fsdp_advisor.model.tape_key import TapeKey
+
+    adaptation = adaptation_of(make_request({"model": SMALL, "use_peft": True}, EstimateRequest))
+    shipped = adapted_profile(SMALL, adaptation)
+    assert shipped is not None, member(SMALL, adaptation)
+    recorder = build_recorder(json.dumps(shipped.config, sort_keys=True), SMALL, shipped.task)
+    assert (recorder.profile.root, recorder.profile.stacks) == (shipped.root, shipped.stacks)
+    name = min(name for name in shipped.tapes if name.startswith("fsdp2") and name.endswith("|1"))
+    assert recorder.tape(TapeKey.from_name(name)) == shipped.tapes[name].read()
