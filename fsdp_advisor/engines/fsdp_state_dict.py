@@ -14,7 +14,7 @@ from fsdp_advisor.engines.fsdp2.units import shard_shape
 from fsdp_advisor.engines.transfer import Files
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
-from fsdp_advisor.policies.dtypes import stored_bytes
+from fsdp_advisor.policies.dtypes import is_sharded, stored_bytes
 
 DCP_IN_FLIGHT_BYTES = 10_000_000
 """Bytes that `dcp.save` copies from the GPU ahead of writing. Source: distributed/checkpoint/filesystem.py, FileSystemWriter,
@@ -22,8 +22,9 @@ per_thread_copy_ahead."""
 
 
 def shard_bytes(parameter: Parameter, plan: Plan) -> int:
-    """Bytes of rank 0's rows of a parameter: the largest chunk of dim 0."""
-    return prod(shard_shape(parameter.shape, plan.shard_degree)) * stored_bytes(plan, parameter)
+    """Bytes of rank 0's rows of a parameter: the largest chunk of dim 0, or all of a parameter that FSDP2 does not shard."""
+    shape = shard_shape(parameter.shape, plan.shard_degree) if is_sharded(parameter) else parameter.shape
+    return prod(shape) * stored_bytes(plan, parameter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,10 +34,9 @@ MODELS = (
     "meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-2-7b-hf", "mistralai/Mistral-7B-v0.1", "mistralai/Mistral-7B-v0.3",
     "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-14B", "Qwen/Qwen2.5-32B",
     "Qwen/Qwen2.5-72B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B",
-    "google/gemma-2-9b", "google/gemma-3-1b-pt", "microsoft/phi-4", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "HuggingFaceTB/SmolLM3-3B",
-    "mistralai/Mistral-Small-24B-Base-2501",
+    "google/gemma-2-9b", "google/gemma-3-1b-pt",
 )  # fmt: skip
-"""The bases that the examples of PEFT, TRL, axolotl, Unsloth and LLaMA-Factory adapt."""
+"""Bases that people adapt, for which PEFT has default targets."""
 LORA: dict[str, Any] = {"use_peft": True}
 QLORA = {**LORA, "load_in_4bit": True}
 SHARDED_QLORA = {**QLORA, "bnb_4bit_quant_storage": "bfloat16"}

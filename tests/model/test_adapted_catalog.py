@@ -16,7 +16,7 @@ from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.adapted_catalog import PATH, adapted_profile, member
 
-SMALL = "HuggingFaceTB/SmolLM3-3B"
+SMALL = "Qwen/Qwen2.5-0.5B"
 
 
 @pytest.fixture
@@ -53,7 +53,8 @@ def test_other_adapters_name_what_to_install() -> None:
 def test_every_shipped_profile_is_of_a_catalog_model() -> None:
     names = {entry.id.replace("/", "--") for entry in catalog.entries()}
     with zipfile.ZipFile(PATH) as archive:
-        assert {name.partition("/")[0] for name in archive.namelist()} <= names
+        shipped = {name.partition("/")[0] for name in archive.namelist()}
+    assert len(shipped) >= 20 and shipped <= names
     assert PATH.stat().st_size + catalog.PATH.stat().st_size <= 12e6
 
 
