@@ -10,6 +10,28 @@ from typing import Any
 
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
+from fsdp_advisor.errors import UsageError
+
+OF_TRL: dict[str, dict[str, Any]] = {
+    "single_gpu": {"distributed_type": "NO", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 1},
+    "multi_gpu": {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 8},
+    "fsdp1": {
+        "distributed_type": "FSDP", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 8, "fsdp_version": 1,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": True,
+        "fsdp_reshard_after_forward": "FULL_SHARD",
+    },
+    "fsdp2": {
+        "distributed_type": "FSDP", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 8, "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True,
+    },
+    **{
+        f"zero{stage}": {
+            "distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 8, "zero_stage": stage,
+        }
+        for stage in (1, 2, 3)
+    },
+}  # fmt: skip
+"""The configurations that `trl --accelerate_config NAME` names, without keys that have no effect. Source: TRL, accelerate_configs/."""
 
 
 def is_accelerate(keys: Mapping[str, Any]) -> bool:
@@ -26,19 +48,12 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     found.options["framework"] = "accelerate"
     found.number("num_processes", "gpus")
     found.number("num_machines", "nnodes")
-    if (mixed := found.take("mixed_precision")) is not None:
-        found.options["mixed"] = "no" if mixed is False else str(mixed)
-    if mixed == "fp8":
-        found.omits(
-            "mixed_precision: fp8, for which accelerate has recipes of its own (torchao's leaves out the first and the last linear layer);"
-            " the estimate assumes bf16"
-        )
-        found.options["mixed"] = "bf16"
+    _precision(found)
     kind = str(found.take("distributed_type") or _kind_of_flags(found)).upper()
     match kind:
         case "FSDP":
             version = found.number("fsdp_version")
-            read_fsdp(found, "fsdp_", version or 1)
+            read_fsdp(found, "fsdp_", version or 1, "none")
             _parallelism(found)
         case "DEEPSPEED":
             _deepspeed(found)
@@ -53,6 +68,21 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     found.number("gradient_accumulation_steps", "gradient_accumulation_steps")
     found.take("dynamo_config") if not found.peek("dynamo_config") else found.lacks("dynamo_config", "torch.compile")
     return found
+
+
+def _precision(found: Collector) -> None:
+    """Without mixed precision, arguments of the Trainer may still switch it on."""
+    mixed = found.take("mixed_precision")
+    if mixed == "fp8":
+        found.omits(
+            "mixed_precision: fp8, for which accelerate has recipes of its own (torchao's leaves out the first and the last linear layer);"
+            " the estimate assumes bf16"
+        )
+        mixed = "bf16"
+    if mixed in ("bf16", "fp16"):
+        found.options["mixed"] = mixed
+    else:
+        found.default("mixed", "no")
 
 
 def _kind_of_flags(found: Collector) -> str:
@@ -79,18 +109,43 @@ def _deepspeed(found: Collector) -> None:
         found.refer("deepspeed_config_file")
         found.take("zero3_init_flag")
         return
-    stage = found.number("zero_stage")
-    stage = 2 if stage is None else stage
-    options["strategy"] = f"zero{stage}"
     states = str(found.take("offload_optimizer_device") or "none")
     parameters = str(found.take("offload_param_device") or "none")
+    set_stage(found, found.number("zero_stage"), 2)
     set_offload(found, states, parameters)
     found.take("zero3_init_flag")
+
+
+def set_stage(found: Collector, stage: int | None, default: int) -> None:
+    """Set the strategy from DeepSpeed's ZeRO stage. None: the file does not say it.
+
+    Raises UsageError for a stage that does not exist.
+    """
+    if stage is None:
+        found.default("strategy", _STRATEGIES[default], f"ZeRO stage {default}, the default")
+    elif stage not in _STRATEGIES:
+        raise UsageError(f"{found.file}: ZeRO stage {stage}", hint="stages are 0, 1, 2 and 3")
+    if (default if stage is None else stage) == 0:
+        found.options |= {"strategy": "ddp", "backend": "ddp"}
+        found.omits(STAGE_0)
+    elif stage is not None:
+        found.options["strategy"] = _STRATEGIES[stage]
+
+
+_STRATEGIES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+STAGE_0 = (
+    "ZeRO stage 0: DeepSpeed keeps everything on each rank, as DDP does, of which the estimate is; its masters are copies of weights in"
+    " bf16 or fp16, and it reduces gradients in flat copies after the backward"
+)
+"""What DDP lacks of DeepSpeed without ZeRO. Source: deepspeed 0.19.8, runtime/engine.py, _do_optimizer_sanity_check,
+_configure_fp16_optimizer, buffered_allreduce_fallback."""
 
 
 def set_offload(found: Collector, states: str, parameters: str) -> None:
     """Set DeepSpeed's offload from the devices of optimizer states and parameters."""
     options = found.options
+    if options.get("strategy") == "ddp":  # stage 0 ignores offload
+        return
     options["offload"] = "parameters" if parameters != "none" else "optimizer" if states != "none" else "none"
     device = parameters if parameters != "none" else states
     if device != "none":

@@ -13,7 +13,7 @@ from fsdp_advisor.configs.adapters import set_lora, set_quantization
 from fsdp_advisor.configs.collect import REENTRANT, Collector, active, truth
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_optimizer
-from fsdp_advisor.configs.trainer import read_embedded, strip_prefix
+from fsdp_advisor.configs.trainer import read_embedded, read_words, strip_prefix
 
 _TOPICS = {
     "LoRA restarts": ("relora",),
@@ -78,6 +78,36 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     return found
 
 
+def read_overrides(file: str, keys: Mapping[str, Any]) -> Collector:
+    """The options of `axolotl train`, which replace keys of its file."""
+    found = Collector(file, "axolotl command", keys)
+    for key, option in (("micro_batch_size", "micro_batch_size"), ("sequence_len", "seq_len")):
+        found.number(key, option)
+    found.number("gradient_accumulation_steps", "gradient_accumulation_steps")
+    if isinstance(found.peek("base_model"), str):
+        found.options["model"] = found.take("base_model")
+    if (checkpoints := found.flag("gradient_checkpointing")) is not None:
+        found.options["activation_checkpointing"] = "full" if checkpoints else "none"
+    for key in keys:
+        if key not in _WITHOUT_EFFECT:
+            found.lacks(key, "write it into the file")
+    return found
+
+
+_WITHOUT_EFFECT = (
+    "launcher",
+    "learning_rate",
+    "num_epochs",
+    "max_steps",
+    "output_dir",
+    "seed",
+    "debug",
+    "wandb_project",
+    "wandb_name",
+)
+"""Options of the command that change neither memory nor time. Others may."""
+
+
 def _batches(found: Collector) -> None:
     """Packing and flattening. Source: core/builders/causal.py: with other attention than flash attention each row is packed by itself."""
     flash = found.options.get("attention") == "flash_attention_2"
@@ -135,24 +165,30 @@ def _precision(found: Collector) -> None:
     if bf16 is None and fp16 is None:
         found.default("mixed", "bf16", "bf16, axolotl's choice on GPUs that have it")
     else:
-        found.options["mixed"] = "bf16" if on[0] or on[2] else "fp16" if on[1] or on[3] else "no"
+        mixed = "bf16" if on[0] or on[2] else "fp16" if on[1] or on[3] else "no"
+        if mixed == "no":
+            found.default("mixed", mixed)
+        else:
+            found.options["mixed"] = mixed
 
 
 def _sharding(found: Collector) -> None:
     replicas, shards = found.number("dp_replicate_size"), found.number("dp_shard_size")
     place = found.peek("deepspeed")
     if "fsdp_config" in found or active(found.peek("fsdp")):
-        found.take("fsdp")
         strip_prefix(found)
         version = found.number("fsdp_version") or found.number("fsdp_config.version") or 1
+        if (words := found.take("fsdp")) is not True:
+            read_words(found, words or [], version)
         read_fsdp(found, "fsdp_config.", version)
         read_replicas(found, replicas, shards)
     elif isinstance(place, str) and place:
         found.refer("deepspeed")
+        found.default("backend", "deepspeed")
     elif isinstance(place, Mapping):
         read_embedded(found, place)
     else:
-        found.default("strategy", "ddp", "DDP, because neither fsdp_config nor deepspeed is set")
+        found.guess("strategy", "ddp", "DDP, because neither fsdp_config nor deepspeed is set")
 
 
 def _adapters(found: Collector) -> None:
@@ -182,7 +218,7 @@ def _adapters(found: Collector) -> None:
     if found.flag("lora_target_linear"):
         config["target_modules"] = "all-linear"
     set_lora(found, config)
-    if found.options.get("mixed") == "bf16" or "mixed" in found.defaults:
+    if "bf16" in (found.options.get("mixed"), *found.defaults.get("mixed", ())):
         found.options["dtype"] = "bfloat16"
     given = found.take("bnb_config_kwargs")
     config = {"load_in_4bit": found.flag("load_in_4bit"), "load_in_8bit": found.flag("load_in_8bit")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from reprlib import Repr
 from typing import Any
@@ -13,6 +14,9 @@ from fsdp_advisor.job.unknown_options import topic_of
 INACTIVE: tuple[Any, ...] = (None, False, "", "none", "None", "no", "false", "auto", "default", 0, 1, [], {})
 """Values with which a key switches nothing on. 1 is the degree of a parallelism that is not used."""
 
+UNRESOLVED = re.compile(r"\$[\w{@*]")
+"""Begins a variable whose value is not known: of a shell, or of an interpolation in YAML."""
+
 REENTRANT = (
     "use_reentrant: recomputation that keeps one more hidden state while a layer's backward runs, and under FSDP gathers the layer"
     " once more; the estimate has use_reentrant: false"
@@ -22,7 +26,8 @@ REENTRANT = (
 class Collector:
     """The settings of one file, by key, as a reader takes them.
 
-    A reader takes each key that it knows and sets options of a request; `defaults` hold where no file sets the option.
+    A reader takes each key that it knows and sets options of a request; `defaults` hold where no file sets the option, and
+    `guesses` where no file has a default either.
     `mixed` and `dtype` are two options that together are a request's precision. `references` are other configuration files
     that a setting names, by key.
     """
@@ -30,8 +35,10 @@ class Collector:
     def __init__(self, file: str, format: str, keys: Mapping[str, Any]) -> None:
         self.file, self.format = file, format
         self._pending = {str(key): value for key, value in keys.items()}
+        self._asked: set[str] = set()
         self.options: dict[str, Any] = {}
         self.defaults: dict[str, tuple[Any, str]] = {}
+        self.guesses: dict[str, tuple[Any, str]] = {}
         self.references: list[str] = []
         self.missing: list[str] = []
         self._read: list[str] = []
@@ -43,12 +50,19 @@ class Collector:
         return key in self._pending
 
     def peek(self, key: str) -> Any:
-        """The value of a key that stays to be taken; None if there is none."""
-        return self._pending.get(key)
+        """The value of a key that stays to be taken; None if there is none, or if it is a variable of unknown value."""
+        self._asked.add(key)
+        return None if self.is_unknown(key) else self._pending.get(key)
+
+    def is_unknown(self, key: str) -> bool:
+        """Whether the value of a key is a variable of unknown value. A reading reports it if a reader asked for it."""
+        value = self._pending.get(key)
+        return isinstance(value, str) and UNRESOLVED.search(value) is not None
 
     def take(self, key: str, shown: str | None = None) -> Any:
-        """The value of a key, which then counts as read; None if the file has none."""
-        if key not in self._pending:
+        """The value of a key, which then counts as read; None if the file has none, or if its value is not known."""
+        self._asked.add(key)
+        if key not in self._pending or self.is_unknown(key):
             return None
         value = self._pending.pop(key)
         self._read.append(f"{shown or key}: {brief(value)}")
@@ -60,7 +74,7 @@ class Collector:
         Raises UsageError for any other value.
         """
         value = self.peek(key)
-        if value is None or value == "auto" or (isinstance(value, str) and "$" in value):
+        if value is None or value == "auto":
             return None
         try:
             found = int(float(value)) if not isinstance(value, bool) else None
@@ -102,9 +116,13 @@ class Collector:
         self._pending |= inner
         return inner
 
-    def default(self, option: str, value: Any, why: str) -> None:
-        """Assume a value for an option that no file sets."""
+    def default(self, option: str, value: Any, why: str = "") -> None:
+        """Assume a value for an option that no file sets. `why` is reported, unless it is empty."""
         self.defaults.setdefault(option, (value, why))
+
+    def guess(self, option: str, value: Any, why: str) -> None:
+        """Assume a value for an option of which no file has even a default."""
+        self.guesses.setdefault(option, (value, why))
 
     def lacks(self, key: str, what: str) -> None:
         """Report the key, if the file has it, as not modelled. `what` names its subject in the message."""
@@ -134,6 +152,9 @@ class Collector:
     def reading(self, assumed: tuple[str, ...] = ()) -> ConfigReading:
         """What was read. The keys that nobody read are not modelled if `topic_of` knows them, else ignored."""
         for key, value in self._pending.items():
+            if key in self._asked and self.is_unknown(key):
+                self._not_modelled.append(f"{key}: {brief(value)} (a variable whose value is not known)")
+                continue
             topic = topic_of(key.rsplit(".", 1)[-1])
             if topic is not None and active(value):
                 self._not_modelled.append(f"{key}: {brief(value)} ({topic})")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from math import isqrt
 from typing import Any
 
-from fsdp_advisor.configs.accelerate import set_offload
+from fsdp_advisor.configs.accelerate import set_offload, set_stage
 from fsdp_advisor.configs.collect import Collector, active, truth
 from fsdp_advisor.configs.names import set_optimizer
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS
@@ -111,12 +111,7 @@ def _zero(found: Collector) -> None:
     options = found.options
     options["backend"] = "deepspeed"
     section = found.section("zero_optimization")
-    stage = found.number("zero_optimization.stage") or 0
-    if stage == 0:
-        options["strategy"] = "zero1"
-        found.omits("ZeRO stage 0; the estimate assumes stage 1")
-    else:
-        options["strategy"] = f"zero{stage}"
+    set_stage(found, found.number("zero_optimization.stage"), 0)
     devices = []
     for name in ("offload_optimizer", "offload_param"):
         place = section.get(f"zero_optimization.{name}")

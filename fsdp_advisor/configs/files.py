@@ -14,6 +14,7 @@ from fsdp_advisor.configs import (
     adapters,
     axolotl,
     deepspeed,
+    fsdp,
     llamafactory,
     python_code,
     shell,
@@ -30,6 +31,7 @@ MAX_BYTES = 1_000_000
 _FORMATS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[str, Mapping[str, Any]], Collector]], ...] = (
     (adapters.is_adapter_config, adapters.read),
     (accelerate.is_accelerate, accelerate.read),
+    (fsdp.is_section, fsdp.read_section),
     (deepspeed.is_deepspeed, deepspeed.read),
     (axolotl.is_axolotl, axolotl.read),
     (torchtune.is_torchtune, torchtune.read),
@@ -58,9 +60,12 @@ def from_paths(paths: Sequence[Path]) -> Configuration:
     folders = [path.parent for path in files]
 
     def find(name: str) -> tuple[str, str] | None:
-        for candidate in (Path(name), *(folder / name for folder in folders)):
+        path, _, function = name.partition(".py:")
+        inner = Path(f"{path}.py" if function else name)
+        places = [place for folder in folders for place in (folder, *_roots(folder))]
+        for candidate in (inner, *(place / inner for place in places), *(folder / inner.name for folder in folders)):
             if candidate.is_file():
-                return str(candidate), _text(candidate)
+                return (f"{candidate}:{function}" if function else str(candidate)), _text(candidate)
         return None
 
     return _combined(texts, find)
@@ -69,6 +74,12 @@ def from_paths(paths: Sequence[Path]) -> Configuration:
 def from_texts(texts: Mapping[str, str]) -> Configuration:
     """The options that texts, by file name, state together: `from_paths` without a disk. A file that a setting names must be among them."""
     return _combined(texts, lambda name: None)
+
+
+def _roots(folder: Path) -> tuple[Path, ...]:
+    """The root of the repository that has the folder, if it is in one: paths in scripts often begin there."""
+    parents = (folder.resolve(), *folder.resolve().parents)
+    return tuple(parent for parent in parents if (parent / ".git").exists())[:1]
 
 
 def _in_folder(folder: Path) -> list[Path]:
@@ -139,10 +150,10 @@ def _read_text(name: str, text: str) -> list[Collector]:
     if function or name.endswith(".py"):
         return [python_code.read(f"{base}.py" if function else name, text, function or None)]
     suffix = Path(name).suffix
-    if suffix in (".json", ".yaml", ".yml", ".toml"):
-        return [_structured(name, suffix, text)]
+    if suffix in (".json", ".yaml", ".yml", ".toml") or (suffix == ".conf" and text.lstrip().startswith("{")):
+        return [_structured(name, ".json" if suffix == ".conf" else suffix, text)]
     if _base(name) == ".deepspeed_env":
-        return shell.read(name, f"{text}\npython train.py\n")[1:]
+        return shell.read_environment(name, text)
     hosts = _HOST.findall(text)
     if hosts:
         found = Collector(name, "hostfile", {})

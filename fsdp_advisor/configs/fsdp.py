@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fsdp_advisor.configs.collect import Collector, truth
@@ -25,30 +26,72 @@ NO_SHARD = ("no_shard", "3")
 WRAP = ("transformer_based_wrap", "no_wrap")
 
 
-def read_fsdp(found: Collector, prefix: str, version: int) -> None:
+def is_section(keys: Mapping[str, Any]) -> bool:
+    """Whether the keys are those of a file that `--fsdp_config` of the Trainer names."""
+    plain = {str(key).removeprefix("fsdp_") for key in keys}
+    return bool(plain & _OF_A_SECTION) and not any(isinstance(value, Mapping) for value in keys.values())
+
+
+_OF_A_SECTION = {
+    "transformer_layer_cls_to_wrap", "auto_wrap_policy", "backward_prefetch", "forward_prefetch", "cpu_ram_efficient_loading",
+    "sync_module_states", "reshard_after_forward", "state_dict_type", "limit_all_gathers", "min_num_params",
+}  # fmt: skip
+
+
+def read_section(file: str, keys: Mapping[str, Any]) -> Collector:
+    """The settings of the Trainer's `fsdp_config` in a file of its own."""
+    found = Collector(
+        file, "the Trainer's fsdp_config", {str(key).removeprefix("fsdp_"): value for key, value in keys.items()}
+    )
+    read_fsdp(found, "", found.number("version") or 2)
+    return found
+
+
+def read_fsdp(found: Collector, prefix: str, version: int, units: str = "layer") -> None:
     """Set strategy, backend, offload, checkpointing, wrapping and prefetching from the keys that begin with `prefix`.
 
-    An unknown key is reported as ignored, which is also what accelerate does with it.
+    `units`: how the consumer wraps if the file names no policy. An unknown key is reported as ignored, which is also what
+    accelerate does with it. Source of the defaults: accelerate 1.15, commands/launch.py and utils/dataclasses.py,
+    FullyShardedDataParallelPlugin; transformers 5.23, training_args.py, _process_fsdp_args.
     """
     options = found.options
     options["backend"] = "fsdp2" if version == 2 else "fsdp1"
-    options["strategy"] = _strategy(found, prefix, version)
-    offload = found.flag(f"{prefix}offload_params") or found.flag(f"{prefix}cpu_offload")
-    options["offload"] = "parameters" if offload else "none"
+    strategy = _strategy(found, prefix, version)
+    if strategy is None:
+        found.default("strategy", "zero3", "full sharding, the default")
+    else:
+        options["strategy"] = strategy
+    offload = [found.flag(f"{prefix}{name}") for name in ("offload_params", "cpu_offload")]
+    if any(offload):
+        options["offload"] = "parameters"
+    else:
+        found.default("offload", "none")
     if found.flag(f"{prefix}activation_checkpointing"):
         options["activation_checkpointing"] = "full"
-    _wrap(found, prefix)
-    prefetch = found.peek(f"{prefix}backward_prefetch")
-    if version == 1 and isinstance(prefetch, str) and prefetch.lower() in PREFETCH:
-        found.take(f"{prefix}backward_prefetch")
-        options["backward_prefetch"] = PREFETCH[prefetch.lower()]
-    if version == 1 and found.flag(f"{prefix}forward_prefetch"):
-        options["forward_prefetch"] = True
-    if options["strategy"] == "ddp":
+    found.lacks_active(
+        "checkpoints in host memory; the estimate keeps them on the GPU", f"{prefix}activation_checkpointing_offload"
+    )
+    if strategy == "ddp":
         options["backend"] = "ddp"
-        for name in ("wrap", "backward_prefetch", "forward_prefetch"):
-            options.pop(name, None)
+    else:
+        _wrap(found, prefix, units)
+        _prefetch(found, prefix, version)
     _original_parameters(found, f"{prefix}use_orig_params", version)
+
+
+def _prefetch(found: Collector, prefix: str, version: int) -> None:
+    """FSDP1's prefetching, which accelerate and the Trainer leave off by default. FSDP2 always prefetches."""
+    if version != 1:
+        return
+    name = str(found.peek(f"{prefix}backward_prefetch") or "").lower()
+    if name in PREFETCH:
+        found.take(f"{prefix}backward_prefetch")
+        found.options["backward_prefetch"] = PREFETCH[name]
+    else:
+        found.lacks_active("the estimate has no prefetching", f"{prefix}backward_prefetch")
+        found.default("backward_prefetch", "none", "no backward prefetching, the default of accelerate and the Trainer")
+    if found.flag(f"{prefix}forward_prefetch"):
+        found.options["forward_prefetch"] = True
 
 
 def _original_parameters(found: Collector, key: str, version: int) -> None:
@@ -62,38 +105,55 @@ def _original_parameters(found: Collector, key: str, version: int) -> None:
         found.take(key)
 
 
-def _strategy(found: Collector, prefix: str, version: int) -> str:
-    reshard = found.peek(f"{prefix}reshard_after_forward")
-    name = found.peek(f"{prefix}sharding_strategy")
-    if version == 1:
-        given = name if name is not None else reshard
-        words = str(given).lower()
-        if words in SHARDING:
-            found.take(f"{prefix}sharding_strategy")
-            found.take(f"{prefix}reshard_after_forward")
-            if words in HYBRID_ZERO2:
-                found.options["reshard_after_forward"] = "false"
-            return SHARDING[words]
-        if words in NO_SHARD:
-            found.lacks(f"{prefix}sharding_strategy", "the estimate is of DDP, which keeps everything on each rank too")
-            return "ddp"
-        if given is not None and not isinstance(given, bool):
-            found.lacks(f"{prefix}sharding_strategy", "the estimate assumes full sharding")
-            return "zero3"
-    if isinstance(reshard, int) and not isinstance(reshard, bool):
-        found.options["reshard_after_forward"] = str(found.take(f"{prefix}reshard_after_forward"))
+def _strategy(found: Collector, prefix: str, version: int) -> str | None:
+    """The strategy that the file states; None if it states none. FSDP1 follows `sharding_strategy` alone."""
+    reshard_key, name_key = f"{prefix}reshard_after_forward", f"{prefix}sharding_strategy"
+    return _strategy_1(found, name_key, reshard_key) if version == 1 else _strategy_2(found, name_key, reshard_key)
+
+
+def _strategy_1(found: Collector, name_key: str, reshard_key: str) -> str | None:
+    name = str(found.peek(name_key) if name_key in found else "full_shard").lower()
+    if str(found.peek(reshard_key)).lower() in ("none", "true", "1", name):
+        found.take(reshard_key)
+    found.lacks(reshard_key, f"with FSDP1 it has no effect: {name} decides")
+    if name in SHARDING:
+        found.take(name_key)
+        if name in HYBRID_ZERO2:
+            found.options["reshard_after_forward"] = "false"
+        return SHARDING[name]
+    if name in NO_SHARD:
+        found.lacks(name_key, "the estimate is of DDP, which keeps everything on each rank too")
+        return "ddp"
+    found.lacks(name_key, "the estimate assumes full sharding")
+    return None
+
+
+def _strategy_2(found: Collector, name_key: str, reshard_key: str) -> str | None:
+    """FSDP2 has `reshard_after_forward`, and ignores accelerate's `sharding_strategy`."""
+    reshard = found.peek(reshard_key)
+    if str(found.peek(name_key)).lower() in ("none", "full_shard", "1"):
+        found.take(name_key)
+    found.lacks(name_key, "FSDP2 follows reshard_after_forward instead")
+    if type(reshard) is int and reshard > 1:  # a number of ranks
+        found.options["reshard_after_forward"] = str(found.take(reshard_key))
         return "zero3"
-    found.take(f"{prefix}reshard_after_forward")
-    return "zero3" if reshard is None or truth(reshard) else "zero2"
+    if reshard is None:
+        return None
+    if str(reshard).lower() not in ("true", "false", "yes", "no", "1", "0", "on", "off"):
+        found.lacks(reshard_key, "with FSDP2 it is true or false; the estimate has true")
+        return None
+    return "zero3" if truth(found.take(reshard_key)) else "zero2"
 
 
-def _wrap(found: Collector, prefix: str) -> None:
+def _wrap(found: Collector, prefix: str, units: str) -> None:
     key = f"{prefix}auto_wrap_policy"
     policy = str(found.peek(key) or "").lower()
-    if policy in WRAP:
+    if not policy and units == "none":
+        found.default("wrap", "none", f"one unit with all parameters, because {key} is not given")
+    if policy in WRAP or (not policy and units == "layer" and f"{prefix}transformer_layer_cls_to_wrap" in found):
         found.take(key)
         classes = found.take(f"{prefix}transformer_layer_cls_to_wrap")
-        found.options["wrap"] = wrap_of(classes) if policy == "transformer_based_wrap" else "none"
+        found.options["wrap"] = "none" if policy == "no_wrap" else wrap_of(classes)
     elif policy == "size_based_wrap":
         found.take(key)
         least = found.number(f"{prefix}min_num_params") or 0

@@ -38,10 +38,14 @@ def is_llamafactory(keys: Mapping[str, Any]) -> bool:
     return bool(_OWN & set(keys))
 
 
-def read(file: str, keys: Mapping[str, Any]) -> Collector:
-    """The settings of a configuration of LLaMA-Factory, which trains through the Trainer."""
+def read(file: str, keys: Mapping[str, Any], *, replaces: bool = False) -> Collector:
+    """The settings of a configuration of LLaMA-Factory, which trains through the Trainer.
+
+    `replaces`: whether the keys only replace some of a file's.
+    """
     found = Collector(file, "LLaMA-Factory", keys)
-    _adapters(found)
+    if not replaces or "finetuning_type" in found:
+        _adapters(found)
     stage = found.peek("stage")
     if stage in (None, "sft", "pt"):
         found.take("stage")
@@ -52,7 +56,8 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     set_attention(found, "flash_attn")
     checkpointing = "none" if found.flag("disable_gradient_checkpointing") else "full"
     found.default("activation_checkpointing", checkpointing, "gradient checkpointing, which LLaMA-Factory switches on")
-    if found.flag("use_reentrant_gc") is not False and checkpointing == "full":  # its default
+    reentrant = found.flag("use_reentrant_gc")
+    if (reentrant or (reentrant is None and not replaces)) and checkpointing == "full":  # its default
         found.omits(REENTRANT)
     if truth(found.peek("pure_bf16") or False):
         found.take("pure_bf16")
@@ -75,7 +80,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     if found.flag("use_adam_mini"):  # in place of `optim`
         found.options["optim"] = "adam_mini"
     if not has_engine:
-        found.default("strategy", "ddp", "DDP, because neither fsdp nor deepspeed is set")
+        found.guess("strategy", "ddp", "DDP, because neither fsdp nor deepspeed is set")
     return found
 
 

@@ -8,13 +8,17 @@ from typing import Any
 
 from fsdp_advisor.configs.adapters import has_adapters, is_quantized
 from fsdp_advisor.configs.collect import Collector
+from fsdp_advisor.configs.torchtitan import unmodelled
 from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS
 from fsdp_advisor.job.config_reading import ConfigReading
+from fsdp_advisor.job.frameworks import FRAMEWORKS
 
 _FRAMEWORKS = ("torch", "deepspeed", "accelerate", "trainer", "trl", "torchtitan")
 """From the least to the most specific: TRL runs on the Trainer, that on accelerate, which runs DeepSpeed."""
 
 
+_LAUNCHERS = ("accelerate", "accelerate command", "trl command")
+"""Formats whose defaults count only where the script's arguments have none."""
 _UNSHARDED_ALONE = {"torchtune", "torchtitan"}
 """Formats whose trainers do not shard on a single GPU."""
 
@@ -40,14 +44,32 @@ def merge(parts: Sequence[Collector]) -> Configuration:
             if name in options and options[name] != value and name not in ("mixed", "dtype"):
                 part.assume(f"{name} {value} as here, not {options[name]} as in {source[name].file}")
             options[name], source[name] = value, part
-    for part in parts:
+    for part in sorted(parts, key=lambda part: part.format in _LAUNCHERS):
         for name, (value, why) in part.defaults.items():
             if name not in options and not (name == "precision" and {"mixed", "dtype"} & set(options)):
                 options[name] = value
+                if why:
+                    part.assume(why)
+    for part in parts:
+        for name, (value, why) in part.guesses.items():
+            if name not in options and not (name == "strategy" and "backend" in options):  # of a file that is missing
+                options[name] = value
                 part.assume(why)
+    _resolve_torchtitan(options, parts)
     _resolve_precision(options, parts)
     _resolve_engine(options)
     return Configuration(options=options, readings=_grouped(parts))
+
+
+def _resolve_torchtitan(options: dict[str, Any], parts: Sequence[Collector]) -> None:
+    """Let PyTorch's own loop stand for torchtitan where a setting is modelled only there."""
+    if options.get("framework") != "torchtitan" or (what := unmodelled(options)) is None:
+        return
+    options["framework"] = "torch"
+    part = next(part for part in parts if part.options.get("framework") == "torchtitan")
+    part.assume(f"PyTorch's own loop and transformers' model, because torchtitan's {what} is modelled only there")
+    if options.get("loss") != "full":
+        part.omits("torchtitan's loss in chunks; the estimate assumes that all logits are in memory at once")
 
 
 def _resolve_precision(options: dict[str, Any], parts: Sequence[Collector]) -> None:
@@ -133,14 +155,16 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
         options, batch = _without(options, dropped, given)
         first = replace(readings[0], assumed=(*readings[0].assumed, f"{why}; {batch}" if batch else why))
         readings = (first, *readings[1:])
-    if options.get("framework") == "deepspeed" and given.get("backend", options.get("backend")) not in (
-        None,
-        "deepspeed",
-    ):
-        options.pop("framework")
     if {**options, **given}.get("gpus", 1) == 1 and any(reading.format in _UNSHARDED_ALONE for reading in readings):
         options |= {"strategy": "ddp", "backend": "ddp"} if "strategy" in options else {}
+    if given.get("backend", options.get("backend", "auto")) not in ("auto", *_backends(options)):
+        options.pop("framework")
     return Configuration(options={**options, **given}, readings=readings)
+
+
+def _backends(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The backends with which the framework of the files trains."""
+    return FRAMEWORKS[options.get("framework", "torch")].backends
 
 
 def _without(options: dict[str, Any], dropped: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_advisor.configs import torchtitan, trainer
@@ -28,7 +28,7 @@ _CONSTANTS = {
 _ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments")
 _OF_TRL = {
     "SFTConfig": "sft", "DPOConfig": "dpo", "KTOConfig": "kto", "GRPOConfig": "grpo", "RewardConfig": "reward",
-    "ORPOConfig": "orpo", "CPOConfig": "cpo",
+    "ORPOConfig": "orpo", "CPOConfig": "cpo", "RLOOConfig": "rloo",
 }  # fmt: skip
 """TRL's configurations, and the tasks of their trainers."""
 
@@ -44,7 +44,7 @@ def read(file: str, text: str, function: str | None = None) -> Collector:
         raise UsageError(f"{file} is not Python: {error}", hint="give a configuration or a script") from None
     sections = torchtitan.sections_of(tree, function, file)
     if sections is not None:
-        return torchtitan.read(file, sections)
+        return torchtitan.read_function(file, sections)
     found = _arguments(file, tree)
     if found is not None:
         return found
@@ -69,62 +69,143 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
     return found
 
 
-def _calls(tree: ast.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and literal keywords of each call."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func).rsplit(".", 1)[-1], _literals(node.keywords)
-
-
-def _literals(keywords: list[ast.keyword]) -> dict[str, Any]:
-    found = {}
-    for keyword in keywords:
-        if keyword.arg is None:
-            continue
-        try:
-            found[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError:
-            if isinstance(keyword.value, ast.Attribute):
-                found[keyword.arg] = ast.unparse(keyword.value)
+def _calls(tree: ast.Module) -> dict[str, list[ast.Call]]:
+    """The calls of each name, in the order of their lines."""
+    found: dict[str, list[ast.Call]] = {}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for node in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+        found.setdefault(ast.unparse(node.func).rsplit(".", 1)[-1], []).append(node)
     return found
+
+
+def _variables(tree: ast.Module) -> dict[str, Any]:
+    """The literals that the code assigns once to a name, wherever it does."""
+    found: dict[str, Any] = {}
+    assigned: set[str] = set()
+    for node in ast.walk(tree):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        for target in targets:
+            if not isinstance(target, ast.Name) or value is None:
+                continue
+            if target.id in assigned:
+                found.pop(target.id, None)
+            elif (literal := _literal(value, {})) is not None:
+                found[target.id] = literal
+            assigned.add(target.id)
+    return found
+
+
+_HAS_BF16 = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available")
+"""Functions that say whether the GPU has bf16, which every GPU since Ampere has."""
+
+
+def _literal(node: ast.expr, variables: Mapping[str, Any]) -> Any:
+    """The value of a literal, of a name that stands for one, of dict(...), or the text of an attribute; None for anything else."""
+    match node:
+        case ast.Name(id=name):
+            return variables.get(name)
+        case ast.Attribute():
+            name = ast.unparse(node)
+            return name if name.startswith("torch.") or name[0].isupper() else None  # not args.batch_size
+        case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
+            pairs = [
+                (key.value, _literal(value, variables))
+                for key, value in zip(keys, values, strict=True)
+                if isinstance(key, ast.Constant)
+            ]
+            return {name: value for name, value in pairs if value is not None}
+        case ast.BinOp(op=ast.BitOr(), left=left, right=right):
+            parts = [part for side in (left, right) if isinstance(part := _literal(side, variables), Mapping)]
+            return {name: value for part in parts for name, value in part.items()} if parts else None
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            value = _literal(operand, variables)
+            return None if value is None else not value
+        case ast.Call() if ast.unparse(node.func).endswith(_HAS_BF16):
+            return True
+        case ast.Call(func=ast.Name(id="dict"), args=[]):
+            return _keywords(node, variables)
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def _keywords(call: ast.Call, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a call whose values are known."""
+    return _known(call.keywords, variables)
+
+
+def _known(keywords: Sequence[ast.keyword], variables: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for keyword in keywords:
+        value = _literal(keyword.value, variables)
+        if keyword.arg is None and isinstance(value, Mapping):  # **name
+            found |= value
+        elif keyword.arg is not None and (value is not None or _is_none(keyword.value)):
+            found[keyword.arg] = value
+    return found
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _arguments(file: str, tree: ast.Module) -> Collector | None:
     """The arguments of a Trainer, given to its class or collected in a dictionary that is passed on to it."""
-    calls = dict(_calls(tree))
-    name = next((n for n in (*_OF_TRL, *_ARGUMENTS) if n in calls), None)
+    nodes = _calls(tree)
+    name = next((n for n in (*_OF_TRL, *_ARGUMENTS) if n in nodes), None)
     if name is None:
         return None
+    variables = _variables(tree)
+    calls = {n: _keywords(found[0], variables) for n, found in nodes.items()}
     keys = dict(calls[name])
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Dict):
-            try:
-                keys |= ast.literal_eval(node.value)
-            except ValueError:
-                continue
     constants = _constants(tree)
-    loaded = constants.get("MODEL_ARGUMENTS") or calls.get("from_pretrained") or {}
-    keys |= {key: value for key, value in loaded.items() if key in _LOADING}
-    if isinstance(constants.get("MODEL"), str):
-        keys["model_name_or_path"] = constants["MODEL"]
+    loads = [_keywords(call, variables) for call in nodes.get("from_pretrained", ()) if _loads_a_model(call)]
+    loaded = constants.get("MODEL_ARGUMENTS") or next(iter(loads), {})
+    given = keys.get("model_init_kwargs")
+    for source in (loaded, given if isinstance(given, Mapping) else {}):
+        keys |= {key: value for key, value in source.items() if key in _LOADING}
+    model = constants.get("MODEL") or _model(nodes, variables)
+    if isinstance(model, str):
+        keys["model_name_or_path"] = model
     found = trainer.read(file, keys, trl=name in _OF_TRL, task=_OF_TRL.get(name))
     _adapted_calls(found, calls)
     _adapted_constants(found, constants)
-    if computed := _computed(tree, name):
+    if computed := _computed(nodes[name][0], variables):
         found.omits(f"arguments that the code computes: {', '.join(computed)}")
     if "ParallelismConfig" in calls:
         trainer.mesh(found, calls["ParallelismConfig"])
     return found
 
 
+def _loads_a_model(call: ast.Call) -> bool:
+    """Whether `from_pretrained` is that of a model, and not of a tokenizer, a processor or an adapter."""
+    name = ast.unparse(call.func)
+    return not any(word in name for word in ("Tokenizer", "Processor", "Config.", "FeatureExtractor", "Peft"))
+
+
+def _model(nodes: Mapping[str, Sequence[ast.Call]], variables: Mapping[str, Any]) -> str | None:
+    """The name of the model that the code loads, or that it gives to a trainer of TRL."""
+    candidates = [call.args[0] for call in nodes.get("from_pretrained", ()) if call.args and _loads_a_model(call)]
+    trainers = [call for name, calls in nodes.items() if name.endswith("Trainer") for call in calls]
+    candidates += [keyword.value for call in trainers for keyword in call.keywords if keyword.arg == "model"]
+    for node in candidates:
+        value = variables.get(node.id) if isinstance(node, ast.Name) else getattr(node, "value", None)
+        if isinstance(value, str):
+            return value
+    return None
+
+
 _LOADING = ("dtype", "torch_dtype", "attn_implementation", "experts_implementation")
 """Arguments of `from_pretrained` that a reader of the Trainer's arguments knows."""
 
 
-def _computed(tree: ast.Module, name: str) -> list[str]:
-    """The keywords of the calls of `name` whose values are no literals."""
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).rsplit(".", 1)[-1] == name]
-    return [k.arg for call in calls for k in call.keywords if k.arg and k.arg not in _literals([k])]
+def _computed(call: ast.Call, variables: Mapping[str, Any]) -> list[str]:
+    """The keywords of a call whose values are no literals."""
+    return [k.arg or f"**{ast.unparse(k.value)}" for k in call.keywords if not _known([k], variables)]
 
 
 _OFFLOADS = "offload=torch.cuda.is_available()"
@@ -138,7 +219,7 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
         if key in found:
             found.options[option] = found.take(key)
     loaded = found.take("MODEL_ARGUMENTS") or {}
-    calls = dict(_calls(tree))
+    calls = {name: _keywords(found[-1], {}) for name, found in _calls(tree).items()}
     loaded = loaded or calls.get("from_config", {})
     found.options["dtype"] = str(loaded.get("dtype", "float32")).removeprefix("torch.")
     found.options["attention"] = loaded.get("attn_implementation", "sdpa")

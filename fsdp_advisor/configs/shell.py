@@ -1,238 +1,169 @@
-"""Reads shell scripts: the launcher's command line with its ranks and nodes, and the script's arguments.
-
-Variables are replaced by the values that the script assigns to them; others stay unknown.
-"""
+"""Reads shell scripts: the launcher's command line with its ranks and nodes, and the script's arguments."""
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
-from fsdp_advisor.configs import accelerate, torchtitan, trainer
-from fsdp_advisor.configs.collect import Collector
+from fsdp_advisor.configs import accelerate, axolotl, llamafactory, slurm, torchtitan, torchtune, trainer
+from fsdp_advisor.configs.collect import UNRESOLVED, Collector
+from fsdp_advisor.configs.launchers import Launch, inner_script, launch_of, named_values, other_script
+from fsdp_advisor.configs.ranks import set_ranks
+from fsdp_advisor.configs.shell_words import assignment, commands, words
 from fsdp_advisor.errors import UsageError
 
-LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "trl", "axolotl", "llamafactory-cli", "tune", "python", "python3")
-_ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)$")
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
-_SLURM = re.compile(r"^#SBATCH\s+--([\w-]+)[=\s]\s*(\S+)", re.MULTILINE)
-_VALUELESS = {
-    "standalone",
-    "no-python",
-    "no_python",
-    "module",
-    "use_fsdp",
-    "use_deepspeed",
-    "multi_gpu",
-    "use_cpu",
-    "m",
-}
-_LISTS = {"lora_target_modules", "lora_target_parameters", "lora_modules_to_save"}
-"""Options that take several words."""
-_SCRIPT = re.compile(r"\btrl[./]scripts[./](\w+)")
+_SCRIPT = re.compile(r"\btrl[./]scripts[./](\w+?)(?:\.py)?$")
 """A script of TRL, which is named after its task."""
-_CONFIGURATION = re.compile(r".+\.(ya?ml|json|toml)$")
+_CONFIGURATION = re.compile(r".+\.(ya?ml|json|toml|conf)$")
+_LOOPS_OF_ACCELERATE = re.compile(r"no_trainer|open_instruct[/.](finetune|dpo)")
+"""Scripts that take the Trainer's arguments and have their own loop on accelerate."""
+_DEPTH = 3
+"""How deep a shell may run scripts of a shell."""
 
 
 def read(file: str, text: str) -> list[Collector]:
-    """The settings of a script, one part for the launcher and one for the arguments.
+    """The settings of a script, one part for the launcher, one for the arguments, one for the environment and one for Slurm.
 
     Raises UsageError if no command launches a training.
     """
-    lines, variables = _lines(text), _variables(text)
-    parts = [Collector(file, "Slurm", {})] if _SLURM.search(text) else []
-    if parts:
-        _slurm(parts[0], text)
-    for line in lines:
-        words = _words(line, variables)
-        start = next((i for i, word in enumerate(words) if word.rsplit("/", 1)[-1] in LAUNCHERS), None)
-        if start is not None and _is_training(words[start:]):
-            parts += _command(file, [words[start].rsplit("/", 1)[-1], *words[start + 1 :]])
-            break
-    else:
-        if not parts:
-            raise UsageError(
-                f"{file}: no command that launches a training", hint="torchrun, accelerate launch, deepspeed, trl, ..."
-            )
+    allocation = slurm.read(file, text)
+    variables = dict(allocation.variables) if allocation else {}
+    launches, others = _launches(text, variables)
+    parts: list[Collector] = []
+    if launches:
+        launch = max(launches, key=lambda launch: launch.rank)
+        parts += _parts(file, launch, allocation)
+        variables |= launch.environment
+        more = [other for other in launches if other.rank == launch.rank and other != launch]
+        if more:
+            parts[0].assume(f"the first command that launches a training; the script has {len(more)} more")
+    elif others:
+        found = Collector(file, "shell script", {})
+        found.references += others
+        parts.append(found)
+    elif allocation is None:
+        raise UsageError(
+            f"{file}: no command that launches a training", hint="torchrun, accelerate launch, deepspeed, trl, ..."
+        )
     conf = variables.get("PYTORCH_ALLOC_CONF") or variables.get("PYTORCH_CUDA_ALLOC_CONF")
     if conf:
         found = Collector(file, "environment", {"PYTORCH_ALLOC_CONF": conf})
         found.options["allocator_conf"] = found.take("PYTORCH_ALLOC_CONF")
         parts.append(found)
+    if allocation is not None:
+        parts.append(allocation.found)
     return parts
 
 
-def _lines(text: str) -> list[str]:
-    """The commands, with continued lines joined and comments left out."""
-    joined = re.sub(r"\\\n", " ", text)
-    return [line.strip() for line in joined.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+def read_environment(file: str, text: str) -> list[Collector]:
+    """The settings of a file that only sets variables, such as `.deepspeed_env`."""
+    return read(file, f"{text}\npython train.py\n")[1:]
 
 
-def _variables(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for line in _lines(text):
-        match = _ASSIGNMENT.match(line)
-        if match is not None and "$(" not in match[2] and "`" not in match[2]:
-            value = next(iter(_words(match[2], found)), "")
-            if "$" not in value:
-                found[match[1]] = value
-    return found
-
-
-def _words(line: str, variables: dict[str, str]) -> list[str]:
-    """The words of a command with known variables replaced. Unknown ones stay as they are written."""
-
-    def value(match: re.Match[str]) -> str:
-        name, default, plain = match.groups()
-        return variables.get(name or plain, default if default else match[0])
-
-    line = _VARIABLE.sub(value, line)
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError:
-        return line.split()
-
-
-def _is_training(words: list[str]) -> bool:
-    match words[0]:
-        case "accelerate":
-            return words[1:2] == ["launch"]
-        case "python" | "python3":
-            return any(word.endswith(".py") for word in words) or "-m" in words
-        case "axolotl" | "llamafactory-cli":
-            return words[1:2] == ["train"]
-        case "tune":
-            return words[1:2] == ["run"]
-    return len(words) > 1
-
-
-def _options(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """`--name value`, `--name=value` and `--flag` as pairs; other words as pairs with an empty name."""
-    position = 0
-    while position < len(words):
-        word = words[position]
-        position += 1
-        if not word.startswith("-") or word == "-":
-            yield "", word
+def _launches(text: str, variables: dict[str, str], depth: int = 0) -> tuple[list[Launch], list[str]]:
+    """The trainings that a script launches, and the other scripts that it runs. Adds the script's variables to `variables`."""
+    launches: list[Launch] = []
+    others: list[str] = []
+    for command in commands(text):
+        given = assignment(command, variables)
+        if given is not None:
+            variables |= given
+            for name, value in given.items():
+                if value.startswith("$unknown"):
+                    del variables[name]
             continue
-        name, equals, value = word.lstrip("-").partition("=")
-        if equals:
-            yield name, value
-        elif position < len(words) and not words[position].startswith("--") and name not in _VALUELESS:
-            values = [words[position]]
-            position += 1
-            while name.replace("-", "_") in _LISTS and position < len(words) and not words[position].startswith("-"):
-                values.append(words[position])
-                position += 1
-            yield name, ",".join(values)
-        else:
-            yield name, True
+        found = words(command, variables)
+        inner = inner_script(found) if depth < _DEPTH else None
+        if inner is not None:
+            more, scripts = _launches(inner, variables, depth + 1)
+            launches += more
+            others += scripts
+        elif (launch := launch_of(found, variables)) is not None:
+            launches.append(launch)
+        elif (script := other_script(found)) is not None:
+            others.append(script)
+    return launches, others
 
 
-def _command(file: str, words: list[str]) -> list[Collector]:
-    """The parts of one command: what the launcher takes up to the script, and what the script takes."""
-    program = words[0]
-    rest = words[2:] if program in ("accelerate", "axolotl", "llamafactory-cli", "tune") else words[1:]
-    method = None
-    if program == "trl":
-        method, rest = words[1], words[2:]
-        launcher, arguments = [], rest
-    elif program in ("axolotl", "llamafactory-cli"):
-        split = rest.index("--") if "--" in rest else len(rest)
-        launcher, arguments = rest[split + 1 :], rest[:split]
-    else:
-        launcher, arguments = _split(rest)
-        script = _SCRIPT.search(" ".join(rest))
-        method = script[1] if script else None
-    parts = [_launcher(file, program, launcher)]
+def _parts(file: str, launch: Launch, allocation: slurm.Allocation | None) -> list[Collector]:
+    """The parts of one command: what the launcher takes, and what the script takes."""
+    found = _launcher(file, launch)
+    set_ranks(found, launch, allocation)
+    for word in launch.unknown:
+        found.omits(f"{word}: options of the launcher that the script does not set")
     keys: dict[str, Any] = {}
-    for name, value in _options(arguments):
-        if name == "" or name in ("config", "config_file", "job.config_file"):
-            if isinstance(value, str) and _CONFIGURATION.match(value):
-                parts[0].references.append(value)
+    overrides: dict[str, Any] = {}
+    for name, value in named_values(launch.arguments):
+        if name in ("", "config", "config_file", "job.config_file") and isinstance(value, str):
+            given, equals, setting = value.partition("=")
+            if equals and not name:
+                overrides[given] = setting
+            elif _CONFIGURATION.match(value):
+                found.references.append(value)
+            elif name == "config":
+                keys[name] = value
+            elif UNRESOLVED.search(value):
+                found.omits(f"{value}: arguments that the script does not set")
         else:
             keys[name] = value
+    part = _arguments(file, launch, found, keys, overrides)
+    if launch.program not in ("accelerate", "trl"):
+        found.guess("strategy", "ddp", "DDP, because no file configures sharding")
+    return [found] if part is None else [found, part]
+
+
+def _launcher(file: str, launch: Launch) -> Collector:
+    """The settings of the launcher's own options."""
+    keys = dict(launch.options)
+    if launch.program in ("accelerate", "trl"):
+        for key in ("machine_rank", "main_process_ip", "main_process_port"):
+            keys.pop(key, None)
+        reference = keys.pop("config_file", None) or keys.pop("accelerate_config", None)
+        if reference in accelerate.OF_TRL:
+            found = accelerate.read(file, {**accelerate.OF_TRL[reference], **keys})
+        else:
+            found = accelerate.read(file, keys)
+            if isinstance(reference, str):
+                found.references.append(reference)
+                found.defaults.pop("mixed", None)  # the file decides
+            else:
+                found.guess("strategy", "ddp", "DDP, because no file configures sharding")
+        found.format = f"{launch.program} command"
+        return found
+    return Collector(file, f"{launch.program} command", keys)
+
+
+def _arguments(
+    file: str, launch: Launch, launcher: Collector, keys: dict[str, Any], overrides: Mapping[str, Any]
+) -> Collector | None:
+    """The settings of the script's arguments; None if they are not known, which is then reported. `overrides` are `name=value`."""
     keys.pop("launcher", None)
-    for name in ("deepspeed", "deepspeed_config"):  # a script's own option, or the Trainer's
-        if set(keys) <= {name} and isinstance(value := keys.pop(name, None), str):
-            parts[0].references.append(value)
-    titan = {
-        name: value for name, value in keys.items() if name.partition(".")[0] in torchtitan.SECTIONS and "." in name
-    }
-    if titan:
-        parts.append(torchtitan.read(file, _nested(titan)))
-    elif trainer.is_trainer(keys):
-        keys = {name.replace("-", "_"): value for name, value in keys.items()}
-        parts.append(trainer.read(file, keys, trl=True if method else None, task=method))
-    elif keys and not parts[0].references:
-        parts[0].omits("arguments of the script that are not read: " + ", ".join(sorted(keys)[:12]))
-    if method and not trainer.is_trainer(keys):
-        trainer.read_task(parts[0], method)
-    return parts
-
-
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher's words, and those of the script. `-m MODULE` is a script, too."""
-    position = 0
-    while position < len(words):
-        word = words[position]
-        if word in ("-m", "--module"):
-            return words[:position], words[position + 2 :]
-        if not word.startswith("-"):
-            return words[:position], words[position + 1 :]
-        takes = "=" not in word and word.lstrip("-") not in _VALUELESS
-        position += 2 if takes else 1
-    return words, []
-
-
-def _nested(dotted: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in dotted.items():
-        section, _, key = name.partition(".")
-        found.setdefault(section, {})[key] = value
-    return found
-
-
-def _launcher(file: str, program: str, words: list[str]) -> Collector:
-    """Ranks and nodes of a launcher."""
-    keys = {name.replace("-", "_"): value for name, value in _options(words) if name}
-    if program == "accelerate":
-        return _accelerate(file, keys)
-    found = Collector(file, f"{program} command", keys)
-    per_node = next((found.number(key) for key in ("nproc_per_node", "num_gpus") if key in found), None)
-    nodes = next((found.number(key) for key in ("nnodes", "num_nodes") if key in found), None)
-    if nodes is not None:
-        found.options["nnodes"] = nodes
-    if per_node is not None:
-        found.options["gpus"] = per_node * (nodes or 1)
-    if program in ("torchrun", "python", "python3"):
-        found.default("strategy", "ddp", "DDP, because no file configures sharding")
-    for key in ("standalone", "hostfile", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id"):
-        found.take(key)
-    return found
-
-
-def _accelerate(file: str, keys: dict[str, Any]) -> Collector:
-    reference = keys.pop("config_file", None)
-    for key in ("machine_rank", "main_process_ip", "main_process_port"):
-        keys.pop(key, None)
-    found = accelerate.read(file, keys)
-    found.format = "accelerate command"
-    if isinstance(reference, str):
-        found.references.append(reference)
-    return found
-
-
-def _slurm(found: Collector, text: str) -> None:
-    """Nodes and GPUs of the batch script's directives."""
-    directives = dict(_SLURM.findall(text))
-    nodes = directives.get("nodes", "1")
-    per_node = directives.get("gpus-per-node") or directives.get("gres", "").removeprefix("gpu:")
-    per_node = per_node.rsplit(":", 1)[-1]
-    if nodes.isdigit():
-        found.options["nnodes"] = int(nodes)
-        if per_node.isdigit():
-            gpus = int(nodes) * int(per_node)
-            found.default("gpus", gpus, f"{gpus} GPUs, from the directives of Slurm")
+    paths = [keys.pop("deepspeed_config", None)]  # a script's own option
+    if set(keys) <= {"deepspeed"}:
+        paths.append(keys.pop("deepspeed", None))
+    for path in paths:
+        if isinstance(path, str):
+            launcher.references.append(path)
+            launcher.default("backend", "deepspeed")
+    if launch.script.startswith("torchtitan") or any(torchtitan.is_option(name) for name in keys):
+        return torchtitan.read_command(file, launch.environment, keys)
+    if launch.program == "tune":
+        return torchtune.read_command(file, launch.script, {**keys, **overrides})
+    if launch.program == "axolotl" or launch.script.startswith("axolotl."):
+        return axolotl.read_overrides(file, {**keys, **overrides}) if keys or overrides else None
+    if launch.program == "llamafactory-cli" or llamafactory.is_llamafactory(keys):
+        keys |= overrides
+        return llamafactory.read(file, keys, replaces=bool(launcher.references)) if keys else None
+    script = _SCRIPT.search(launch.script)
+    method = script[1] if script else None
+    if trainer.is_trainer(keys) or (keys and launcher.references):
+        found = trainer.read(file, keys, trl=True if method else None, task=method)
+        if _LOOPS_OF_ACCELERATE.search(launch.script):
+            found.options["framework"] = "accelerate"
+        return found
+    if keys:
+        launcher.omits("arguments of the script that are not read: " + ", ".join(sorted(keys)[:12]))
+    if method:
+        trainer.read_task(launcher, method)
+    return None

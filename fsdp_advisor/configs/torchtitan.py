@@ -6,6 +6,7 @@ Source: torchtitan 0.3.0, config/configs.py, config/manager.py, distributed/acti
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, get_args
@@ -14,6 +15,7 @@ from fsdp_advisor.configs.collect import Collector, brief
 from fsdp_advisor.configs.names import hub_name
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.choices import Fp8
+from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
 
 SECTIONS = (
     "training", "parallelism", "activation_checkpoint", "model", "optimizer", "compile", "quantize", "float8", "job", "checkpoint",
@@ -36,55 +38,158 @@ def is_torchtitan(keys: Mapping[str, Any]) -> bool:
     )
 
 
+def is_option(name: str) -> bool:
+    """Whether the name of a command's option is that of a key in a section."""
+    section, dot, _ = name.partition(".")
+    return bool(dot) and section in SECTIONS
+
+
 def read(file: str, keys: Mapping[str, Any]) -> Collector:
-    """The settings of nested sections. torchtitan shards with FSDP2, one unit per layer."""
+    """The settings of a TOML file, of torchtitan 0.2, whose loss is that of whole logits."""
+    found = _sections(file, keys, selective_option="2")
+    found.options["loss"] = "full"
+    if "activation_checkpoint" not in keys:
+        found.default(
+            "activation_checkpointing", "every-2", "every second layer is checkpointed, torchtitan 0.2's default"
+        )
+    return _completed(found)
+
+
+def read_function(file: str, keys: Mapping[str, Any]) -> Collector:
+    """The settings of a configuration function, of torchtitan 0.3. `keys` are the literal arguments of `Trainer.Config`."""
+    found = _sections(file, keys)
+    _loss(found)
+    if "activation_checkpoint" not in keys:
+        found.default("activation_checkpointing", "selective", "selective checkpointing, torchtitan's default")
+    return _completed(found)
+
+
+def read_command(file: str, environment: Mapping[str, str], arguments: Mapping[str, Any]) -> Collector:
+    """The settings of `torchtitan.train`: its options, and the configuration that they or the variables of run_train.sh name."""
+    found = _sections(file, _nested(arguments))
+    module = found.take("module") or environment.get("MODULE")
+    function = found.take("config") or environment.get("CONFIG")
+    if module and function:
+        found.references.append(f"torchtitan/models/{module}/config_registry.py:{function}")
+        size = _FUNCTION.match(function)
+        if size is not None and (model := _hub_model(size[1], size[2].replace("_", ".").upper())) is not None:
+            found.default("model", model, f"the model is {model}, by the name of the configuration")
+    elif environment.get("CONFIG_FILE"):
+        found.references.append(environment["CONFIG_FILE"])
+    found.default("strategy", "zero3")
+    return found
+
+
+def _sections(file: str, keys: Mapping[str, Any], selective_option: str = "op") -> Collector:
+    """What the sections state. torchtitan shards with FSDP2, one unit per layer."""
     found = Collector(file, "torchtitan", keys)
-    options = found.options
-    options["framework"] = "torch"
+    found.options["framework"] = "torchtitan"
     for section in (*SECTIONS, "quantize.linear", _FLOAT8):
         found.section(section)
     _model(found)
-    for key in ("training.local_batch_size", "training.batch_size"):
-        found.number(key, "micro_batch_size")
-    found.default("micro_batch_size", 8, "micro-batch 8, torchtitan's default of local_batch_size")
-    found.number("training.seq_len", "seq_len")
-    found.default("seq_len", 2048, "2048 tokens, torchtitan's default of seq_len")
-    if (found.peek("training.global_batch_size") or -1) != -1:
-        found.lacks("training.global_batch_size", "give --gradient-accumulation-steps")
-    computes, weights = (str(found.take(f"training.{key}") or "") for key in ("mixed_precision_param", "dtype"))
-    bf16_weights = weights == "bfloat16"
-    options["precision"] = "bf16" if bf16_weights else "fp32" if computes == "float32" else "bf16-mixed"
-    found.take("training.mixed_precision_reduce")
-    if found.flag("training.enable_cpu_offload"):
-        options["offload"] = "parameters"
-    _checkpointing(found)
+    _training(found)
+    _checkpointing(found, selective_option)
     _compile(found)
     _fp8(found)
     _optimizer(found)
     _parallelism(found)
     for topic, names in _TOPICS.items():
         found.lacks_active(topic, *names)
-    if "Chunked" in brief(found.peek("loss")):
-        found.lacks("loss", "chunked loss; the estimate assumes that all logits are in memory at once")
     return found
+
+
+def _completed(found: Collector) -> Collector:
+    """The settings of a whole configuration: what it leaves out has torchtitan's defaults."""
+    found.default("micro_batch_size", 8, "micro-batch 8, torchtitan's default of local_batch_size")
+    found.default("seq_len", 2048, "2048 tokens, torchtitan's default of seq_len")
+    found.default("precision", "bf16-mixed")
+    found.default("optim", "adamw_torch_fused")
+    found.default("strategy", "zero3")
+    if found.options.get("strategy") != "ddp":
+        found.default("backend", "fsdp2")
+    return found
+
+
+def unmodelled(options: Mapping[str, Any]) -> str | None:
+    """What torchtitan does with these options that is modelled only in PyTorch's own loop; None for nothing."""
+    lacking = {
+        "DDP": options.get("strategy") == "ddp",
+        "checkpoints of some layers": str(options.get("activation_checkpointing")).startswith("every"),
+        "torch.compile": "compile" in options,
+        "fp8": "fp8" in options,
+    }
+    return next((what for what, is_asked in lacking.items() if is_asked), None)
+
+
+_FUNCTION = re.compile(r"(llama3|qwen3)_(\d+(?:_\d+)?b)")
+
+
+def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in dotted.items():
+        section, dot, key = name.partition(".")
+        if dot:
+            found.setdefault(section, {})[key] = value
+        else:
+            found[name] = value
+    return found
+
+
+def _checkpointing_of(found: Collector) -> str:
+    return str(
+        found.options.get("activation_checkpointing", found.defaults.get("activation_checkpointing", ("none",))[0])
+    )
+
+
+def _training(found: Collector) -> None:
+    """The section `training`: the batch and the precision."""
+    options = found.options
+    for key in ("training.local_batch_size", "training.batch_size"):
+        found.number(key, "micro_batch_size")
+    found.number("training.seq_len", "seq_len")
+    if (found.peek("training.global_batch_size") or -1) != -1:
+        found.lacks("training.global_batch_size", "give --gradient-accumulation-steps")
+    computes, weights = (str(found.take(f"training.{key}") or "") for key in ("mixed_precision_param", "dtype"))
+    if weights == "bfloat16":
+        options["precision"] = "bf16"
+    elif computes:
+        options["precision"] = "fp32" if computes == "float32" else "bf16-mixed"
+    found.take("training.mixed_precision_reduce")
+    if found.flag("training.enable_cpu_offload"):
+        options["offload"] = "parameters"
+
+
+def _loss(found: Collector) -> None:
+    """The loss: in chunks, or of whole logits. Source: torchtitan 0.3.0, components/loss.py, ChunkedLossWrapper."""
+    words = str(found.peek("loss") or "")
+    if "Chunked" in words:
+        chunks = re.search(r"num_chunks=(\d+)", words)
+        if chunks is not None and int(chunks[1]) != TORCHTITAN_CHUNKS:
+            found.lacks("loss", f"the estimate has {TORCHTITAN_CHUNKS} chunks of the loss")
+        else:
+            found.take("loss")
+    elif words:
+        found.take("loss")
+        found.options["loss"] = "full"
+
+
+def _hub_model(name: str, flavor: str) -> str | None:
+    """The model of transformers that has torchtitan's module and flavor."""
+    if name.startswith("llama3") and flavor in ("8B", "70B", "405B"):
+        return f"meta-llama/Llama-3.1-{flavor}"
+    return f"Qwen/Qwen3-{flavor}" if name.startswith("qwen3") and flavor else None
 
 
 def _model(found: Collector) -> None:
     name, flavor = str(found.take("model.name") or ""), str(found.take("model.flavor") or "")
     assets = PurePosixPath(str(found.take("model.hf_assets_path") or found.take("hf_assets_path") or "")).name
-    model = None
-    if name.startswith("llama3") and flavor in ("8B", "70B", "405B"):
-        model = f"meta-llama/Llama-3.1-{flavor}"
-    elif name.startswith("qwen3") and flavor:
-        model = f"Qwen/Qwen3-{flavor}"
-    elif assets:
-        model = hub_name(assets)
+    model = _hub_model(name, flavor) or (hub_name(assets) if assets else None)
     if model is not None:
         found.options["model"] = model
         found.assume(f"the model is {model}")
 
 
-def _checkpointing(found: Collector) -> None:
+def _checkpointing(found: Collector, selective_option: str) -> None:
     mode = found.peek("activation_checkpoint.mode") or found.peek("activation_checkpoint")
     words = brief(mode or "").lower()
     key = "activation_checkpoint.mode" if "activation_checkpoint.mode" in found else "activation_checkpoint"
@@ -92,19 +197,20 @@ def _checkpointing(found: Collector) -> None:
         found.lacks(key, "a memory budget for the compiler; the estimate assumes no activation checkpointing")
     elif "selective" in words:
         found.take(key)
-        found.options["activation_checkpointing"] = _selective(found)
+        found.options["activation_checkpointing"] = _selective(found, selective_option)
     elif "full" in words:
         found.take(key)
         found.options["activation_checkpointing"] = "full"
-    else:
+    elif key in found:
         found.take(key)
+        found.options["activation_checkpointing"] = "none"
 
 
 def _compile(found: Collector) -> None:
     """torch.compile of each layer, and of the loss. Source: torchtitan 0.3.0, distributed/compile.py; config/configs.py, CompileConfig."""
     if found.flag("training.compile") or found.flag("compile.enable"):
         components = found.take("compile.components") or ["model", "loss"]
-        if "model" in components and found.options.get("activation_checkpointing", "none") not in ("none", "full"):
+        if "model" in components and _checkpointing_of(found) not in ("none", "full"):
             found.omits(
                 "compile.enable: torch.compile with selective checkpointing; the estimate has layers as they are"
             )
@@ -140,9 +246,9 @@ def _fp8(found: Collector) -> None:
         found.omits(f"{section}.filter_fqns; the estimate leaves out the head alone")
 
 
-def _selective(found: Collector) -> str:
+def _selective(found: Collector, usual: str) -> str:
     """The policy of torchtitan 0.2's `selective_ac_option`: its operators (`op`), or one of N layers."""
-    option = str(found.take("activation_checkpoint.selective_ac_option") or "op")
+    option = str(found.take("activation_checkpoint.selective_ac_option") or usual)
     if not option.isdecimal() or int(option) < 2:
         return "selective" if option == "op" else "full"
     found.assume(f"the first of each {option} layers is checkpointed; torchtitan checkpoints the last")
@@ -151,10 +257,11 @@ def _selective(found: Collector) -> str:
 
 def _optimizer(found: Collector) -> None:
     name = found.peek("optimizer.name")
-    implementation = str(found.take("optimizer.implementation") or "fused")
+    implementation = found.take("optimizer.implementation")
     if name in (None, "AdamW", "Adam"):
         found.take("optimizer.name")
-        found.options["optim"] = "adamw_torch_fused" if implementation == "fused" else "adamw_torch"
+        if implementation is not None or name is not None:
+            found.options["optim"] = "adamw_torch_fused" if implementation in (None, "fused") else "adamw_torch"
     else:
         found.lacks("optimizer.name", "the optimizer is not modelled; the estimate assumes adamw_torch_fused")
 
@@ -169,9 +276,10 @@ def _parallelism(found: Collector) -> None:
         options["strategy"] = "ddp" if shards == 1 else "hsdp"
         if shards != 1:
             found.default("nnodes", replicas, f"{replicas} nodes, one for each replica")
-    else:
+    elif reshard is not None:
         options["strategy"] = "zero2" if reshard == "never" else "zero3"
-    options["backend"] = "ddp" if options["strategy"] == "ddp" else "fsdp2"
+    if "strategy" in options:
+        options["backend"] = "ddp" if options["strategy"] == "ddp" else "fsdp2"
     if shards > 0 and replicas * shards > 1:
         found.default("gpus", replicas * shards, f"{replicas * shards} GPUs, the size of the mesh")
 

@@ -86,6 +86,47 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     return found
 
 
+def read_command(file: str, recipe: str, keys: Mapping[str, Any]) -> Collector:
+    """The settings of `tune run`: its overrides `key=value`, and the configuration of torchtune that it names."""
+    name = keys.get("config")
+    found = Collector(file, "torchtune", {key: value for key, value in keys.items() if key != "config"})
+    found.options["framework"] = "torch"
+    found.number("batch_size", "micro_batch_size")
+    found.number("gradient_accumulation_steps", "gradient_accumulation_steps")
+    for key in ("tokenizer.max_seq_len", "dataset.max_seq_len"):
+        found.number(key, "seq_len")
+    if (checkpoints := found.flag("enable_activation_checkpointing")) is not None:
+        found.options["activation_checkpointing"] = "full" if checkpoints else "none"
+    if found.flag("fsdp_cpu_offload"):
+        found.options["offload"] = "parameters"
+    for key in keys:
+        if not key.startswith(_WITHOUT_EFFECT):
+            found.lacks(key, "give the configuration file with this value in it")
+    if isinstance(name, str):
+        found.missing.append(f"{name}, which `tune cp {name} .` copies")
+        size = re.match(r"(\w+)/(\d+(?:_\d+)?[bB])", name)
+        model = MODELS.get(f"{size[1]}_{size[2].lower()}") if size else None
+        if model is not None:
+            found.default("model", model, f"the model is {model}, by the name of the configuration")
+    if "distributed" in recipe:
+        found.default("strategy", "zero3", "FSDP2, which distributed recipes use")
+    return found
+
+
+_WITHOUT_EFFECT = (
+    "checkpointer.",
+    "output_dir",
+    "metric_logger.",
+    "epochs",
+    "max_steps",
+    "seed",
+    "log_",
+    "dataset.source",
+    "config",
+)
+"""Beginnings of keys that change neither memory nor time."""
+
+
 def _model(found: Collector) -> None:
     component = str(found.take("model._component_") or "")
     builder = component.rsplit(".", 1)[-1]

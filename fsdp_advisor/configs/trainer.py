@@ -12,9 +12,8 @@ from typing import Any, get_args
 from fsdp_advisor.configs import deepspeed
 from fsdp_advisor.configs.adapters import set_lora, set_quantization
 from fsdp_advisor.configs.collect import REENTRANT, Collector, active, truth
-from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
+from fsdp_advisor.configs.fsdp import NO_SHARD, SHARDING, read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_experts, set_optimizer
-from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import LORA_OPTIONS
 from fsdp_advisor.job.checkpointing import MAX_NUMBER
 from fsdp_advisor.job.choices import TrainingTask
@@ -135,6 +134,8 @@ def read_into(found: Collector, *, trl: bool = False, task: str | None = None) -
     _loss(found, trl)
     _adapters(found)
     set_attention(found, "attn_implementation")
+    if found.flag("use_flash_attn") or found.flag("use_flash_attention_2"):
+        options["attention"] = "flash_attention_2"
     set_experts(found)
     arguments = found.peek("optim_args")
     set_optimizer(found, "optim", arguments)
@@ -177,12 +178,17 @@ def _batches(found: Collector) -> None:
 
 
 def _precision(found: Collector, trl: bool) -> None:
-    """bf16 and fp16 switch autocast on; dtype is that of the weights."""
+    """bf16 and fp16 switch autocast on, which the launcher's configuration may do too; dtype is that of the weights.
+
+    Source: transformers 5.23, training_args.py, ACCELERATE_MIXED_PRECISION; TRL 1.16, trainer/base_config.py, __post_init__.
+    """
     bf16, fp16 = found.flag("bf16"), found.flag("fp16")
     if bf16 is None and trl and not fp16:
         found.default("mixed", "bf16", "bf16, TRL's default")
+    elif fp16 or bf16:
+        found.options["mixed"] = "fp16" if fp16 else "bf16"
     else:
-        found.options["mixed"] = "bf16" if bf16 else "fp16" if fp16 else "no"
+        found.default("mixed", "no")
     for key in ("dtype", "torch_dtype"):
         if found.peek(key) not in (None, "auto"):
             found.options["dtype"] = str(found.take(key)).removeprefix("torch.")
@@ -248,6 +254,7 @@ def _sharding(found: Collector) -> None:
     place = found.peek("deepspeed")
     if isinstance(place, str) and place:
         found.refer("deepspeed")
+        found.default("backend", "deepspeed")
     elif isinstance(place, Mapping):
         read_embedded(found, place)
 
@@ -269,21 +276,39 @@ def read_embedded(found: Collector, section: Mapping[str, Any]) -> None:
 def read_trainers_fsdp(found: Collector) -> None:
     """`fsdp` as true, or as the words of older versions, and the keys of `fsdp_config`, with or without the prefix fsdp_."""
     words = found.take("fsdp")
-    names = words if isinstance(words, list) else str(words).replace(",", " ").split()
-    section = found.peek("fsdp_config")
-    if isinstance(section, str) and section:
-        raise UsageError(
-            f"{found.file}: fsdp_config names the file {section}",
-            hint="write its keys into the arguments, under fsdp_config",
+    if isinstance(found.peek("fsdp_config"), str):
+        found.refer("fsdp_config")  # its version decides
+        found.default(
+            "strategy", "zero2" if "shard_grad_op" in str(words) else "zero3", "fsdp, whose file decides on more"
         )
+        found.default("backend", "fsdp2")
+        if "offload" in str(words):
+            found.options["offload"] = "parameters"
+        return
     strip_prefix(found)
     version = found.number("fsdp_config.version") or found.number("fsdp_config.fsdp_version") or 2
+    read_words(found, words, version)
     read_fsdp(found, "fsdp_config.", version)
-    for name, strategy in (("full_shard", "zero3"), ("shard_grad_op", "zero2"), ("hybrid_shard", "hsdp")):
-        if name in names and "fsdp_config.reshard_after_forward" not in found:
-            found.options["strategy"] = strategy
-    if "offload" in names:
-        found.options["offload"] = "parameters"
+
+
+def read_words(found: Collector, words: Any, version: int) -> None:
+    """Read the words of `fsdp`, such as "full_shard auto_wrap", into keys of `fsdp_config`, which win.
+
+    Source: transformers 5.23, training_args.py, _apply_legacy_fsdp_to_config. FSDP1 shards fully whatever the word is, because
+    accelerate prefers its own default of sharding_strategy.
+    """
+    names = words if isinstance(words, list) else str(words).replace(",", " ").split()
+    for name in map(str, names):
+        word = name.lower()
+        if word == "offload" and "fsdp_config.cpu_offload" not in found and "fsdp_config.offload_params" not in found:
+            found.replace("fsdp_config.cpu_offload", True)
+        elif version == 2 and word in ("full_shard", "shard_grad_op"):
+            if "fsdp_config.reshard_after_forward" not in found:
+                found.replace("fsdp_config.reshard_after_forward", word == "full_shard")
+        elif version == 2 and word in (*SHARDING, *NO_SHARD):
+            found.omits(f"fsdp: {word}, which the Trainer refuses with FSDP2; the estimate shards fully")
+        elif word != "full_shard" and word in (*SHARDING, *NO_SHARD):
+            found.omits(f"fsdp: {word}; with FSDP1 the Trainer shards fully, as estimated")
 
 
 def strip_prefix(found: Collector) -> None:

@@ -83,7 +83,7 @@ def test_axolotl() -> None:
         "backend": "fsdp1", "strategy": "zero3", "offload": "parameters", "wrap": "layer", "precision": "bf16-mixed",
         "optim": "adamw_torch_8bit", "use_peft": True, "lora_r": 32, "lora_dropout": 0.0, "lora_target_modules": "all-linear",
         "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True,
-        "bnb_4bit_quant_storage": "bfloat16", "loss": "liger", "packing": "bfd",
+        "bnb_4bit_quant_storage": "bfloat16", "loss": "liger", "packing": "bfd", "backward_prefetch": "none",
     }  # fmt: skip
     assert "liger_rope: " in said(found, "not_modelled")
     assert "wandb_project" in said(found, "ignored")
@@ -219,10 +219,11 @@ def test_old_words_of_the_trainers_fsdp() -> None:
         ),
     )
     assert (found.options["strategy"], found.options["backend"], found.options["offload"]) == (
-        "zero2",
+        "zero3",
         "fsdp1",
         "parameters",
     )
+    assert "fsdp: shard_grad_op; with FSDP1 the Trainer shards fully" in said(found, "not_modelled")
     assert found.options["precision"] == "fp16-mixed"
     assert found.options["forward_prefetch"] is True
 
@@ -371,6 +372,7 @@ TITAN_TOML = """
     tensor_parallel_degree = 4
     [activation_checkpoint]
     mode = "selective"
+    selective_ac_option = "op"
     [compile]
     enable = true
 """
@@ -393,8 +395,9 @@ TITAN_PYTHON = """
 def test_torchtitan() -> None:
     found = read("llama3_8b.toml", TITAN_TOML)
     assert found.options == {
-        "framework": "torch", "model": "meta-llama/Llama-3.1-8B", "micro_batch_size": 1, "seq_len": 8192, "precision": "bf16-mixed",
-        "optim": "adamw_torch", "strategy": "hsdp", "backend": "fsdp2", "nnodes": 2, "gpus": 8, "activation_checkpointing": "selective",
+        "framework": "torchtitan", "model": "meta-llama/Llama-3.1-8B", "micro_batch_size": 1, "seq_len": 8192,
+        "precision": "bf16-mixed", "optim": "adamw_torch", "strategy": "hsdp", "backend": "fsdp2", "nnodes": 2, "gpus": 8,
+        "activation_checkpointing": "selective", "loss": "full",
     }  # fmt: skip
     for words in ("tensor_parallel_degree: 4", "torch.compile"):
         assert words in said(found, "not_modelled")
@@ -456,8 +459,8 @@ def test_torchtitan_functions() -> None:
         "activation_checkpointing": "selective",
     }
     assert found.options.items() >= expected.items()
-    for words in ("tensor_parallel_degree: 8", "chunked loss"):
-        assert words in said(found, "not_modelled")
+    assert "tensor_parallel_degree: 8" in said(found, "not_modelled")
+    assert found.options["framework"] == "torchtitan" and "loss" not in found.options
     full = from_texts({"config_registry.py:llama3_70b": text})
     assert (full.options["activation_checkpointing"], full.options["seq_len"]) == ("full", 4096)
     with pytest.raises(UsageError, match="which configuration function") as refused:
