@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_advisor.advice import recommend_resolved
+from fsdp_advisor.assumptions import stores_frozen_base_in_fp32
 from fsdp_advisor.diagnosis.attribution import EARLIER_STEP
 from fsdp_advisor.diagnosis.facts import Category, Change, Holding, Moment, OutOfMemory
 from fsdp_advisor.diagnosis.prediction import Job
@@ -211,11 +212,21 @@ def _of_job(job: Job, facts: Facts) -> Iterator[Change]:
                 saves_bytes=job.row.needed_bytes - needed,
             )
     if job.row.fits:
+        if not seen:
+            yield Change(
+                what=f"fsdp-advisor recommend --margin {_margin(job, excess):.0%}, with the options of the job",
+                because=f"no single option saves the {format_gib(excess)} that this run used beyond its estimate",
+            )
         return
     for remedy in _remedies(job):
         if dict(remedy.options) not in [dict(options) for options in seen]:
             words = " ".join(f"{dashed(name)} {value}" for name, value in remedy.options.items())
             yield Change(what=words or "change the loss", because=remedy.because, options=remedy.options)
+
+
+def _margin(job: Job, excess: int) -> float:
+    """The margin that leaves the excess free beside the usual margin of `recommend`, at most 90 %."""
+    return min(RecommendRequest(model=job.request.model).margin + excess / job.report.gpu_memory_bytes, 0.9)
 
 
 def _excess(job: Job, error: OutOfMemory | None) -> int:
@@ -231,6 +242,8 @@ def _attempts(job: Job) -> Iterator[tuple[dict[str, Any], str]]:
     plan, request = job.plan, job.request
     if not request.allocator_conf:
         yield {"allocator_conf": _EXPANDABLE}, f"PYTORCH_ALLOC_CONF={_EXPANDABLE}"
+    if stores_frozen_base_in_fp32(request):
+        yield {"dtype": "bfloat16"}, "--dtype bfloat16"
     batch, accumulation = plan.micro_batch_size, plan.gradient_accumulation_steps
     while batch % 2 == 0:
         batch, accumulation = batch // 2, accumulation * 2

@@ -76,7 +76,7 @@ def diagnose_text(text: str, job: Job | None = None, *, name: str = "text") -> D
         memory=memory,
         ranks=errors,
         changes=changes(facts, job),
-        prediction=None if job is None else predicted(job, at, memory, ()),
+        prediction=None if job is None else predicted(job, at, memory, (), error),
         notes=tuple(notes),
         unknown=tuple(unknown),
     )
@@ -195,7 +195,7 @@ def _of_snapshot(name: str, snapshot: Snapshot, job: Job | None, device: int | N
         memory=memory,
         holdings=held,
         changes=changes(facts, job) if failed or (job is not None and job.row.fits is False) else (),
-        prediction=None if job is None else predicted(job, when, memory, held),
+        prediction=None if job is None else predicted(job, when, memory, held, error),
         notes=tuple(_notes(snapshot, evidence, chosen)),
         unknown=tuple(_unknown(snapshot, evidence, memory)),
     )

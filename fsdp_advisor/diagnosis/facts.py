@@ -93,7 +93,7 @@ class Moment:
         >>> Moment(phase="backward", layer=3, layers=6, step=2, where="model.py:7 forward").text
         'backward of layer 3 of 6, step 2, at model.py:7 forward'
         """
-        words = {"optimizer": "optimizer step", "unknown": "an unknown moment"}.get(self.phase, str(self.phase))
+        words = {"optimizer": "optimizer step", "unknown": "not known"}.get(self.phase, str(self.phase))
         if self.layer is not None:
             words += f" of layer {self.layer}" + (f" of {self.layers}" if self.layers else "")
         if self.step is not None and self.phase not in ("loading", "unknown"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fsdp_advisor.assumptions import gpu_of, settled
 from fsdp_advisor.comparison import best_row
-from fsdp_advisor.diagnosis.facts import Category, Difference, Holding, Moment, Prediction
+from fsdp_advisor.diagnosis.facts import Category, Difference, Holding, Moment, OutOfMemory, Prediction
 from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.plan import Plan
@@ -23,6 +23,8 @@ from fsdp_advisor.units import format_gib
 _SMALL_SHARE = 0.01
 """Differences below this share of the larger total are not reported: rounding, workspaces."""
 _NAMED_HOLDINGS = 3
+_SAME_GPU = 0.05
+"""GPUs of one model differ by less than this share of their memory in what the driver keeps."""
 _PHASES: Mapping[str, Phase] = {
     "forward": "forward",
     "loss": "forward",
@@ -67,8 +69,16 @@ def job_of(request: EstimateRequest, model: Resolved | None = None) -> Job:
     return Job(request=request, model=model, report=report, row=best_row(report))
 
 
-def predicted(job: Job, moment: Moment, memory: Mapping[Category, int], holdings: Sequence[Holding]) -> Prediction:
-    """The prediction for the moment of the diagnosis, and the differences from what was measured."""
+def predicted(
+    job: Job,
+    moment: Moment,
+    memory: Mapping[Category, int],
+    holdings: Sequence[Holding],
+    error: OutOfMemory | None = None,
+) -> Prediction:
+    """The prediction for the moment of the diagnosis, and the differences from what was measured. `error` is the error that
+    was diagnosed, if there is one.
+    """
     row = job.row
     at_moment, name = _at_moment(job, moment)
     differences = tuple(_differences(at_moment, moment, memory, holdings)) if at_moment else ()
@@ -80,7 +90,7 @@ def predicted(job: Job, moment: Moment, memory: Mapping[Category, int], holdings
         at_moment=at_moment,
         moment=name,
         differences=differences,
-        notes=tuple(_notes(job, moment, holdings)),
+        notes=(*_contradictions(job, error), *_notes(job, moment, holdings)),
     )
 
 
@@ -163,6 +173,26 @@ def _because(category: Category, measured: int, expected: int, moment: Moment) -
     if category == "fragmentation":
         return "with libraries and rounding"
     return ""
+
+
+def _contradictions(job: Job, error: OutOfMemory | None) -> Iterator[str]:
+    """Where the error cannot come from the job that was estimated."""
+    if error is None:
+        return
+    plan, gpu_bytes = job.plan, job.report.gpu_memory_bytes
+    if error.total_bytes is not None and abs(error.total_bytes - gpu_bytes) > _SAME_GPU * gpu_bytes:
+        yield (
+            f"the GPU of the error has {format_gib(error.total_bytes)}, and {job.report.gpu_name} of the estimate has "
+            f"{format_gib(gpu_bytes)}: name the GPU of the run"
+        )
+    if error.rank is not None and error.rank >= plan.world_size:
+        ranks = "1 GPU" if plan.world_size == 1 else f"{plan.world_size} GPUs"
+        yield f"the error is of rank {error.rank}, and the estimate is for {ranks}: give the number of GPUs of the run"
+    elif job.row.fits:
+        yield (
+            "the job ran out of memory although its estimate fits: check that the configuration, the number of GPUs "
+            f"({plan.world_size}), the micro-batch and the length are those of the run"
+        )
 
 
 def _notes(job: Job, moment: Moment, holdings: Sequence[Holding]) -> Iterator[str]:

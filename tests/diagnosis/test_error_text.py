@@ -6,7 +6,10 @@ import pytest
 
 from fsdp_advisor.diagnosis import Diagnosis, diagnose_text, job_of
 from fsdp_advisor.diagnosis.error_text import errors_in
+from fsdp_advisor.diagnosis.prediction import Job
 from fsdp_advisor.errors import UnreadableDiagnosis
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.request import EstimateRequest
 
 GIB, MIB = 2**30, 2**20
 HINT = "If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
@@ -198,9 +201,6 @@ def test_a_limit_of_the_process_is_named() -> None:
 
 
 def test_a_job_adds_its_estimate_and_changes_that_make_it_fit() -> None:
-    from fsdp_advisor.job.parsing import make_request
-    from fsdp_advisor.job.request import EstimateRequest
-
     options = {
         "model": "meta-llama/Llama-2-7b-hf",
         "gpus": 4,
@@ -214,6 +214,32 @@ def test_a_job_adds_its_estimate_and_changes_that_make_it_fit() -> None:
     assert checkpointing.saves_bytes and checkpointing.saves_bytes > 10 * GIB
     (allocated,) = (d for d in found.prediction.differences if d.category == "allocated")
     assert allocated.measured_bytes == 30 * GIB
+
+
+def job(**options: object) -> Job:
+    given = {"model": "meta-llama/Llama-3.2-1B", "gpu": "A100-40GB", "strategy": "ddp"} | options
+    return job_of(make_request(given, EstimateRequest))
+
+
+def test_an_error_that_the_estimate_contradicts_is_said_to_be_of_another_job() -> None:
+    """A 1B model needs half of the 40 GiB that the error says are full."""
+    found = diagnose_text(message(0), job(gpus=2))
+    assert found.prediction is not None and found.prediction.fits
+    (note,) = found.prediction.notes
+    assert "although its estimate fits" in note and "number of GPUs (2)" in note
+
+
+def test_a_rank_or_a_gpu_that_the_job_lacks_is_named() -> None:
+    found = diagnose_text("[rank3]: " + message(3), job(gpu="H100-80GB"))
+    assert found.prediction is not None
+    notes = " ".join(found.prediction.notes)
+    assert "the error has 40.00 GiB, and H100-80GB" in notes and "of rank 3, and the estimate is for 1 GPU" in notes
+
+
+def test_if_no_single_option_is_enough_the_search_is_named() -> None:
+    """The error wants 41 GiB; a 1B model with one sequence of 64 tokens has nothing left to save."""
+    found = diagnose_text(message(0), job(seq_len=64, optim="sgd"))
+    assert [change.what.split(" --")[0] for change in found.changes if "recommend" in change.what]
 
 
 @pytest.mark.parametrize(
