@@ -29,12 +29,14 @@ class Collector:
     A reader takes each key that it knows and sets options of a request; `defaults` hold where no file sets the option, and
     `guesses` where no file has a default either.
     `mixed` and `dtype` are two options that together are a request's precision. `references` are other configuration files
-    that a setting names, by key.
+    that a setting names, by key. A consumer drops `optional_prefix` from keys that begin with it; reports have whole keys.
     """
 
-    def __init__(self, file: str, format: str, keys: Mapping[str, Any]) -> None:
+    def __init__(self, file: str, format: str, keys: Mapping[str, Any], optional_prefix: str = "") -> None:
         self.file, self.format = file, format
-        self._pending = {str(key): value for key, value in keys.items()}
+        whole = [str(key) for key in keys if optional_prefix and str(key).startswith(optional_prefix)]
+        self._whole = {key.removeprefix(optional_prefix): key for key in whole}
+        self._pending = {str(key).removeprefix(optional_prefix): value for key, value in keys.items()}
         self._asked: set[str] = set()
         self.options: dict[str, Any] = {}
         self.defaults: dict[str, tuple[Any, str]] = {}
@@ -48,6 +50,10 @@ class Collector:
 
     def __contains__(self, key: str) -> bool:
         return key in self._pending
+
+    def _written(self, key: str) -> str:
+        """A key as the file writes it."""
+        return self._whole.get(key, key)
 
     def peek(self, key: str) -> Any:
         """The value of a key that stays to be taken; None if there is none, or if it is a variable of unknown value."""
@@ -65,7 +71,7 @@ class Collector:
         if key not in self._pending or self.is_unknown(key):
             return None
         value = self._pending.pop(key)
-        self._read.append(f"{shown or key}: {brief(value)}")
+        self._read.append(f"{shown or self._written(key)}: {brief(value)}")
         return value
 
     def number(self, key: str, option: str | None = None) -> int | None:
@@ -127,7 +133,7 @@ class Collector:
     def lacks(self, key: str, what: str) -> None:
         """Report the key, if the file has it, as not modelled. `what` names its subject in the message."""
         if key in self._pending:
-            self._not_modelled.append(f"{key}: {brief(self._pending.pop(key))} ({what})")
+            self._not_modelled.append(f"{self._written(key)}: {brief(self._pending.pop(key))} ({what})")
 
     def lacks_active(self, what: str, *keys: str) -> None:
         """The same for keys that are switched on."""
@@ -153,13 +159,13 @@ class Collector:
         """What was read. The keys that nobody read are not modelled if `topic_of` knows them, else ignored."""
         for key, value in self._pending.items():
             if key in self._asked and self.is_unknown(key):
-                self._not_modelled.append(f"{key}: {brief(value)} (a variable whose value is not known)")
+                self._not_modelled.append(f"{self._written(key)}: {brief(value)} (a variable whose value is not known)")
                 continue
             topic = topic_of(key.rsplit(".", 1)[-1])
             if topic is not None and active(value):
-                self._not_modelled.append(f"{key}: {brief(value)} ({topic})")
+                self._not_modelled.append(f"{self._written(key)}: {brief(value)} ({topic})")
             else:
-                self._ignored.append(key)
+                self._ignored.append(self._written(key))
         self._pending = {}
         return ConfigReading(
             file=self.file,

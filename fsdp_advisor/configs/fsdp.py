@@ -40,9 +40,7 @@ _OF_A_SECTION = {
 
 def read_section(file: str, keys: Mapping[str, Any]) -> Collector:
     """The settings of the Trainer's `fsdp_config` in a file of its own."""
-    found = Collector(
-        file, "the Trainer's fsdp_config", {str(key).removeprefix("fsdp_"): value for key, value in keys.items()}
-    )
+    found = Collector(file, "the Trainer's fsdp_config", keys, optional_prefix="fsdp_")
     read_fsdp(found, "", found.number("version") or 2)
     return found
 
