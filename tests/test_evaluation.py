@@ -10,6 +10,7 @@ import pytest
 from fsdp_advisor import estimate
 from fsdp_advisor.engines.evaluation import kept_logits
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.model import cache
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.verdict import verdict_text
 
@@ -67,6 +68,7 @@ def test_a_large_evaluation_decides_what_is_needed(model: str) -> None:
 
 def test_fit_is_unknown_if_the_evaluation_has_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torch only the catalog's recordings exist: they have the step, but no forward of an evaluation."""
+    monkeypatch.setattr(cache, "installed_versions", lambda: None)
     for name in ("torch", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)
     options = {**JOB, "strategy": "zero3", "seq_len": 2048, "gpu": "48GiB", "gpus": 4}

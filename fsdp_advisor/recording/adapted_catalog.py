@@ -27,7 +27,6 @@ from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.store import dump
 from fsdp_advisor.model.tape_key import TapeKey
-from fsdp_advisor.tapes import tape_key_of
 
 MODELS = (
     "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B", "meta-llama/Llama-3.1-70B",
@@ -57,6 +56,8 @@ def requests(model_id: str) -> Iterator[EstimateRequest]:
 
 def record(model_id: str) -> Iterator[tuple[Adaptation, Profile]]:
     """The adaptations of the model's usual jobs, each with a profile that has the tapes of these jobs."""
+    from fsdp_advisor.tapes import tape_key_of
+
     keys: dict[str, dict[TapeKey, None]] = {}
     adaptations: dict[str, Adaptation] = {}
     for request in requests(model_id):

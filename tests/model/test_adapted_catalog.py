@@ -14,7 +14,7 @@ from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.model import catalog
+from fsdp_advisor.model import cache, catalog
 from fsdp_advisor.model.adapted_catalog import PATH, adapted_profile
 from fsdp_advisor.rows import peak_of_step
 from fsdp_advisor.tapes import tape_key_of
@@ -26,6 +26,7 @@ SMALL = "Qwen/Qwen2.5-0.5B"
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torch", "transformers", "peft", "bitsandbytes"):
         monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(cache, "installed_versions", lambda: None)
 
 
 @pytest.mark.usefixtures("without_torch")
