@@ -12,7 +12,6 @@ from fsdp_advisor.errors import AdvisorError, UnknownGpu, UnknownModel
 from fsdp_advisor.hardware import GPUS
 from fsdp_advisor.job.adapter_fields import GROUP
 from fsdp_advisor.job.search_request import RecommendRequest
-from fsdp_advisor.model import catalog
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.server import page_answer, page_form
 from fsdp_advisor.server.answers import Document
@@ -66,7 +65,6 @@ def _render(options: Mapping[str, str], view: Mapping[str, Any], root: str, quer
         adapters_set=[c.label for c in more[GROUP] if c.value != c.default],
         config=options.get("config", ""),
         can_record=find_spec("torch") is not None,
-        models=catalog.entries(),
         gpus=GPUS,
         query=f"?{query}" if query else "",
         **view,

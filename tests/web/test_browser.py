@@ -157,6 +157,15 @@ def test_the_keyboard_goes_through_the_form_in_reading_order(open_page: Open) ->
     assert [(b["y"], b["x"]) for b in tops] == sorted((b["y"], b["x"]) for b in tops)
 
 
+def test_the_catalogs_models_are_suggested_when_the_field_is_entered(open_page: Open) -> None:
+    page = open_page("/")
+    suggested = page.locator("#known-models option")
+    assert suggested.count() == 0
+    page.get_by_label("Model", exact=True).focus()
+    expect(suggested.first).to_be_attached()
+    assert "meta-llama/Llama-2-7b-hf" in suggested.evaluate_all("options => options.map((option) => option.value)")
+
+
 def test_enter_asks(open_page: Open) -> None:
     page = open_page("/")
     page.get_by_label("Model", exact=True).fill("openai-community/gpt2")

@@ -158,6 +158,14 @@ async function explain(list) {
   list.parentElement.querySelector("[data-about]").hidden = !reply?.ok;
 }
 
+/** Suggests the models of the catalog; the page itself stays small without their names. */
+async function suggest() {
+  const list = document.getElementById("known-models");
+  const reply = await fetch(list.dataset.from).catch(() => null); // any name can be typed
+  const models = reply?.ok ? await reply.json() : [];
+  list.replaceChildren(...models.map((model) => new Option("", model.id)));
+}
+
 /** Hands the page's address to the device's share sheet, or else to the clipboard. */
 async function share(button) {
   if (navigator.share && matchMedia("(pointer: coarse)").matches) return navigator.share({ title: document.title, url: location.href }).catch(() => {});
@@ -181,6 +189,7 @@ async function copy(button) {
 }
 
 if (form && answer) {
+  form.elements.model.addEventListener("focus", suggest, { once: true });
   form.addEventListener("change", () => changed(600));
   form.addEventListener("input", (event) => {
     // several fields may be edited in a row, and recording a pasted configuration takes seconds
