@@ -172,7 +172,7 @@ class Candidate:
             return f"its states alone need {format_gib(self.state_bytes)}, and {has} are available"
         needs = f"needs {format_gib(self.needed_bytes)}"
         return (
-            f"{needs} with the allocator's cache, and also runs in {has}"
+            f"{needs} with the allocator's cache; {has} are enough with less cache"
             if self.runs_in_available
             else f"{needs}, and {has} are available"
         )
@@ -350,15 +350,23 @@ class Evaluator:
         return self._estimates[key]
 
     def candidate(self, plan: Plan) -> Candidate:
-        """The plan with its estimate; with expandable segments if it fits with them alone."""
-        found = self._candidate(self.estimate(plan), self.allocator_conf)
-        if found.fits is False and self._runs_in_available(found):
-            return replace(found, runs_in_available=True)
-        if found.fits is False and self._fragmentation_decides(found):
+        """The plan with its estimate; with expandable segments if it fits with them alone, or else retries in each step."""
+        found = self._within_margin(self.estimate(plan), self.allocator_conf)
+        if found.fits:
+            if not self._retries_without_need(found):
+                return found
+            expandable = self._within_margin(self.estimate(plan, EXPANDABLE_SEGMENTS), EXPANDABLE_SEGMENTS)
+        else:
+            if not self._fragmentation_decides(found):
+                return found
             expandable = self._candidate(self.estimate(plan, EXPANDABLE_SEGMENTS), EXPANDABLE_SEGMENTS)
-            if expandable.fits:
-                return expandable
-        return found
+        return expandable if expandable.fits else found
+
+    def _within_margin(self, row: StrategyEstimate, allocator_conf: str | None) -> Candidate:
+        """A row as a candidate, which may need the margin only for the allocator's cache."""
+        found = self._candidate(row, allocator_conf)
+        needs_margin = found.fits is False and self._runs_in_available(found)
+        return replace(found, runs_in_available=True) if needs_margin else found
 
     def seconds(self, plan: Plan) -> float | None:
         """Seconds of a step without allocator retries; None if unknown."""
@@ -402,8 +410,15 @@ class Evaluator:
         """Whether a plan that fits the GPU also completes in the memory that the margin leaves, with a smaller cache."""
         if not found.estimate.fits or found.host_fits is False:
             return False
-        conf = AllocatorConf.parse(self.allocator_conf) if self.allocator_conf else None
+        conf = AllocatorConf.parse(found.allocator_conf) if found.allocator_conf else None
         return runs_in(self.model, found.estimate, self.gpu, self.available_bytes, conf)
+
+    def _retries_without_need(self, found: Candidate) -> bool:
+        """Whether every step retries allocations, expandable segments end that, and the request leaves the setting open."""
+        allocator = found.estimate.allocator
+        if self.allocator_conf is not None or allocator is None or not allocator.retries_per_step:
+            return False
+        return allocator.expandable_segments_help is True
 
     def _fragmentation_decides(self, found: Candidate) -> bool:
         """Whether the plan would fit without fragmentation, and other allocator settings may be tried."""

@@ -290,7 +290,7 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
         backend = next(iter(usual), open_ones[0])
     if backend not in able:
         what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
-        raise UsageError(f"backend {backend} has no {what}", hint=f"{what}: {', '.join(able)}")
+        raise UsageError(f"backend {backend} has no {what}", hint=f"{what} needs backend {' or '.join(able)}")
     refused = _combination_refusal(request, strategy, backend) or optimizer_refusal(
         request.optim, backend, offload, request.framework
     )

@@ -126,7 +126,7 @@ def runners_up_text(view: AdviceView) -> str:
     more, rejected = len(view.runners_up[RUNNERS_UP:]), len(view.rejected)
     counts = [
         *([f"{more} more {'fit' if view.fits else 'may fit'}"] if more else []),
-        *([f"{rejected} do not fit or are slower"] if rejected else []),
+        *([f"{rejected} others do not fit or cannot be faster"] if rejected else []),
         f"{view.configurations:,} configurations were evaluated",
     ]
     return f"{'; '.join(counts)}."

@@ -154,7 +154,7 @@ BAD: dict[str, tuple[tuple[str, ...], str, str]] = {
         "it is the quantity to optimize: the largest micro-batch (batch) or sequence that fits,"
         " the fewest GPUs (at most --gpus if that is above 1), or the smallest GPU (gpu-type)"),
     "a strategy that no such backend has": (("--strategy", "zero1", "--backend", "fsdp2"),
-        "backend fsdp2 has no strategy zero1", "strategy zero1: deepspeed"),
+        "backend fsdp2 has no strategy zero1", "strategy zero1 needs backend deepspeed"),
 }  # fmt: skip
 
 
