@@ -50,7 +50,7 @@ def settled(request: AnyRequest) -> AnyRequest:
     elif isinstance(request, RecommendRequest) and _may_store_half(request):
         found["dtype"] = "bfloat16"
     if isinstance(request, RecommendRequest) and _may_choose_storage(request):
-        found["bnb_4bit_quant_storage"] = _SHARDED_STORAGE[found.get("precision", request.precision)]
+        found["bnb_4bit_quant_storage"] = SHARDED_STORAGE[found.get("precision", request.precision)]
     is_open = "activation_checkpointing" not in request.given and not isinstance(request, RecommendRequest)
     usual = FRAMEWORKS[request.framework].checkpointing
     if is_open and usual != "none":
@@ -64,7 +64,7 @@ def _may_store_half(request: RecommendRequest) -> bool:
     return open_dtype and request.precision == "bf16-mixed" and bool(adaptation_of(request).peft)
 
 
-_SHARDED_STORAGE: dict[Precision, QuantStorage] = {
+SHARDED_STORAGE: dict[Precision, QuantStorage] = {
     "fp32": "float32",
     "bf16": "bfloat16",
     "bf16-mixed": "bfloat16",

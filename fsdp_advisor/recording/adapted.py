@@ -142,9 +142,7 @@ def freeze(model: nn.Module, patterns: tuple[str, ...], name: str) -> None:
     for pattern in patterns:
         matched = [p for n, p in model.named_parameters() if _matches(n, pattern)]
         if not matched:
-            parts = ", ".join(
-                sorted({n.rpartition(".")[0] for n, _ in model.named_parameters() if n.count(".") <= 3})[:6]
-            )
+            parts = ", ".join(sorted({_part(n) for n, _ in model.named_parameters()}))
             raise UsageError(
                 f"{name} has no parameter that matches {pattern!r}", hint=f"its modules are named so: {parts}"
             )
@@ -152,6 +150,15 @@ def freeze(model: nn.Module, patterns: tuple[str, ...], name: str) -> None:
             parameter.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("all parameters are frozen", hint="leave a part of the model to train")
+
+
+def _part(parameter: str) -> str:
+    """The part of a model that a parameter belongs to: its module's name, up to the second level.
+
+    >>> _part("model.visual.blocks.0.norm1.weight"), _part("lm_head.weight")
+    ('model.visual', 'lm_head')
+    """
+    return ".".join(parameter.split(".")[:-1][:2]) or parameter
 
 
 def _matches(name: str, pattern: str) -> bool:

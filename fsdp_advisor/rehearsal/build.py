@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import platform
 import re
@@ -144,7 +145,8 @@ def _key(installation: Installation) -> str:
 def _build(installation: Installation, into: Path) -> None:
     imports = _imports(installation.folders)
     headers = _headers(installation.folders)
-    include = [f"-I{NATIVE}", f"-I{headers}"]
+    compiled = "".join(f"{number}," for number in _architectures(installation.torch))
+    include = [f"-I{NATIVE}", f"-I{headers}", f"-DREHEARSAL_COMPILED={compiled}"]
     sections = dict(
         re.findall(r"(?ms)^// library (\w+)\n(.*?)(?=^// library |\Z)", (NATIVE / "libraries.c").read_text())
     )
@@ -165,6 +167,19 @@ def _build(installation: Installation, into: Path) -> None:
         script.write_text(f"{version} {{ global: *; }};\n")
         _compile(sources, into / library, f"-Wl,--version-script={script}", *include)
     (into / "libcuda.so").symlink_to("libcuda.so.1")  # Triton links its launchers with -lcuda
+
+
+def _architectures(torch: Path) -> list[int]:
+    """The architectures for which PyTorch's kernels are compiled, such as 86 for sm_86; empty if it does not say.
+
+    `torch.cuda.get_arch_list` returns the same text: "sm_75 sm_80 sm_86".
+    """
+    library = torch / "lib" / "libtorch_python.so"
+    if not library.exists():
+        return []
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        found = re.search(rb"\0(sm_\d+\w*(?: (?:sm|compute)_\d+\w*)*)\0", content)
+        return [int(number) for number in re.findall(rb"sm_(\d+)", found[1])] if found else []
 
 
 def _imports(folders: Sequence[Path]) -> Imports:

@@ -64,7 +64,9 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
     if model.get("compile", "none") == "model":
         raise NotRecognized("torch.compile of more than each layer is not modelled")
     path = folder / "config.json"
-    path.write_text(json.dumps(model["config"] | {"architectures": [model["class"]]}))
+    quantization = _quantization(model["config"].get("quantization_config") or {})
+    config = {name: v for name, v in model["config"].items() if not (quantization and name == "quantization_config")}
+    path.write_text(json.dumps(config | {"architectures": [model["class"]]}))
     return {
         "model": str(path),
         "gpu": gpu,
@@ -83,6 +85,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         **({"padding-free": "true"} if job.get("padding_free") else {}),
         **_precision(job),
         **_adapter(model["peft"], folder),
+        **quantization,
         "optim": _optimizer(job),
         **_rank(job),
         **_engine(job["engine"]),
@@ -126,13 +129,18 @@ def _engine(engine: Mapping[str, Any]) -> dict[str, str]:
             sharding = engine["sharding"].rpartition(".")[2]
             if sharding not in _SHARDINGS:
                 raise NotRecognized(f"{sharding} is not recognized")
-            return {"strategy": _SHARDINGS[sharding], "backend": "fsdp1"}
+            return {"strategy": _SHARDINGS[sharding], "backend": "fsdp1", **_offload(engine)}
         case "fsdp2":
             resharded = engine["reshard_after_forward"]
             strategy = "hsdp" if engine["mesh_dimensions"] == 2 else "zero3" if resharded else "zero2"
-            return {"strategy": strategy, "backend": "fsdp2"}
+            return {"strategy": strategy, "backend": "fsdp2", **_offload(engine)}
         case other:
             raise NotRecognized(f"{other} is not recognized")
+
+
+def _offload(engine: Mapping[str, Any]) -> dict[str, str]:
+    """The option for FSDP's parameters in host memory."""
+    return {"offload": "parameters"} if engine.get("offloads_parameters") else {}
 
 
 def _adapter(adapter: Mapping[str, Any] | None, folder: Path) -> dict[str, str]:
@@ -142,6 +150,20 @@ def _adapter(adapter: Mapping[str, Any] | None, folder: Path) -> dict[str, str]:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(adapter))
     return {"peft-config": str(path)}
+
+
+def _quantization(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The options for a base that bitsandbytes quantizes, from the model's `quantization_config`; empty for another one."""
+    if settings.get("load_in_8bit"):
+        return {"load-in-8bit": "true"}
+    if not settings.get("load_in_4bit"):
+        return {}
+    return {
+        "load-in-4bit": "true",
+        "bnb-4bit-quant-type": str(settings["bnb_4bit_quant_type"]),
+        "use-bnb-nested-quant": _word(settings["bnb_4bit_use_double_quant"]),
+        "bnb-4bit-quant-storage": str(settings["bnb_4bit_quant_storage"]),
+    }
 
 
 def _task(task: Mapping[str, Any]) -> dict[str, str]:
@@ -176,6 +198,8 @@ def _precision(job: Mapping[str, Any]) -> dict[str, str]:
     dtypes = job["frozen_dtypes"] if job["model"]["peft"] else job["dtypes"]
     computes = f"{job.get('autocast')} {job['engine'].get('precision')}"
     half = "bfloat16" if "bfloat16" in computes else "float16" if "float16" in computes else None
+    if _quantization(job["model"]["config"].get("quantization_config") or {}):  # whose other weights PEFT may store in fp32
+        return {"precision": {"bfloat16": "bf16-mixed", "float16": "fp16-mixed", None: "bf16"}[half]}
     match dtypes, half:
         case ["torch.bfloat16"], None:
             return {"precision": "bf16"}

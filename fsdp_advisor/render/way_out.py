@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_advisor.assumptions import stores_frozen_base_in_fp32
+from fsdp_advisor.assumptions import SHARDED_STORAGE, stores_frozen_base_in_fp32
 from fsdp_advisor.report import Report
 
 
@@ -18,6 +18,8 @@ def way_out(report: Report) -> str:
     options = []
     if stores_frozen_base_in_fp32(request):
         options.append("--dtype bfloat16 (half the frozen base)")
+    if request.load_in_4bit and request.bnb_4bit_quant_storage == "uint8" and request.gpus > 1:
+        options.append(f"--bnb-4bit-quant-storage {SHARDED_STORAGE[request.precision]} (FSDP then shards the base)")
     if request.load_in_4bit and not request.use_bnb_nested_quant:
         options.append("--use-bnb-nested-quant (scales in 8 bits)")
     if request.activation_checkpointing == "none":

@@ -55,6 +55,17 @@ def test_ligers_kernels_are_recognized_with_the_loss(
     assert (found["loss"], found.get("use-liger-kernel")) == expected
 
 
+def test_a_base_of_bitsandbytes_is_recognized_by_its_settings(tmp_path: Path) -> None:
+    settings = {
+        "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "bfloat16",
+    }  # fmt: skip
+    model = JOB["model"] | {"config": {"quantization_config": settings}, "peft": {"peft_type": "LORA"}}
+    found = options(tmp_path, model=model, frozen_dtypes=["torch.bfloat16", "torch.float32"], autocast="torch.bfloat16")
+    assert (found["load-in-4bit"], found["bnb-4bit-quant-storage"], found["use-bnb-nested-quant"]) == ("true", "bfloat16", "true")
+    assert found["precision"] == "bf16-mixed" and "dtype" not in found
+    assert "quantization_config" not in (tmp_path / "config.json").read_text()
+
+
 def test_compiled_layers_are_recognized_and_compiled_models_are_not_taken_for_them(tmp_path: Path) -> None:
     assert options(tmp_path, model=JOB["model"] | {"compile": "layer"})["compile"] == "layer"
     assert "compile" not in options(tmp_path, model=JOB["model"] | {"compile": "none"})

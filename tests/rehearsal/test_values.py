@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import taken
 
 from fsdp_advisor.hardware.lookup import find_gpu
 
@@ -37,6 +38,12 @@ def test_kernels_that_libraries_compile_run(kernels: dict[str, Any]):
     assert checks["bitsandbytes_4bit"]["value"] == 1024 * 1024 // 2
     assert checks["cuda_graph"]["value"]
     assert checks["event_timing"]["value"] == [True, find_gpu("H100-80GB").memory_bytes]
+
+
+@pytest.mark.parametrize(("major", "minor"), taken([(8, 9)], [(8, 6), (10, 3), (12, 1)]))
+def test_gpus_run_the_code_of_their_generation(run: Run, major: int, minor: int):
+    """Ada runs the code for sm_86: PyTorch has none for sm_89."""
+    assert run("prefix_sum.py", REHEARSAL_MAJOR=str(major), REHEARSAL_MINOR=str(minor)) == {"shape": [1, 10]}
 
 
 def test_values_that_scripts_decide_by_let_training_continue(kernels: dict[str, Any]):

@@ -34,3 +34,12 @@ def test_lora_on_a_base_in_fp32_names_its_dtype() -> None:
     pytest.importorskip("peft")
     report = estimate(model="meta-llama/Llama-3.1-8B", gpu="rtx4090", use_peft=True, strategy="ddp")
     assert "--dtype bfloat16 (half the frozen base), --activation-checkpointing full" in report_view(report).way_out
+
+
+@pytest.mark.slow
+def test_a_base_in_4_bits_that_fsdp_keeps_whole_names_the_storage_that_it_shards() -> None:
+    report = estimate(
+        model="meta-llama/Llama-3.1-70B", gpus=2, gpu="rtx4090", use_peft=True, load_in_4bit=True, strategy="zero3",
+        activation_checkpointing="full",
+    )  # fmt: skip
+    assert "--bnb-4bit-quant-storage bfloat16 (FSDP then shards the base), --use-bnb" in report_view(report).way_out

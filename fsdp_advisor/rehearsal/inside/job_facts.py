@@ -74,7 +74,12 @@ def engine_of(module: Any, torch: ModuleType) -> dict[str, Any]:
         if "DistributedDataParallel" in names:
             return {"backend": "ddp"}
         if "FullyShardedDataParallel" in names:
-            return {"backend": "fsdp1", "sharding": str(each.sharding_strategy), "precision": str(each.mixed_precision)}
+            return {
+                "backend": "fsdp1",
+                "sharding": str(each.sharding_strategy),
+                "precision": str(each.mixed_precision),
+                "offloads_parameters": bool(each.cpu_offload is not None and each.cpu_offload.offload_params),
+            }
         if "FSDPModule" in names:
             state = next((m._get_fsdp_state() for m in each.modules() if _has_group(m)), None)
             if state is None:
@@ -85,6 +90,7 @@ def engine_of(module: Any, torch: ModuleType) -> dict[str, Any]:
                 "precision": str(state._mp_policy),
                 "mesh_dimensions": group.mesh_info.mesh.ndim,
                 "reshard_after_forward": group._reshard_after_forward,
+                "offloads_parameters": type(group.offload_policy).__name__ == "CPUOffloadPolicy",
             }
     return {"backend": "none"}
 
@@ -160,13 +166,19 @@ def model_of(module: Any) -> dict[str, Any] | None:
                 "config": config.to_dict(),
                 "attention": getattr(config, "_attn_implementation", None),
                 "experts": _experts_of(each, config),
-                "checkpointing": any(getattr(m, "gradient_checkpointing", False) for m in each.modules()),
+                "checkpointing": any(_is_checkpointed(m) for m in each.modules()),
                 "compile": _compiled(module, each),
                 "loss": "liger" if each.forward.__module__.startswith("liger_kernel") else "auto",
                 "liger_kernels": any(_by_liger(m) for m in each.modules() if m is not each),
                 "peft": next((adapter for m in _unwrapped(module) if (adapter := _adapter_of(m))), None),
             }
     return None
+
+
+def _is_checkpointed(module: Any) -> bool:
+    """Whether the module's activations are checkpointed: by transformers, or in PyTorch's wrapper, as accelerate's FSDP has it."""
+    names = {kind.__name__ for kind in type(module).__mro__}  # FSDP2 makes a class of its own of each
+    return getattr(module, "gradient_checkpointing", False) or "CheckpointWrapper" in names
 
 
 def _compiled(module: Any, model: Any) -> str:

@@ -402,9 +402,17 @@ cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, 
 void **__cudaRegisterFatBinary(void *binary) { static void *one[4]; return one; }
 char __cudaInitModule(void **module) { return 0; }
 cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *f) { *kernel = (cudaKernel_t)f; return cudaSuccess; }
+// The architecture of the code that a GPU runs: the newest of its generation for which PyTorch was compiled. CUB knows no others.
+static int code_of(int major, int minor) {
+  static const int compiled[] = {REHEARSAL_COMPILED 0};
+  int found = 0;
+  for (int i = 0; compiled[i]; i++)
+    if (compiled[i] / 10 == major && compiled[i] % 10 <= minor && compiled[i] > found) found = compiled[i];
+  return found ? found : major * 10 + minor;
+}
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
-  int capability = (int)(setting("REHEARSAL_MAJOR", 9) * 10 + setting("REHEARSAL_MINOR", 0));
-  *a = (struct cudaFuncAttributes){.maxThreadsPerBlock = 1024, .numRegs = 32, .ptxVersion = capability, .binaryVersion = capability,
+  int code = code_of((int)setting("REHEARSAL_MAJOR", 9), (int)setting("REHEARSAL_MINOR", 0));
+  *a = (struct cudaFuncAttributes){.maxThreadsPerBlock = 1024, .numRegs = 32, .ptxVersion = code, .binaryVersion = code,
                                    .maxDynamicSharedSizeBytes = (int)setting("REHEARSAL_SHARED_BYTES", 227 << 10)};
   return cudaSuccess;
 }
