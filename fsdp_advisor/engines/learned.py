@@ -59,29 +59,28 @@ def without_gradient(profile: Profile, tape: Tape) -> Counter[str]:
 
 @lru_cache(maxsize=256)
 def _learned(profile: Profile, tape: Tape) -> Profile:
-    found = Counter(
-        (ROOT, 0, number) if at_root else (segment.stack, segment.layer, number)
+    marks = Counter(
+        ((ROOT, 0) if at_root else (segment.stack, segment.layer), number)
         for segment in tape.segments
         for op, number, at_root in segment.events
         if op == Op.GRAD_READY
     )
-    if any(count > 1 for (stack, _, _), count in found.items() if stack != ROOT):
-        return profile  # stacks whose layers take turns: a segment has marks of several
-    ready: defaultdict[int, set[int]] = defaultdict(set)
-    for stack, _, number in found:
-        ready[stack].add(number)
+    ready: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    for (place, number), count in marks.items():
+        if count > 1 and place[0] != ROOT:
+            return profile  # layers of several stacks take turns, and a segment has marks of others
+        ready[place].add(number)
 
-    def of(unit: Unit, stack: int) -> Unit:
-        if all(number in ready[stack] for number, p in enumerate(unit.parameters) if p.trainable):
+    def of(unit: Unit, place: tuple[int, int]) -> Unit:
+        idle = {number for number, p in enumerate(unit.parameters) if p.trainable} - ready[place]
+        if not idle:
             return unit
-        parameters = (
-            replace(p, trainable=p.trainable and number in ready[stack]) for number, p in enumerate(unit.parameters)
-        )
+        parameters = (replace(p, trainable=p.trainable and n not in idle) for n, p in enumerate(unit.parameters))
         return replace(unit, parameters=tuple(parameters))
 
-    root = of(profile.root, ROOT)
+    root = of(profile.root, (ROOT, 0))
     stacks = tuple(
-        replace(stack, units=tuple(of(unit, number) for unit in stack.units))
+        replace(stack, units=tuple(of(unit, (number, layer)) for layer, unit in enumerate(stack.units)))
         for number, stack in enumerate(profile.stacks)
     )
     return profile if (root, stacks) == (profile.root, profile.stacks) else replace(profile, root=root, stacks=stacks)

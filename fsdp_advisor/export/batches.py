@@ -12,6 +12,8 @@ from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.plan import Plan
 
 FLATTENING_NOTE = "pass data_collator=DataCollatorWithFlattening() to the Trainer: its arguments name no collator"
+_OWN_DATA = ("sequence-classification", "token-classification", "ctc", "audio-classification")
+"""Tasks for which the exported scripts make no random data."""
 UNTRUNCATED_NOTE = "TRL truncates no sequence of a padding-free batch: those of the data set may have at most {} tokens"
 
 
@@ -22,6 +24,8 @@ def batch_limit(job: Job, *, packs: bool = False, padding_free: bool = False, im
     """
     if job.plan.images is not None and not images:
         return "its data are random text, without images"
+    if job.task in _OWN_DATA and not images:
+        return f"it makes no data for {job.task}; use the target trainer, which takes yours"
     if job.plan.packing == "bfd" and not packs:
         return "it does not pack sequences; use the target trl"
     if job.plan.padding_free and job.plan.packing != "bfd" and not padding_free:

@@ -73,5 +73,8 @@ AUTO_CLASSES = {
     "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
     "image-classification": "AutoModelForImageClassification",
     "image-text-to-text": "AutoModelForImageTextToText",
+    "token-classification": "AutoModelForTokenClassification",
+    "ctc": "AutoModelForCTC",
+    "audio-classification": "AutoModelForAudioClassification",
 }
 """The transformers class that loads a model for training, by task."""

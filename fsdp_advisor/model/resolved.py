@@ -206,7 +206,7 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
     config = {**model.profile.config, CONFIG_KEY: adaptation.as_dict() | {"versions": _adapter_versions(adaptation)}}
     task = model.profile.task
     if adaptation.reward_head:
-        if task != "causal-lm":
+        if task not in ("causal-lm", "sequence-classification"):
             raise UsageError(
                 f"{model.name} is a {task} model; a reward model is made of a causal language model",
                 hint="name a causal language model, or use --task sft",
@@ -271,7 +271,9 @@ def renamed(cached: Profile, name: str) -> Profile:
     return replace(cached, name=name, refusals=refusals)
 
 
-_RUN_FAILED = re.compile(r"(.+) could not be run to record it: \w+: (.+?)\.*", re.DOTALL)
+_RUN_FAILED = re.compile(
+    r"(.+) could not be run to record it: (?!Unsupported|DataDependent|DynamicOutput)\w+: (.+?)\.*", re.DOTALL
+)  # not what fake tensors alone do not support
 
 
 def _refusal(payload: ErrorPayload) -> AdvisorError:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SOUND_SECONDS = 30
+"""Of the sound in a sample of a model with an encoder of sound and a decoder."""
+LABELS_PER_FRAMES = 4
+"""Frames of 20 ms for each character of a transcript, of which English speech has some 13 in a second."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
@@ -50,6 +55,9 @@ TASKS: dict[str, Task] = {
     "speech-seq2seq": Task(
         words=("encoder-decoder", "speech", "audio"), sample="{} tokens of text", has_root_units=True
     ),
+    "ctc": Task(words=("encoder", "speech", "audio"), counted="frames", sample="sound of {} frames"),
+    "audio-classification": Task(words=("encoder", "speech", "audio"), counted="frames", sample="sound of {} frames"),
+    "token-classification": Task(words=("encoder", "text"), has_root_units=True),
     "image-classification": Task(
         words=("encoder", "vision", "image"),
         counted="images",

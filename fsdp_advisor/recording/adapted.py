@@ -25,7 +25,8 @@ def source_of(config: Mapping[str, Any], *, name: str, task: str | None = None) 
     """The source of a configuration, which may contain an adaptation."""
     values = dict(config)
     adaptation = values.pop(CONFIG_KEY, None)
-    plain = TransformersSource(values, name=name, task=task)
+    labels = 1 if adaptation is not None and adaptation.get("reward_head") else None
+    plain = TransformersSource(values, name=name, task=task, labels=labels)
     if adaptation is None:
         return plain
     if adaptation.get("own_model"):

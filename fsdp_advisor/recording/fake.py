@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fsdp_advisor.recording.ctc_loss import ctc_loss
 from fsdp_advisor.recording.quantized import is_packed, materialise_states, readable_weights
 from fsdp_advisor.recording.values import KnownValues
 
@@ -59,6 +60,7 @@ def fake_tensors(*, values: bool = False, expert_imbalance: float | None = None)
     with (
         mock.patch.object(torch, "rand", drawn),
         mock.patch.object(torch._meta_registrations, "_meta_grouped_mm_common", multiplied),
+        mock.patch.object(torch.nn.functional, "ctc_loss", ctc_loss),
         readable_weights(),
         FakeTensorMode(allow_non_fake_inputs=True),
         KnownValues(expert_imbalance) if values else contextlib.nullcontext(),

@@ -23,7 +23,6 @@ class RewardSource(WrappedSource):
     ) -> None:
         self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
         disable_dropout(module)
-        module.config.get_text_config().pad_token_id = 0  # type: ignore[union-attr, operator]  # of transformers' models
 
     def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
         ids = self._base.batch(sequences_per_example("reward") * micro_batch_size, seq_len)["input_ids"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 import os
 import sys
@@ -18,6 +19,7 @@ from torch import nn
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, UnreadableConfig
 from fsdp_advisor.model.tape_key import TapeCheckpointing
 from fsdp_advisor.recording.checkpointing import arguments as checkpointing_arguments
+from fsdp_advisor.recording.inputs import batch_of_task
 from fsdp_advisor.recording.roles import is_norm
 from fsdp_advisor.recording.source import LayerStack, RootModules
 
@@ -33,10 +35,15 @@ _AUTO = {
     "image-classification": "AutoModelForImageClassification",
     "image-text-to-text": "AutoModelForImageTextToText",
     "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "ctc": "AutoModelForCTC",
+    "audio-classification": "AutoModelForAudioClassification",
 }
 TASKS = tuple(_AUTO)
-REWARD = "sequence-classification"
-"""The task of reward models, which no configuration shows: their heads replace those of language models."""
+_READ_VALUES = frozenset({"ctc", "audio-classification", "flaubert", "longformer", "speecht5", "xlm", "xmod"})
+"""Tasks and types of models whose code reads values of the batch, such as the largest label, lengths or which tokens are masked."""
+_NAMED_ALONE = ("sequence-classification", "token-classification", "audio-classification")
+"""Tasks of a configuration that names their class: most models have a class for them, too."""
 
 
 class TransformersSource:
@@ -46,10 +53,13 @@ class TransformersSource:
     min_seq_len = 1
     expert_imbalance: float | None = None
 
-    def __init__(self, config: Mapping[str, Any], *, name: str, task: str | None = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], *, name: str, task: str | None = None, labels: int | None = None
+    ) -> None:
         """Check the configuration. `config` is as in config.json: `model_type` and the values that differ from its defaults.
 
-        Raises UnreadableConfig if transformers does not know the model type or refuses the values.
+        `labels`: the labels that a classifier has instead of the configuration's. Raises UnreadableConfig if transformers does not
+        know the model type or refuses the values.
         """
         self.name = name
         self._values = {
@@ -62,7 +72,11 @@ class TransformersSource:
         with _errors_explained(self.name):
             self._config = self._configuration()
         self.task = task or _task(self._config, self._values)
-        self.needs_values = self.task == "ctc"  # its code reads the largest label
+        self._labels = labels
+        self._inputs = _inputs(type(self._config), self.task)
+        self.needs_values = (
+            self.task in _READ_VALUES or self._model_type in _READ_VALUES or "spatial_shapes" in self._inputs
+        )
         text = getattr(self._config, "text_config", None) or self._config
         self.max_seq_len = _max_seq_len(text)
         self.alike_up_to: int | None = _original_max_seq_len(text)
@@ -94,8 +108,11 @@ class TransformersSource:
         auto = getattr(transformers, _AUTO[self.task])
         with _errors_explained(self.name), torch.device("meta"), no_init_weights():
             config = self._configuration()
-            if self.task == REWARD:
-                config.num_labels = 1
+            if self._labels is not None:
+                config.num_labels = self._labels
+            text = config.get_text_config()
+            if self.task == "sequence-classification" and getattr(text, "pad_token_id", None) is None:
+                text.pad_token_id = 0  # the last token is looked for in front of padding
             model: nn.Module = auto.from_config(config, dtype=dtype)
             model.tie_weights()  # type: ignore[operator]  # of every PreTrainedModel
             if self._values.get("tie_word_embeddings") is False:
@@ -161,24 +178,15 @@ class TransformersSource:
         return loss
 
     def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
-        def tokens() -> torch.Tensor:
-            return torch.zeros(micro_batch_size, seq_len, dtype=torch.long)
-
-        config = self._config
-        if self.task == "image-classification":
-            height, width = _pair(config.image_size)
-            pixels = torch.zeros(micro_batch_size, config.num_channels, height, width)
-            return {"pixel_values": pixels, "labels": torch.zeros(micro_batch_size, dtype=torch.long)}
-        if self.task == "speech-seq2seq":
-            frames = torch.zeros(micro_batch_size, config.num_mel_bins, 2 * config.max_source_positions)
-            return {"input_features": frames, "labels": tokens()}
-        return {"input_ids": tokens(), "labels": tokens()}
+        return batch_of_task(self.task, self._config, self._inputs, micro_batch_size, seq_len)
 
     def root_modules(self, module: nn.Module) -> RootModules:
         """The root's modules, found by accelerate's rules. Source: accelerate/utils/fsdp_utils.py, fsdp2_prepare_model and
         _find_final_norm.
         """
-        embedding = module.get_input_embeddings()  # type: ignore[operator]  # of every PreTrainedModel
+        embedding = None
+        with contextlib.suppress(NotImplementedError):  # a model without embeddings, such as ResNet
+            embedding = module.get_input_embeddings()  # type: ignore[operator]  # of every PreTrainedModel
         head = module.get_output_embeddings()  # type: ignore[operator]  # of every PreTrainedModel
         base = getattr(module, str(getattr(module, "base_model_prefix", "")), None)
         norms = [m for m in base.children() if is_norm(m)] if isinstance(base, nn.Module) else []
@@ -226,26 +234,37 @@ def _bind_windows(module: nn.Module, bind: bool) -> None:
             config.sliding_window = 1 if bind else sys.maxsize
 
 
-def _pair(value: int | list[int] | tuple[int, int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
+def _inputs(config: type, task: str) -> frozenset[str]:
+    """The names of the inputs of the class that transformers trains on a task."""
+    found = getattr(transformers, _AUTO[task])._model_mapping.get(config, None)
+    kind = found[0] if isinstance(found, (list, tuple)) else found
+    return frozenset(inspect.signature(kind.forward).parameters) if kind is not None else frozenset()
 
 
 def _task(config: Any, values: Mapping[str, Any]) -> str:
     """The task of the configuration's `architectures`, or else the first task that supports its model type."""
     named = " ".join(values.get("architectures") or ())
-    trained = {task: getattr(transformers, auto)._model_mapping for task, auto in _AUTO.items() if task != REWARD}
-    known = [task for task, models in trained.items() if type(config) in models]
+    trained = {task: getattr(transformers, auto)._model_mapping for task, auto in _AUTO.items()}
+    able = [task for task, models in trained.items() if type(config) in models]
+    known = [task for task in able if task not in _NAMED_ALONE]
     hints = {
-        "ForMaskedLM": "masked-lm",
-        "ForPreTraining": "masked-lm",
-        "ForImageClassification": "image-classification",
-        "ForSpeechSeq2Seq": "speech-seq2seq",
-        "ForConditionalGeneration": "seq2seq-lm" if "seq2seq-lm" in known else "image-text-to-text",
-        "ForCausalLM": "causal-lm",
+        "ForTokenClassification": ("token-classification",),
+        "ForAudioClassification": ("audio-classification",),
+        "ForSequenceClassification": (
+            "audio-classification",
+            "sequence-classification",
+        ),  # Wav2Vec2ForSequenceClassification
+        "ForCTC": ("ctc",),
+        "ForMaskedLM": ("masked-lm",),
+        "ForPreTraining": ("masked-lm",),
+        "ForImageClassification": ("image-classification",),
+        "ForSpeechSeq2Seq": ("speech-seq2seq",),
+        "ForConditionalGeneration": ("seq2seq-lm", "image-text-to-text"),
+        "ForCausalLM": ("causal-lm",),
     }
-    for hint, task in hints.items():
-        if hint in named and task in known:
-            return task
+    for hint, tasks in hints.items():
+        if hint in named and (meant := [task for task in tasks if task in able]):
+            return meant[0]
     if config.is_encoder_decoder:
         known.sort(key=lambda task: "seq2seq" not in task)
     elif (

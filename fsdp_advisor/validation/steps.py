@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,7 +82,10 @@ def batch_of(source: Source, plan: Plan, model: nn.Module, *, real: bool) -> dic
 
 def _vocabulary(model: nn.Module) -> int | None:
     getter = getattr(model, "get_input_embeddings", None)
-    embedding = getter() if getter is not None else None
+    embedding = None
+    if getter is not None:
+        with suppress(NotImplementedError):  # a model without embeddings
+            embedding = getter()
     rows = getattr(embedding, "num_embeddings", None)
     return rows if isinstance(rows, int) else None
 

@@ -1,17 +1,15 @@
-"""Survey of every architecture that transformers registers for causal language modelling: `architecture_survey.py`.
+"""Survey of the architectures that transformers registers for the tasks that this tool knows: `architecture_survey.py`.
 
-A small model of each, with two layers, is recorded. The predicted peak of each phase of a step under FSDP2 on two ranks is compared
-with PyTorch's own step under fake tensors (`fsdp_advisor/validation/simulate.py`). The outcome is written to
-architecture_survey.csv, one line each:
+A small model of each, with two layers or as many as show every kind of layer, is recorded. The predicted peak of each phase of a step
+under FSDP2 on two ranks is compared with PyTorch's own step under fake tensors (`fsdp_advisor/validation/simulate.py`). Of a multimodal
+model that needs images, the text part is recorded, as the tool does. The outcome is written to architecture_survey.csv, one line each:
 
 - `equal`: all phases agree to the byte.
-- `no-gradient`: all phases agree once the parameters that get no gradient in this step, which the reason counts, are frozen. The
-  estimate counts their gradients and optimizer state.
 - `different`: a phase differs; the reason names it, with the bytes.
 - `refused`: the estimate or PyTorch's step is refused; the reason is the message.
 
-Widths are the defaults of the configuration's class, because fake tensors cost nothing. `architecture_survey.py NAME...` surveys
-these architectures again and leaves the other lines as they are.
+Widths are the defaults of the configuration's class, because fake tensors cost nothing. Code that fails in bf16-mixed is surveyed in
+fp32. `architecture_survey.py NAME...` surveys these architectures again (NAME or TASK/NAME) and leaves the other lines as they are.
 """
 
 from __future__ import annotations
@@ -23,32 +21,29 @@ import gc
 import signal
 import sys
 import traceback
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotPolynomial
-from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
+from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotPolynomial, NotRecordable
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.config import trained_part
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.parallelism.mesh import Mesh
-from fsdp_advisor.recording import Recorder, TransformersSource, source_of
-from fsdp_advisor.recording.fake import fake_tensors, materialise
+from fsdp_advisor.recording import Recorder, TransformersSource
 from fsdp_advisor.rows import peak_of_step
 from fsdp_advisor.tapes import tape_key_of
 from fsdp_advisor.validation.simulate import simulate
-from fsdp_advisor.validation.steps import batch_of
 
 RESULTS = Path(__file__).with_name("architecture_survey.csv")
 SECONDS = 240
-"""The time limit of one architecture."""
+"""The limit of CPU time for one architecture."""
 PLAN = Plan(
     strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=2), precision="bf16-mixed", micro_batch_size=2, seq_len=96
 )
@@ -59,94 +54,174 @@ SMALL = {
     "first_k_dense_replace": 1,
 }
 """The values that are set where the configuration's class has them."""
+HEAD = {"head_dim": 128}
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 EXTRA: dict[str, dict[str, Any]] = {
-    "dbrx": {"n_layers": 2},
-    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "reformer": {"axial_pos_embds": False, "local_attn_chunk_length": 16, "lsh_attn_chunk_length": 16},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "dbrx": {"n_layers": 2, "attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 8, "clip_qkv": 8}},
+    "deepseek_v2": {
+        "topk_method": "greedy", "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 1408,
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hunyuan_v1_dense": HEAD,
+    "hunyuan_v1_moe": HEAD,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "ministral": HEAD,
+    "nemotron": {"num_key_value_heads": 8},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"]},
+}  # fmt: skip
+"""What single architectures need besides: values that their classes leave to the configuration, or that two layers contradict."""
+REGISTERED = {
+    "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "masked-lm": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "seq2seq-lm": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "speech-seq2seq": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "ctc": modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES,
+    "audio-classification": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+    "image-classification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "image-text-to-text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
-"""What single architectures need besides."""
+"""By task, the class of each model type."""
+_PARTS = (
+    "text_config",
+    "decoder",
+    "encoder",
+    "vision_config",
+    "audio_config",
+    "encoder_config",
+    "decoder_config",
+    "speech_config",
+)
+_BERT = {"model_type": "bert", "num_hidden_layers": 2}
+_DECODER = {**_BERT, "is_decoder": True, "add_cross_attention": True}
+_TOKENS = {"decoder_start_token_id": 1, "pad_token_id": 0}
+COMPOSED: dict[str, dict[str, Any]] = {
+    "encoder-decoder": {"encoder": _BERT, "decoder": _DECODER, **_TOKENS},
+    "speech-encoder-decoder": {
+        "encoder": {"model_type": "wav2vec2", "num_hidden_layers": 2},
+        "decoder": _DECODER,
+        **_TOKENS,
+    },
+    "vision-encoder-decoder": {
+        "encoder": {"model_type": "vit", "num_hidden_layers": 2},
+        "decoder": _DECODER,
+        **_TOKENS,
+    },
+}
+"""Configurations of models that are made of two others, which have no defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """The outcome for one architecture. `tape`: valid for any batch and length, or for the survey's alone."""
 
+    task: str
     model_type: str
     outcome: str
     attention: str = ""
+    precision: str = ""
     tape: str = ""
     parameters: int = 0
     peak_bytes: int = 0
     reason: str = ""
 
+    @property
+    def name(self) -> str:
+        return f"{self.task}/{self.model_type}"
 
-def architectures() -> list[str]:
-    """The model types, in alphabetical order."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+def architectures(task: str) -> list[str]:
+    """The model types of a task, in alphabetical order."""
+    return sorted(REGISTERED[task])
 
 
 def small_config(model_type: str) -> dict[str, Any]:
-    """The values of a small configuration of two layers."""
+    """The values of a small configuration: two layers, or the fewest with every kind of layer, and few experts."""
+    if model_type in COMPOSED:
+        return {"model_type": model_type, **COMPOSED[model_type]}
     defaults = transformers.AutoConfig.for_model(model_type)
     kind = type(defaults)
-    names = set(defaults.to_dict()) | set(getattr(kind, "attribute_map", {}))
+    plain = defaults.to_dict()
+    names = set(plain) | set(getattr(kind, "attribute_map", {}))
     values: dict[str, Any] = {"model_type": model_type}
     for name, value in SMALL.items():
         own = getattr(kind, "attribute_map", {}).get(name, name)
-        if name in names and isinstance(getattr(defaults, own, None), int) and getattr(defaults, own) > value:
+        if name in names and isinstance(plain.get(own), int) and plain[own] > value:
             values[own] = value
-    for name, nested in defaults.to_dict().items():
-        if name in ("text_config", "decoder") and isinstance(nested, dict):
-            kind_known = nested.get("model_type") in CONFIG_MAPPING_NAMES
+    kinds = plain.get("layer_types")
+    if isinstance(kinds, list) and "num_hidden_layers" in values:
+        values["num_hidden_layers"] = max(2, next(n for n in range(len(kinds) + 1) if set(kinds[:n]) == set(kinds)))
+    for name, nested in plain.items():
+        if name in _PARTS and isinstance(nested, dict):
+            known = nested.get("model_type") in CONFIG_MAPPING_NAMES
             small = {key: value for key, value in SMALL.items() if isinstance(nested.get(key), int)}
-            values[name] = small_config(nested["model_type"]) if kind_known else small
-    return (
-        values
-        | {"is_decoder": True, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]}
-        | EXTRA.get(model_type, {})
-    )
+            values[name] = small_config(nested["model_type"]) if known else small
+    return values | EXTRA.get(model_type, {})
 
 
-def survey(model_type: str) -> Line:
+def task_config(task: str, model_type: str) -> dict[str, Any]:
+    """`small_config` with the class of the task."""
+    values = small_config(model_type) | {"architectures": [_class(task, model_type)]}
+    if (
+        "seq2seq" in task and model_type not in COMPOSED
+    ):  # their code needs tokens that some classes leave to the configuration
+        defaults = transformers.AutoConfig.for_model(model_type)
+        values |= {name: token for name, token in _TOKENS.items() if getattr(defaults, name, None) is None}
+    return values | {"is_decoder": True} if task == "causal-lm" else values
+
+
+def _class(task: str, model_type: str) -> str:
+    found = REGISTERED[task][model_type]
+    return found if isinstance(found, str) else found[0]
+
+
+def survey(task: str, model_type: str) -> Line:
     """The outcome for one architecture."""
     try:
         with _time_limit():
-            return _compared(model_type)
+            return _compared(task, model_type)
     except TimeoutError:
-        return Line(model_type=model_type, outcome="refused", reason=f"took longer than {SECONDS} s")
+        reason = f"took longer than {SECONDS} s of CPU time"
     except AdvisorError as error:
-        return Line(model_type=model_type, outcome="refused", reason=_line(error.message))
+        reason = _line(error.message)
     except Exception as error:
         if "-v" in sys.argv:
             traceback.print_exc()
-        return Line(model_type=model_type, outcome="refused", reason=_line(f"{type(error).__name__}: {error}"))
+        reason = _line(f"{type(error).__name__}: {error}")
+    return Line(task=task, model_type=model_type, outcome="refused", reason=reason)
 
 
-def _compared(model_type: str) -> Line:
-    source = TransformersSource(small_config(model_type), name=model_type, task="causal-lm")
-    recorder, plan = Recorder(source), PLAN
+def _compared(task: str, model_type: str) -> Line:
+    config = task_config(task, model_type)
+    if task != "causal-lm":
+        config, _ = trained_part(config, model_type)
+    recorder, plan = Recorder(TransformersSource(config, name=model_type, task=_task_of(config, task))), PLAN
+    whole = task == "causal-lm"
     try:
-        tape, any_batch = _tape(recorder, plan)
-    except NoSuchAttention:
-        plan = replace(plan, attention="eager")
-        tape, any_batch = _tape(recorder, plan)
+        tape, any_batch, plan = _tape_of_attention(recorder, plan, any_batch=whole)
+    except NotRecordable:
+        tape, any_batch, plan = _tape_of_attention(recorder, replace(plan, precision="fp32"), any_batch=whole)
     off, peak = _differences(recorder, tape, plan)
-    outcome, reason = "equal", ""
-    if off:
-        outcome, reason = "different", ", ".join(f"{phase} {n_bytes:+d} B" for phase, n_bytes in off.items())
-        if unused := _without_gradient(source, plan):
-            frozen = Adaptation(freeze=tuple(unused)).as_dict()
-            again = Recorder(source_of({**source.config(), CONFIG_KEY: frozen}, name=model_type, task="causal-lm"))
-            if not _differences(again, _tape(again, plan)[0], plan)[0]:
-                outcome, reason = "no-gradient", f"{len(unused)} parameters, such as {unused[0]}"
     return Line(
+        task=task,
         model_type=model_type,
-        outcome=outcome,
+        outcome="different" if off else "equal",
         attention=plan.attention,
+        precision=plan.precision,
         tape="any" if any_batch else "one",
         parameters=recorder.profile.parameters,
         peak_bytes=peak,
-        reason=reason,
+        reason=", ".join(f"{phase} {n_bytes:+d} B" for phase, n_bytes in off.items()),
     )
+
+
+def _task_of(config: Mapping[str, Any], task: str) -> str:
+    """The task, or that of the text part to which a multimodal configuration was reduced."""
+    return task if config["model_type"] in REGISTERED[task] else "causal-lm"
 
 
 def _differences(recorder: Recorder, tape: Tape, plan: Plan) -> tuple[dict[str, int], int]:
@@ -157,24 +232,22 @@ def _differences(recorder: Recorder, tape: Tape, plan: Plan) -> tuple[dict[str, 
     return off, max(found.values())
 
 
-def _without_gradient(source: TransformersSource, plan: Plan) -> list[str]:
-    """The names of the parameters that get no gradient in a step."""
-    model = source.build(torch.bfloat16)
-    source.configure(model, attention=plan.attention, checkpointing="none")
-    with fake_tensors(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        materialise(model, None)
-        source.loss(model, batch_of(source, plan, model, real=False)).backward()
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
-
-
-def _tape(recorder: Recorder, plan: Plan) -> tuple[Tape, bool]:
-    """The plan's tape, and whether it is valid for any micro-batch and length."""
-    key = tape_key_of(plan, recorder.profile)
+def _tape_of_attention(recorder: Recorder, plan: Plan, *, any_batch: bool) -> tuple[Tape, bool, Plan]:
+    """The plan's tape, whether it is valid for any batch, and the plan; with eager attention for a model without sdpa."""
     try:
-        return recorder.tape(key), True
-    except NotPolynomial:
-        return recorder.tape(replace(key, at=(plan.micro_batch_size, plan.seq_len))), False
+        return *_tape(recorder, plan, any_batch=any_batch), plan
+    except NoSuchAttention:
+        plan = replace(plan, attention="eager")
+        return *_tape(recorder, plan, any_batch=any_batch), plan
+
+
+def _tape(recorder: Recorder, plan: Plan, *, any_batch: bool) -> tuple[Tape, bool]:
+    """The plan's tape, and whether it is valid for any micro-batch and length, if that is asked for."""
+    key = tape_key_of(plan, recorder.profile)
+    if any_batch and key.at is None:
+        with contextlib.suppress(NotPolynomial):
+            return recorder.tape(key), True
+    return recorder.tape(replace(key, at=(plan.micro_batch_size, plan.seq_len))), False
 
 
 @contextlib.contextmanager
@@ -182,13 +255,13 @@ def _time_limit() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _line(text: str) -> str:
@@ -204,24 +277,36 @@ def read() -> list[Line]:
         ]
 
 
-def write(lines: list[Line]) -> None:
+def write(lines: Iterable[Line]) -> None:
+    tasks = list(REGISTERED)
     with RESULTS.open("w", newline="") as file:
         rows = csv.DictWriter(file, [field.name for field in fields(Line)], lineterminator="\n")
         rows.writeheader()
-        rows.writerows(asdict(line) for line in sorted(lines, key=lambda line: line.model_type))
+        rows.writerows(
+            asdict(line) for line in sorted(lines, key=lambda line: (tasks.index(line.task), line.model_type))
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="architectures; all without any")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the stack of an unforeseen error")
-    wanted = parser.parse_args().names or architectures()
-    lines = {line.model_type: line for line in (read() if RESULTS.exists() else [])}
-    for name in wanted:
-        lines[name] = survey(name)
-        print(*asdict(lines[name]).values(), sep=" | ", flush=True)
-        write([line for line in lines.values() if line.model_type in architectures()])
-        gc.collect()
+    parser.add_argument("--task", choices=REGISTERED, help="only architectures of this task")
+    parser.add_argument("--missing", action="store_true", help="only architectures without a line")
+    options = parser.parse_args()
+    lines = {line.name: line for line in (read() if RESULTS.exists() else [])}
+    gc.collect()
+    gc.freeze()  # a collection, of which each step takes one, skips what is imported
+    for task in REGISTERED:
+        for model_type in architectures(task):
+            name = f"{task}/{model_type}"
+            wanted = not options.names or model_type in options.names or name in options.names
+            if not wanted or options.task not in (None, task) or (options.missing and name in lines):
+                continue
+            lines[name] = survey(task, model_type)
+            print(*asdict(lines[name]).values(), sep=" | ", flush=True)
+            write(lines.values())
+            gc.collect()
 
 
 if __name__ == "__main__":

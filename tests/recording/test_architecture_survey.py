@@ -6,44 +6,48 @@ import datetime
 import random
 
 import pytest
-from matrix import ALL
 
 pytest.importorskip("torch")
 
-from architecture_survey import Line, architectures, read, survey
+from architecture_survey import REGISTERED, Line, architectures, read, survey
+from matrix import ALL
 
 LINES = read()
+WHOLE = ("causal-lm",)
+"""The tasks of which every architecture is surveyed."""
 CHEAP_PARAMETERS = 500_000_000
-EXPECTED_EQUAL = 110
-"""At least so many architectures agree to the byte."""
+EXPECTED_EQUAL = {"causal-lm": 0.92}
+"""At least this share of a task's architectures agrees to the byte."""
 
 
-def test_every_architecture_has_one_line_in_order() -> None:
-    assert [line.model_type for line in LINES] == architectures()
+@pytest.mark.parametrize("task", REGISTERED)
+def test_every_architecture_has_one_line_in_order(task: str) -> None:
+    lines = [line.model_type for line in LINES if line.task == task]
+    assert lines == (architectures(task) if task in WHOLE else sorted(set(lines) & set(architectures(task))))
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line.model_type)
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.name)
 def test_line_states_figures_or_the_reason_of_its_exception(line: Line) -> None:
-    assert line.outcome in ("equal", "no-gradient", "different", "refused")
+    assert line.outcome in ("equal", "different", "refused")
     assert (line.outcome == "equal") == (line.reason == "")
     assert (line.outcome == "refused") == (line.peak_bytes == 0) == (line.parameters == 0)
     if line.outcome != "refused":
         assert line.attention in ("sdpa", "eager") and line.tape in ("any", "one")
-        assert (
-            line.peak_bytes > 8 * line.parameters / 2
-        )  # half of weights, gradients and two moments in fp32, on two ranks
+        assert line.peak_bytes > 2 * line.parameters  # the weights in fp32, on two ranks
 
 
-def test_most_architectures_equal_pytorch() -> None:
-    assert sum(line.outcome == "equal" for line in LINES) >= EXPECTED_EQUAL
+@pytest.mark.parametrize("task", EXPECTED_EQUAL)
+def test_most_architectures_equal_pytorch(task: str) -> None:
+    lines = [line for line in LINES if line.task == task]
+    assert sum(line.outcome == "equal" for line in lines) >= EXPECTED_EQUAL[task] * len(lines)
 
 
 CHEAP = [
     line for line in LINES if line.outcome == "equal" and line.tape == "any" and line.parameters < CHEAP_PARAMETERS
 ]
-TODAY = random.Random(datetime.date.today().toordinal()).sample(CHEAP, 5 if ALL else 1)
+TODAY = random.Random(datetime.date.today().toordinal()).sample(CHEAP, 40 if ALL else 1)
 
 
-@pytest.mark.parametrize("line", TODAY, ids=lambda line: line.model_type)
+@pytest.mark.parametrize("line", TODAY, ids=lambda line: line.name)
 def test_architecture_surveyed_again_has_the_same_outcome(line: Line) -> None:
-    assert survey(line.model_type) == line
+    assert survey(line.task, line.model_type) == line

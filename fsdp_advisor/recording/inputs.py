@@ -1,0 +1,111 @@
+"""The inputs of a micro-batch of each task, as processors and collators of transformers 5.23 make them. Values are zero."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.model.tasks import LABELS_PER_FRAMES, SOUND_SECONDS
+
+# B = micro-batch, T = tokens of text, or frames that an audio encoder makes of sound
+
+Batch = dict[str, torch.Tensor]
+
+SAMPLES_PER_SECOND = 16_000
+FRAMES_PER_SECOND = 100
+"""Spectrograms have a frame for each 10 ms."""
+USUAL_IMAGE_SIZE = 224
+"""Pixels of an image's sides, for models whose configuration does not fix them, such as ResNet."""
+
+
+def batch_of_task(task: str, config: Any, names: Collection[str], b: int, t: int) -> Batch:
+    """Inputs and labels of one micro-batch, on the current default device. `names`: the parameters of the model's forward."""
+    match task:
+        case "image-classification":
+            return {**_image(config, names, b), "labels": _labels(b)}
+        case "speech-seq2seq":
+            return {**_sound(config, names, b), "labels": _tokens(b, t)}
+        case "ctc":
+            return {**_frames(config, names, b, t), "labels": _tokens(b, max(1, t // LABELS_PER_FRAMES))}
+        case "audio-classification":
+            return {**_frames(config, names, b, t), "labels": _labels(b)}
+        case "sequence-classification":
+            return {
+                "input_ids": _tokens(b, t),
+                "attention_mask": torch.ones(b, t, dtype=torch.long),
+                "labels": _labels(b),
+            }
+    return {
+        "inputs" if "inputs" in names and "input_ids" not in names else "input_ids": _tokens(b, t),
+        "labels": _tokens(b, t),
+    }
+
+
+def _tokens(b: int, t: int) -> torch.Tensor:
+    return torch.zeros(b, t, dtype=torch.long)
+
+
+def _labels(b: int) -> torch.Tensor:
+    return torch.zeros(b, dtype=torch.long)
+
+
+def _image(config: Any, names: Collection[str], b: int) -> Batch:
+    if "pixel_values" not in names:  # ImageGPT reads pixels as words
+        return {"input_ids": _tokens(b, config.n_positions)}
+    vision = getattr(config, "vision_config", config)
+    channels = getattr(vision, "num_channels", 3)
+    if "spatial_shapes" in names:
+        side = int(vision.num_patches**0.5)
+        return {
+            "pixel_values": torch.zeros(b, side * side, channels * vision.patch_size**2),
+            "pixel_attention_mask": torch.ones(b, side * side, dtype=torch.long),
+            "spatial_shapes": torch.tensor([[side, side]] * b, dtype=torch.long),
+        }
+    height, width = _pair(getattr(vision, "image_size", USUAL_IMAGE_SIZE))
+    return {"pixel_values": torch.zeros(b, channels, height, width)}
+
+
+def _sound(config: Any, names: Collection[str], b: int) -> Batch:
+    """Sound of `SOUND_SECONDS` for an encoder beside a decoder: samples, or a spectrogram."""
+    if "input_values" in names:
+        return {"input_values": torch.zeros(b, SOUND_SECONDS * SAMPLES_PER_SECOND)}
+    frames = SOUND_SECONDS * FRAMES_PER_SECOND
+    if (width := getattr(config, "feature_projection_input_dim", None)) is not None:  # two frames are one
+        return {"input_features": torch.zeros(b, frames // 2, width)}
+    if (width := getattr(config, "input_feat_per_channel", None)) is not None:
+        return {"input_features": torch.zeros(b, frames, width)}
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):  # Whisper
+        return {"input_features": torch.zeros(b, config.num_mel_bins, 2 * config.max_source_positions)}
+    encoder = getattr(config, "encoder_config", config)
+    if "input_features" not in names or not hasattr(encoder, "num_mel_bins"):
+        raise NotRecordable(
+            f"there is no batch for {config.model_type}: what its encoder reads is neither sound nor a spectrogram",
+            hint="record it as a module with batches of your own (fsdp_advisor.record_module)",
+        )
+    return {"input_features": torch.zeros(b, frames, encoder.num_mel_bins)}
+
+
+def _frames(config: Any, names: Collection[str], b: int, t: int) -> Batch:
+    """Sound of which the encoder makes T frames; models for one length take that."""
+    encoder = getattr(config, "encoder_config", config)
+    if hasattr(config, "max_length") and hasattr(config, "frequency_stride"):  # the spectrogram transformer
+        return {"input_values": torch.zeros(b, config.max_length, config.num_mel_bins)}
+    if "input_values" in names:
+        samples = t * getattr(config, "squeeze_factor", 1)
+        for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
+            samples = (samples - 1) * stride + kernel
+        return {"input_values": torch.zeros(b, samples)}
+    if hasattr(encoder, "max_source_positions"):  # Whisper
+        return {"input_features": torch.zeros(b, encoder.num_mel_bins, 2 * encoder.max_source_positions)}
+    if (width := getattr(config, "feature_projection_input_dim", None)) is not None:
+        return {"input_features": torch.zeros(b, t, width)}
+    factor = getattr(encoder, "subsampling_factor", None) or encoder.subsampling_conv_stride**2
+    features = torch.zeros(b, t * factor, encoder.num_mel_bins)
+    return {"input_features": features, "attention_mask": torch.ones(b, t * factor, dtype=torch.bool)}
+
+
+def _pair(value: int | list[int] | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
