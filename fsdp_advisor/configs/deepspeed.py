@@ -65,8 +65,26 @@ def read_into(found: Collector, keys: Mapping[str, Any]) -> None:
             set_optimizer(found, "optimizer.type", arguments if isinstance(arguments, Mapping) else None)
         found.take("optimizer.params")
         _fused(found, arguments)
+    _checkpoints(found)
     for key, topic in _TOPICS.items():
         found.lacks_active(topic, key)
+
+
+def _checkpoints(found: Collector) -> None:
+    """The section on checkpoints of DeepSpeed's own `deepspeed.checkpointing.checkpoint`. It reads the section where the code calls
+    `deepspeed.checkpointing.configure`; the engine does not, and transformers' layers call `torch.utils.checkpoint`.
+
+    Source: runtime/activation_checkpointing/checkpointing.py, `_configure_using_config_file`; transformers 5.23, modeling_layers.py.
+    """
+    section = found.section("activation_checkpointing")
+    asked = [key.partition(".")[2] for key, value in section.items() if active(value)]
+    for key in section:
+        found.take(key)
+    if asked:
+        found.assume(
+            f"no effect of activation_checkpointing ({', '.join(asked)}): it changes only DeepSpeed's own checkpoints, and models of"
+            " transformers have PyTorch's"
+        )
 
 
 def _fused(found: Collector, arguments: Any) -> None:
