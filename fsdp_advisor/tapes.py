@@ -11,6 +11,7 @@ from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, Not
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.choices import Backend, Precision
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.experts import experts_code
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
@@ -71,6 +72,8 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
         key = replace(key, compile="layer-ddp" if in_ddp else "layer", at=plan.tape_shape)
     if plan.fp8 != "none":
         key = replace(key, fp8=plan.fp8)
+    if plan.tiled_mlp != "none":  # shards of one token more or less
+        key = replace(key, tiled_mlp=f"{tiled_mlp_code(plan)}:{plan.tiled_mlp}", at=plan.tape_shape)
     if plan.use_liger_kernel:
         key = replace(key, liger_kernels=True)
     if profile is not None and (code := experts_code(profile, plan.experts_implementation)) is not None:

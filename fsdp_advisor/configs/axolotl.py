@@ -14,6 +14,7 @@ from fsdp_advisor.configs.collect import REENTRANT, Collector, active, truth
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_optimizer
 from fsdp_advisor.configs.trainer import read_embedded, read_words, strip_prefix
+from fsdp_advisor.job.tiled_mlp import AXOLOTL_WITH_FSDP2
 
 _TOPICS = {
     "LoRA restarts": ("relora",),
@@ -30,7 +31,6 @@ _TOPICS = {
     "activation offload": ("activation_offloading", "layer_offloading"),
     "patterns of the parameters that are trained; name the others with freeze": ("unfrozen_parameters",),
     "fp8 by accelerate's recipe for torchao, in the Trainer": ("fp8",),
-    "tiled MLP": ("tiled_mlp",),
 }  # fmt: skip
 _SWITCHES = {"flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}
 
@@ -73,6 +73,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     _images(found)
     _sharding(found)
     _loss(found)
+    _tiled_mlp(found)
     for topic, names in _TOPICS.items():
         found.lacks_active(topic, *names)
     return found
@@ -151,6 +152,22 @@ def _loss(found: Collector) -> None:
         found.options["loss"] = "cce"
     if plugins and set(plugins) <= set(_LOSS_PLUGINS):
         found.take("plugins")
+
+
+def _tiled_mlp(found: Collector) -> None:
+    """Feed-forward networks in shards. Source: utils/schemas/config.py; monkeypatch/tiled_mlp/{patch,base}.py."""
+    if not active(found.peek("tiled_mlp")):
+        return
+    if found.options.get("backend") == "fsdp2":
+        found.lacks("tiled_mlp", AXOLOTL_WITH_FSDP2)
+        return
+    found.take("tiled_mlp")
+    shards = found.number("tiled_mlp_num_shards")
+    found.options["tiled_mlp"] = "auto" if shards is None else str(shards)
+    if found.flag("tiled_mlp_use_original_mlp") is False:
+        found.omits(
+            "tiled_mlp_use_original_mlp: false, which compiles the shards; the estimate has the model's own code"
+        )
 
 
 def _precision(found: Collector) -> None:

@@ -225,6 +225,9 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
     found.options["attention"] = loaded.get("attn_implementation", "sdpa")
     if "experts_implementation" in loaded:
         found.options["experts_implementation"] = loaded["experts_implementation"]
+    if "MLP_SHARDS" in constants:
+        found.take("MLP_SHARDS")
+        found.options["tiled_mlp"] = str(constants["MLP_SHARDS"] or "auto")
     _adapted_constants(found, constants)
     source = ast.unparse(tree)
     enabled = calls.get("activation_checkpointing_enable", calls.get("gradient_checkpointing_enable"))

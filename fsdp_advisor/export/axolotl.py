@@ -89,9 +89,17 @@ def _config(job: Job) -> dict[str, Any]:
         "tf32": False,
         "attn_implementation": plan.attention,
         **axolotl_keys(job),
+        **_tiled_mlp(plan),
         **_adapter(job),
         **_engine(job),
     }
+
+
+def _tiled_mlp(plan: Plan) -> dict[str, Any]:
+    """Without a number, axolotl makes a shard of each 32,768 tokens."""
+    if plan.tiled_mlp == "none":
+        return {}
+    return {"tiled_mlp": True, **({"tiled_mlp_num_shards": int(plan.tiled_mlp)} if plan.tiled_mlp != "auto" else {})}
 
 
 def _optimizer(plan: Plan) -> dict[str, Any]:
@@ -166,4 +174,5 @@ TARGET = Target(
     write=write,
     usage=usage,
     framework="trainer",
+    tiles=True,
 )

@@ -70,6 +70,7 @@ def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
             + (", Liger's kernels" if plan.use_liger_kernel else "")
             + (", layers compiled" if plan.compile == "layer" else "")
             + (f", fp8 {plan.fp8}" if plan.fp8 != "none" else "")
+            + (f", MLP in shards ({plan.tiled_mlp})" if plan.tiled_mlp != "none" else "")
             + (f", experts {plan.experts_implementation}" if plan.experts_implementation != "grouped_mm" else "")
             + (f", task {plan.task}, reference {plan.reference}" if plan.task != "sft" else ""),
         ),

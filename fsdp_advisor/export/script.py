@@ -52,7 +52,7 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     assert job.task is not None and not isinstance(optimizer, Refusal)
     text = render(
         "train.py.jinja",
-        header=header(job, *checked, *adapting_packages(job), *loss_packages(job), *_fp8_packages(plan)),
+        header=header(job, *checked, *adapting_packages(job), *loss_packages(job), *_step_packages(plan)),
         launch=with_environment(job, torchrun_line(job, SCRIPT)),
         script=SCRIPT,
         plan=plan,
@@ -85,8 +85,10 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     return text, ()
 
 
-def _fp8_packages(plan: Plan) -> tuple[str, ...]:
-    return ("torchao",) if plan.fp8 != "none" else ()
+def _step_packages(plan: Plan) -> tuple[str, ...]:
+    """The packages that change linear layers and feed-forward networks. Liger's kernels have named their package already."""
+    tiles = plan.tiled_mlp != "none" and not plan.use_liger_kernel and plan.loss_code != "liger"
+    return (*(("torchao",) if plan.fp8 != "none" else ()), *(("liger_kernel",) if tiles else ()))
 
 
 def torchrun_line(job: Job, file: str) -> str:
@@ -111,6 +113,7 @@ def _target(name: str, description: str, *, backend: str | None = None) -> Targe
         usage=torchrun_line,
         backend=backend,
         compiles=True,
+        tiles=True,
     )
 
 

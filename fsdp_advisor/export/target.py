@@ -37,6 +37,7 @@ class Target:
     - `usage(job, file)`: the line that uses the file. It is a shell command if `command` is true.
     - `backend`: the only backend the consumer has, where `--backend auto` would choose another; else None.
     - `compiles`: whether the file compiles each layer and converts linear layers to fp8, or leaves that to the user's script.
+    - `tiles`: whether the file says that feed-forward networks run in shards.
     - `framework`: the framework whose behaviour is estimated for this consumer.
     """
 
@@ -51,6 +52,7 @@ class Target:
     backend: str | None = None
     framework: Framework = "torch"
     compiles: bool = False
+    tiles: bool = False
     command: bool = True
 
     def limit(self, job: Job) -> str | None:
@@ -63,6 +65,8 @@ class Target:
             return "its file does not compile each layer by itself; use the target fsdp2 or ddp"
         if job.plan.fp8 != "none" and not self.compiles:
             return "its file does not convert linear layers to fp8 by torchao; use the target fsdp2 or ddp"
+        if job.plan.tiled_mlp != "none" and not self.tiles:
+            return "its file does not tile feed-forward networks; use the target fsdp2, ddp or axolotl"
         return self.unsupported(job)
 
     def line(self, job: Job, file: str) -> str:

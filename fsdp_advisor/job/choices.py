@@ -41,6 +41,8 @@ GPU_DEPENDENT = frozenset({"nnodes", "precision"})
 MAX_GPUS = 65_536
 MAX_BATCH = 1_048_576
 MAX_SEQ_LEN = 16_777_216
+MAX_SHARDS = 1024
+"""Shards of the sequence in a tiled MLP."""
 DEFAULT_SEQ_LEN = 2048
 
 
@@ -51,6 +53,19 @@ def default_seq_len(maximum: int | None) -> int:
     (2048, 512)
     """
     return min(DEFAULT_SEQ_LEN, maximum or DEFAULT_SEQ_LEN)
+
+
+def read_tiled_mlp(text: str) -> str | None:
+    """The normal spelling of `tiled_mlp`, None if it is not possible.
+
+    >>> read_tiled_mlp("Auto"), read_tiled_mlp("08"), read_tiled_mlp("0")
+    ('auto', '8', None)
+    """
+    word = text.strip().lower()
+    digits = word.lstrip("0")
+    if digits.isdecimal() and len(digits) <= len(str(MAX_SHARDS)) and 1 <= int(digits) <= MAX_SHARDS:
+        return str(int(digits))
+    return word if word in ("auto", "none") else None
 
 
 def read_reshard(text: str) -> str | None:

@@ -18,6 +18,7 @@ from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.projection import check_projection
 from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.tiled_mlp import check_tiled_mlp, refused_tiled_mlp
 from fsdp_advisor.job.training_task import check_task, reference_of
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 from fsdp_advisor.parallelism.mesh import Mesh
@@ -84,6 +85,7 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
     check_projection(request.optim, request.optim_args, request.optim_target_modules)
     check_compile(request)
     check_fp8(request)
+    check_tiled_mlp(request)
     if request.strategy != "all":
         return [_plan(request, request.strategy, request.offload, seq_len)]
     if request.offload == "none":
@@ -312,7 +314,7 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
     )
     check_fsdp_options(plan)
     _check_torchtitan(plan)
-    if (refused := refused_compile(plan) or refused_fp8(plan)) is not None:
+    if (refused := refused_compile(plan) or refused_fp8(plan) or refused_tiled_mlp(plan)) is not None:
         raise refused
     return plan
 
@@ -321,7 +323,7 @@ _OF_THE_REQUEST = (
     "precision", "optim", "optim_args", "optim_target_modules", "attention", "backward_prefetch", "framework", "wrap",
     "forward_prefetch", "reshard_after_forward",
     "save_only_model", "dtype", "ignored_labels", "packing", "padding_free", "padding_fraction", "task", "activation_offload",
-    "use_liger_kernel", "experts_implementation", "expert_imbalance", "compile", "fp8",
+    "use_liger_kernel", "experts_implementation", "expert_imbalance", "compile", "fp8", "tiled_mlp",
 )  # fmt: skip
 """The fields of a plan that have the same name and value in its request."""
 

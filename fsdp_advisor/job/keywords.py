@@ -76,6 +76,7 @@ class _Options(TypedDict, total=False):
     use_liger_kernel: bool
     compile: Compile
     fp8: Fp8
+    tiled_mlp: str
     experts_implementation: ExpertsImplementation
     expert_imbalance: float
     ignored_labels: float

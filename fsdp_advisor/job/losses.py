@@ -80,5 +80,6 @@ def needs_recording(request: EstimateRequest) -> bool:
         or lays_out
         or request.use_liger_kernel
         or request.compile != "none"
+        or request.tiled_mlp != "none"
         or loss_code(request) != "full"
     )

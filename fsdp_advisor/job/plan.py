@@ -83,6 +83,8 @@ class Plan:
     images: Images | None = None
     compile: Compile = "none"
     fp8: Fp8 = "none"
+    tiled_mlp: str = "none"
+    """The shards of a sequence in which feed-forward networks run: a number, auto or none."""
 
     @property
     def without_batch(self) -> Plan:
@@ -114,6 +116,7 @@ class Plan:
             images=None,
             evaluation=None,
             compile="none",
+            tiled_mlp="none",
         )
 
     @property

@@ -37,6 +37,7 @@ from fsdp_advisor.job.choices import (
     TrainingTask,
     Wrap,
     read_reshard,
+    read_tiled_mlp,
 )
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import Rule, fields_of
@@ -330,6 +331,19 @@ class EstimateRequest:
             group="Training",
             synonyms={"tensor": "tensorwise", "axiswise": "rowwise", "row": "rowwise"},
             not_modelled=("rowwise_with_gw_hp", "mxfp8", "blockwise", "delayed", "nvfp4"),
+        ),
+    ] = "none"
+    tiled_mlp: Annotated[
+        str,
+        Rule(
+            about="the shards of the sequence in which feed-forward networks run, one after the other, and again in backward: a number, or "
+            "auto, a shard per as many tokens as the hidden size (axolotl: per 32,768 tokens)",
+            group="Training",
+            metavar="SHARDS",
+            max_length=8,
+            synonyms={"true": "auto", "yes": "auto", "false": "none", "no": "none"},
+            word=read_tiled_mlp,
+            example="auto, none or a number such as 8",
         ),
     ] = "none"
     experts_implementation: Annotated[

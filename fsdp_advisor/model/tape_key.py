@@ -95,6 +95,8 @@ class TapeKey:
     """What `torch.compile` compiles, on a GPU: on a CPU the tape has the code as it is."""
     fp8: Fp8 = "none"
     """torchao's recipe for products of linear layers in fp8."""
+    tiled_mlp: str = ""
+    """Whose code runs feed-forward networks in shards of the sequence, and in how many: ``liger:auto``, ``deepspeed:8``."""
     at: tuple[int, int] | None = None
     """The (B, T) for which alone the tape is valid, of a model whose sizes are no polynomials; None: for every B and T."""
 
@@ -185,7 +187,7 @@ _OPTIONS = {
     "offload": "activation_offload", "head": "gathered_head", "completion": "completion_length", "generated": "generated",
     "generates": "generates", "policy": "scores_policy", "batch": "batch", "padding": "padding", "liger": "liger_kernels",
     "experts": "experts", "imbalance": "imbalance", "images": "images", "evaluates": "evaluates", "compile": "compile", "fp8": "fp8",
-    "at": "at",
+    "tiled": "tiled_mlp", "at": "at",
 }  # fmt: skip
 """The fields that a name has only if they are not the default, by their words in it."""
 _ALLOWED = {

@@ -57,6 +57,7 @@ from fsdp_advisor.recording.take import (
     storages_of,
     tape_of,
 )
+from fsdp_advisor.recording.tiled_mlp import tile_mlps
 from fsdp_advisor.recording.wrapping import units_to_record, with_whole_gradients
 
 GRID_B = (2, 3)
@@ -287,6 +288,8 @@ class Recorder:
                     contexts.enter_context(with_rows_of_images(model))
                 if key.liger_kernels:
                     contexts.enter_context(with_liger_kernels(model, self.source.name))
+            if key.tiled_mlp:
+                tile_mlps(source.stacks(model), key.tiled_mlp, self.source.name)
             if key.compiles:
                 contexts.enter_context(functions_of_graphs(by_cudnn=key.kernel == "cudnn"))
             contexts.enter_context(fake_tensors(values=source.needs_values, expert_imbalance=source.expert_imbalance))

@@ -30,6 +30,7 @@ from fsdp_advisor.recording.scoring import phases_watched, scoring_phase
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.recording.storages import StorageWatch
 from fsdp_advisor.recording.take import RawSegment, Take
+from fsdp_advisor.recording.tiled_mlp import gradients_wait
 from fsdp_advisor.recording.tiles import current_parts, current_tile
 
 
@@ -118,6 +119,7 @@ class Step:
         self._in_loss = False
         self._seen: set[tuple[str, HookedModule]] = set()
         self._seen_of_root: set[tuple[Op, MarkedUnit, str]] = set()
+        self._complete: set[int] = set()
 
     def run(self, micro_batch_size: int, seq_len: int) -> Take:
         """Run one step: forward, backward, and freeing the gradients."""
@@ -356,6 +358,10 @@ class Step:
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         if self._chunks is not None and self._phase == "forward":
             return  # of one chunk
+        if self._key.tiled_mlp:  # later shards add to the gradient
+            if gradients_wait() or id(parameter) in self._complete:
+                return
+            self._complete.add(id(parameter))
         of = self._parameters[id(parameter)]
         self._mark(Op.GRAD_READY, of.number, int(of.place.stack == ROOT))
         if self._key.uses_flat_parameter:

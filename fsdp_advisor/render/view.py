@@ -230,6 +230,7 @@ def job_items(report: Report) -> tuple[str, ...]:
         items.append(f"busiest expert {request.expert_imbalance:g} times the mean")
     items += ["activations on the host"] if request.activation_offload else []
     items += ["layers compiled"] if request.compile == "layer" else []
+    items += [f"MLP in shards ({request.tiled_mlp})"] if request.tiled_mlp != "none" else []
     items += [changed] if (changed := adaptation_of(request).on_checkpoint(report.packed).text) else []
     if request.dtype != "auto":
         items.append(f"weights in {request.dtype}")

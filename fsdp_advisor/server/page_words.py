@@ -50,6 +50,7 @@ _LABELS = {
     "activation_offload": "Activations on the host",
     "compile": "torch.compile",
     "fp8": "Products in fp8",
+    "tiled_mlp": "MLP in shards",
     "use_liger_kernel": "Liger's kernels",
     "experts_implementation": "Code for experts",
     "expert_imbalance": "Busiest expert, times the mean",

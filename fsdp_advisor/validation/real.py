@@ -18,10 +18,12 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.memory.allocator import Segment
 from fsdp_advisor.recording.fp8 import convert_linears
 from fsdp_advisor.recording.host import save_inputs_on_host
 from fsdp_advisor.recording.source import Source
+from fsdp_advisor.recording.tiled_mlp import tile_mlps
 from fsdp_advisor.validation import weights
 from fsdp_advisor.validation.case import Device, Zero1, uses_zero_redundancy_optimizer
 from fsdp_advisor.validation.engines import (
@@ -136,6 +138,8 @@ def assemble(run: RealRun, mesh: DeviceMesh | None) -> Trainer:
         source.configure(model, attention=plan.attention, checkpointing=plan.checkpointing)
     if plan.fp8 != "none":
         convert_linears(model, plan.fp8, source.root_modules(model).head)
+    if plan.tiled_mlp != "none":
+        tile_mlps(source.stacks(model), f"{tiled_mlp_code(plan)}:{plan.tiled_mlp}", source.name)
     if plan.compile == "layer":
         for layer in layers_of(source.stacks(model)):
             layer.compile()

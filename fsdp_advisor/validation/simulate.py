@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import as_on_cuda
 from fsdp_advisor.recording.experts import with_experts
@@ -25,6 +26,7 @@ from fsdp_advisor.recording.images import with_images
 from fsdp_advisor.recording.liger_kernels import with_liger_kernels
 from fsdp_advisor.recording.losses.source import with_loss
 from fsdp_advisor.recording.source import Source
+from fsdp_advisor.recording.tiled_mlp import tile_mlps
 from fsdp_advisor.validation import frameworks
 from fsdp_advisor.validation.engines import fake_process_group, mesh_of, optimizer_for, weight_dtype, wrap
 from fsdp_advisor.validation.failures import ModeUnavailable
@@ -102,6 +104,8 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
     source.configure(model, attention=plan.attention, checkpointing=checkpointing)
     if plan.fp8 != "none":
         convert_linears(model, plan.fp8, source.root_modules(model).head)
+    if plan.tiled_mlp != "none":
+        tile_mlps(source.stacks(model), f"{tiled_mlp_code(plan)}:{plan.tiled_mlp}", source.name)
     meter = StorageMeter(timeline=timeline)
     with fake_process_group(plan.world_size), _fsdp1_on_fake_storages(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

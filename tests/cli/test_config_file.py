@@ -21,7 +21,7 @@ micro_batch_size: 2
 gradient_accumulation_steps: 2
 sequence_len: 1024
 bf16: true
-tiled_mlp: true
+relora: true
 wandb_project: mine
 fsdp_version: 2
 dp_shard_size: 8
@@ -48,7 +48,7 @@ def test_estimate_lists_what_was_read_ignored_and_not_modelled(cli: Cli, config:
     first, read, missing, assumed, ignored, *rest = ran.out.splitlines()
     assert first == f"{config} (axolotl)"
     assert read.startswith("  read: ") and "micro_batch_size: 2" in read
-    assert missing == "  not modelled: tiled_mlp: True (tiled MLP)"
+    assert missing == "  not modelled: relora: True (LoRA restarts)"
     assert "8 GPUs, the size of the mesh" in assumed and ignored == "  ignored: wandb_project"
     assert any("micro-batch 2, 1024 tokens" in line for line in rest)
 
@@ -60,7 +60,7 @@ def test_every_interface_reads_the_same_job(cli: Cli, config: Path, client: Test
     by_rest = client.post("/api/v1/estimate", json=posted).json()
     assert document == json.loads(json.dumps(by_python)) == by_rest
     assert document["request"]["framework"] == "trainer" and document["estimates"][0]["strategy"] == "zero3"
-    assert document["config_files"][0]["not_modelled"] == ["tiled_mlp: True (tiled MLP)"]
+    assert document["config_files"][0]["not_modelled"] == ["relora: True (LoRA restarts)"]
 
 
 def test_options_win_over_the_file(cli: Cli, config: Path) -> None:
@@ -96,7 +96,7 @@ def test_export_takes_a_file_and_writes_another_format(cli: Cli, config: Path, t
     )
     assert ran.status == 0
     assert "fsdp_activation_checkpointing: true" in (tmp_path / "a.yaml").read_text()
-    assert "tiled_mlp: True (tiled MLP)" in ran.err
+    assert "relora: True (LoRA restarts)" in ran.err
 
 
 @pytest.mark.parametrize(("gpu", "status", "verdict"), [("A100-40GB", 0, "fits"), ("16GiB", 1, "does not fit")])
@@ -107,7 +107,7 @@ def test_check_prints_one_line_and_exits_with_the_verdict(
     assert (ran.status, ran.err) == (status, "")
     (line,) = ran.out.splitlines()
     assert line.startswith(f"{verdict}: {LLAMA}, ZeRO-3 (fsdp2), 8 x {gpu}: needs ")
-    assert line.endswith("not modelled: tiled_mlp: True (tiled MLP)")
+    assert line.endswith("not modelled: relora: True (LoRA restarts)")
     document = json.loads(cli("check", "--config-file", str(config), "--gpu", gpu, "--json").out)
     assert document["fits"] is (status == 0) and document["line"] == line
 

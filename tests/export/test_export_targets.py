@@ -344,6 +344,22 @@ def test_scripts_convert_layers_to_fp8_before_they_are_compiled_and_wrapped(targ
     ast.parse(text)
 
 
+@pytest.mark.parametrize(("shards", "constant"), [("auto", "None"), ("6", "6")])
+def test_scripts_tile_the_networks_before_they_are_wrapped(shards: str, constant: str) -> None:
+    text = export("fsdp2", replace(ZERO3, plan=replace(ZERO3.plan, tiled_mlp=shards))).text
+    built = text[text.index("def build(") :]
+    assert built.index("tile_mlps(model)") < built.index("shard(model, device)")
+    assert f"MLP_SHARDS = {constant}  # of the sequence" in text and "liger_kernel 0.8.5" in text
+    assert "tile_mlps" not in export("fsdp2", ZERO3).text
+    ast.parse(text)
+
+
+def test_other_targets_do_not_tile_networks() -> None:
+    for name, target in TARGETS.items():
+        tiled = replace(example(name), plan=replace(example(name).plan, tiled_mlp="4"))
+        assert (target.limit(tiled) is None) == (name in ("fsdp2", "ddp", "axolotl"))
+
+
 def test_other_targets_do_not_take_layers_in_fp8() -> None:
     for name, target in TARGETS.items():
         converted = replace(example(name), plan=replace(example(name).plan, fp8="tensorwise"))

@@ -1,0 +1,80 @@
+"""Feed-forward networks that run in shards of the sequence (`--tiled-mlp`): whose code it is, and which jobs are modelled with it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.choices import Framework
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import EstimateRequest
+
+TiledMlpCode = Literal["liger", "deepspeed", "axolotl"]
+"""``liger``: Liger's `apply_tiled_mlp`; ``deepspeed``: DeepSpeed's `TiledMLP`, whose engine waits for the last shard before it reduces
+a gradient; ``axolotl``: axolotl's own, which sums the gradients of the shards in buffers."""
+
+_WITHOUT: tuple[Framework, ...] = ("trl", "torchtitan")
+"""Frameworks that have no tiled MLP."""
+
+AXOLOTL_WITH_FSDP2 = (
+    "axolotl 0.19's tiled MLP fails with FSDP2: it frees a layer's weights before the backward of the layer's attention"
+)
+
+
+def tiled_mlp_code(plan: Plan) -> TiledMlpCode:
+    """The implementation that a plan with a tiled MLP runs. Of the Trainer's consumers, axolotl has one.
+
+    Source: axolotl 0.19.0, monkeypatch/tiled_mlp/patch.py, `_build_tiled_forward`.
+    """
+    if plan.backend == "deepspeed":
+        return "deepspeed"
+    return "axolotl" if plan.facts.uses_trainer else "liger"
+
+
+def check_tiled_mlp(request: EstimateRequest) -> None:
+    """Raises UsageError for a job that is not modelled with a tiled MLP, whatever its strategy."""
+    if request.tiled_mlp == "none":
+        return
+    if request.framework in _WITHOUT:
+        raise UsageError(
+            f"{request.framework} has no tiled MLP",
+            hint="--framework torch has Liger's and DeepSpeed's, --framework trainer axolotl's",
+        )
+    lacking = {
+        f"--compile {request.compile}": request.compile != "none",
+        f"--fp8 {request.fp8}": request.fp8 != "none",
+        f"--wrap {request.wrap}": request.wrap != "layer",
+        "--activation-offload": request.activation_offload,
+    }  # fmt: skip
+    if found := [what for what, is_asked in lacking.items() if is_asked]:
+        raise UsageError(f"a tiled MLP is not modelled with {found[0]}", hint="leave one of the two out")
+
+
+def refused_tiled_mlp(plan: Plan) -> UsageError | None:
+    """Why the plan's engine cannot train a tiled MLP, or is not modelled with it. None if neither.
+
+    Backward runs a backward of its own for each shard, and each adds to the gradients of the same weights.
+    """
+    if plan.tiled_mlp == "none":
+        return None
+    if plan.backend == "ddp" and plan.world_size > 1:
+        return UsageError(
+            "DDP fails with a tiled MLP: each shard marks the same gradients as ready to be reduced",
+            hint="use --backend deepspeed or fsdp2",
+        )
+    if plan.backend == "fsdp1":
+        return UsageError(
+            "FSDP1 fails with a tiled MLP: it reduces the gradients of a layer after the first shard",
+            hint="use --backend deepspeed or fsdp2",
+        )
+    code = tiled_mlp_code(plan)
+    if code == "axolotl" and plan.backend == "fsdp2" and plan.world_size > 1:
+        return UsageError(
+            AXOLOTL_WITH_FSDP2,
+            hint="use --backend deepspeed, or Liger's in a script of your own: --framework torch",
+        )
+    if code == "axolotl" and plan.gradient_accumulation_steps > 1:
+        return UsageError(
+            "axolotl's tiled MLP is not modelled with gradient accumulation", hint="--gradient-accumulation-steps 1"
+        )
+    return None

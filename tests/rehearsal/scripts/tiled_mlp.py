@@ -1,0 +1,83 @@
+"""Peaks of training steps whose feed-forward networks run in shards of the sequence by Liger's or axolotl's code.
+
+Argument: for each job the model's configuration, whose code, the engine, the precision, the checkpointing, whether adapters are trained,
+the micro-batch, the length, the shards and the micro-batches of a step, as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from compiled import prepared
+from peft import LoraConfig, get_peft_model
+from training import print_peaks
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def of_axolotl() -> Any:
+    """axolotl's `TiledMLP`, without the rest of the package, which needs others."""
+    (folder,) = importlib.util.find_spec("axolotl").submodule_search_locations  # type: ignore[union-attr]  # it is installed
+    spec = importlib.util.spec_from_file_location("tiled", Path(folder, "monkeypatch", "tiled_mlp", "base.py"))
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]  # it is a file
+    spec.loader.exec_module(module)  # type: ignore[union-attr]  # it is a file
+    return module.TiledMLP
+
+
+def tile(model: Any, code: str, shards: int) -> None:
+    """Tile each network as axolotl's patch does: the class's forward over `shards` of the sequence."""
+    from liger_kernel.ops import apply_tiled_mlp  # here, because it asks for the GPU, after which a process cannot fork
+
+    by_axolotl = of_axolotl() if code == "axolotl" else None
+
+    for layer in model.model.layers:
+        whole = type(layer.mlp).forward
+
+        def tiled(self, x, whole=whole):  # type: ignore[no-untyped-def]  # as the class's forward
+            if by_axolotl is None:
+                return apply_tiled_mlp(whole, self, x, num_shards=shards)
+            trained = [p for p in self.parameters() if p.requires_grad]
+            return by_axolotl.apply(whole, self, x, shards, trained)
+
+        layer.mlp.forward = tiled.__get__(layer.mlp)
+
+
+def peak_of(
+    config: dict[str, Any], code: str, engine: str, precision: str, checkpointing: str, adapts: bool, batch: int, length: int,
+    shards: int, accumulation: int,
+) -> int:  # fmt: skip
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).train()
+    if checkpointing == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    tile(model, code, shards)
+    if adapts:
+        adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+        trained = prepared(adapted, engine, precision)
+    else:
+        trained = prepared(model, engine, precision)
+    optimizer = torch.optim.AdamW((p for p in trained.parameters() if p.requires_grad), fused=True)
+    tokens = torch.zeros(batch, length, dtype=torch.long, device="cuda")
+    autocasts = precision == "bf16-mixed" and engine != "fsdp2"
+    peak = 0
+    for step in range(4):
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(accumulation):
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocasts):
+                loss = trained(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+        peak = max(peak, torch.cuda.max_memory_allocated()) if step > 1 else 0
+    return peak
+
+
+def measured(job: list[Any]) -> int:
+    return peak_of(*job)
+
+
+if __name__ == "__main__":
+    print_peaks(measured)
