@@ -42,6 +42,7 @@ from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unk
 
 TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"
 PEAKS_UNKNOWN = "the peak, peak_allocated_bytes, peak_reserved_bytes, peak_device_bytes"
+NO_REENTRANT = "reentrant checkpoints, whose backward keeps one more hidden state and repeats all of a layer"
 NO_AUTOCAST = (
     "the casts of autocast, under which accelerate runs FSDP1: they are not recorded here; recording needs torch"
 )
@@ -239,6 +240,8 @@ def _with_step(
         unknown.append(evaluation_unknown)
     if key.engine != tape_key_of(plan, profile).engine:
         unknown.append(NO_AUTOCAST)
+    if key.checkpointing != plan.checkpointing:
+        unknown.append(NO_REENTRANT)
     if key.attention != "eager" and (gpu_key.device == "cpu" or gpu_key.name not in profile.tapes):
         unknown.append(NO_SCRATCH)
     warnings = base.warnings + gradient_warnings(profile, on_gpu, plan)

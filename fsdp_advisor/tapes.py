@@ -145,17 +145,22 @@ def _key(
 def select_tape(model: Resolved, plan: Plan) -> tuple[TapeKey, Tape]:
     """The plan's tape on a CPU and its key. A tape that is missing is recorded now, if that is allowed, and added to the profile.
 
-    If FSDP1's tape with autocast is missing and cannot be recorded, falls back to the tape without autocast. Casts are then not
-    counted.
+    If it cannot be recorded, falls back to a tape that differs little: of FSDP1 with autocast to the one without, which counts no
+    casts; of reentrant checkpoints to the one of others.
     """
     profile = _profile_of(model)
     key = tape_key_of(plan, profile)
+    similar = replace(
+        key,
+        engine="fsdp1" if key.autocasts_fsdp1 else key.engine,
+        checkpointing="full" if key.checkpointing == "reentrant" else key.checkpointing,
+    )
     try:
         return _for_any_batch(model, profile, plan, key)
     except (MissingExtra, NotRecordable) as error:
-        if not key.autocasts_fsdp1 or (model.recording_allowed and not isinstance(error, MissingExtra)):
+        if similar == key or (model.recording_allowed and not isinstance(error, MissingExtra)):
             raise
-        return _for_any_batch(model, profile, plan, replace(key, engine="fsdp1"))
+        return _for_any_batch(model, profile, plan, similar)
 
 
 def select_step_tape(model: Resolved, plan: Plan) -> tuple[TapeKey, Tape]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_advisor.configs.adapters import set_lora, set_quantization
-from fsdp_advisor.configs.collect import REENTRANT, Collector, active, truth
+from fsdp_advisor.configs.checkpointing import set_reentrant
+from fsdp_advisor.configs.collect import Collector, active, truth
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_optimizer
 from fsdp_advisor.configs.trainer import read_embedded, read_words, strip_prefix
@@ -68,7 +69,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
         and keywords.get("use_reentrant") is True
         and "activation_checkpointing" in options
     ):
-        found.omits(REENTRANT)
+        set_reentrant(found)
     _batches(found)
     _images(found)
     _sharding(found)

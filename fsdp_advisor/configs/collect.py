@@ -17,11 +17,6 @@ INACTIVE: tuple[Any, ...] = (None, False, "", "none", "None", "no", "false", "au
 UNRESOLVED = re.compile(r"\$[\w{@*]")
 """Begins a variable whose value is not known: of a shell, or of an interpolation in YAML."""
 
-REENTRANT = (
-    "use_reentrant: recomputation that keeps one more hidden state while a layer's backward runs, and under FSDP gathers the layer"
-    " once more; the estimate has use_reentrant: false"
-)
-
 
 class Collector:
     """The settings of one file, by key, as a reader takes them.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_advisor.configs.adapters import set_lora, set_quantization
-from fsdp_advisor.configs.collect import REENTRANT, Collector, truth
+from fsdp_advisor.configs.collect import Collector, truth
 from fsdp_advisor.configs.names import set_attention
 from fsdp_advisor.configs.trainer import read_into
 from fsdp_advisor.job.images import square_of
@@ -54,11 +54,13 @@ def read(file: str, keys: Mapping[str, Any], *, replaces: bool = False) -> Colle
     found.number("cutoff_len", "seq_len")
     found.default("seq_len", 2048, "2048 tokens, LLaMA-Factory's default of cutoff_len")
     set_attention(found, "flash_attn")
-    checkpointing = "none" if found.flag("disable_gradient_checkpointing") else "full"
-    found.default("activation_checkpointing", checkpointing, "gradient checkpointing, which LLaMA-Factory switches on")
-    reentrant = found.flag("use_reentrant_gc")
-    if (reentrant or (reentrant is None and not replaces)) and checkpointing == "full":  # its default
-        found.omits(REENTRANT)
+    if not replaces or "use_reentrant_gc" in found or "disable_gradient_checkpointing" in found:
+        checkpointing = "full" if found.flag("use_reentrant_gc") is False else "reentrant"  # its default
+        if found.flag("disable_gradient_checkpointing"):
+            checkpointing = "none"
+        found.default(
+            "activation_checkpointing", checkpointing, "gradient checkpointing, which LLaMA-Factory switches on"
+        )
     if truth(found.peek("pure_bf16") or False):
         found.take("pure_bf16")
         found.options["precision"] = "bf16"

@@ -12,7 +12,8 @@ from typing import Any
 
 from fsdp_advisor.configs import torchtitan, trainer
 from fsdp_advisor.configs.adapters import METHODS, set_lora, set_peft_config, set_quantization
-from fsdp_advisor.configs.collect import REENTRANT, Collector
+from fsdp_advisor.configs.checkpointing import set_reentrant
+from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.fsdp import wrap_of
 from fsdp_advisor.configs.names import optimizer_called
 from fsdp_advisor.errors import UsageError
@@ -235,8 +236,8 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
         every = f"every-{enabled['every_n_layers']}" if enabled.get("every_n_layers", 1) != 1 else "full"
         found.options["activation_checkpointing"] = "selective" if "'context_fn': selective" in source else every
         found.options["activation_offload"] = enabled.get("offload") is True or _OFFLOADS in source
-        if enabled.get("use_reentrant") is True:
-            found.omits(REENTRANT)
+        if enabled.get("use_reentrant") is True or "'use_reentrant': True" in source:
+            set_reentrant(found)
     elif "save_on_cpu" in calls:
         found.options["activation_offload"] = True
     _optimizer(found, calls)

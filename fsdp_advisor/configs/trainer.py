@@ -11,7 +11,8 @@ from typing import Any, get_args
 
 from fsdp_advisor.configs import deepspeed
 from fsdp_advisor.configs.adapters import set_lora, set_quantization
-from fsdp_advisor.configs.collect import REENTRANT, Collector, active, truth
+from fsdp_advisor.configs.checkpointing import set_reentrant
+from fsdp_advisor.configs.collect import Collector, active, truth
 from fsdp_advisor.configs.fsdp import NO_SHARD, SHARDING, read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_experts, set_optimizer
 from fsdp_advisor.job.adaptation import LORA_OPTIONS
@@ -239,7 +240,7 @@ def _checkpointing(found: Collector, trl: bool) -> None:
         elif keywords.get("offload") is True:
             found.omits("gradient_checkpointing_kwargs.offload: transformers' offload under TRL, beside its own")
         if keywords.get("use_reentrant") is True:
-            found.omits(REENTRANT)
+            set_reentrant(found)
     elif False in asked:
         found.options["activation_checkpointing"] = "none"
     elif trl:

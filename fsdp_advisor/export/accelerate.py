@@ -50,7 +50,7 @@ def unsupported(job: Job, framework: Framework = "accelerate") -> str | None:
 
 def config_unsupported(job: Job) -> str | None:
     """Why a script under `accelerate launch` cannot train the job."""
-    limit = checkpointing_limit(job, "every", "selective", offloads=("inputs", "saved"))
+    limit = checkpointing_limit(job, "reentrant", "every", "selective", offloads=("inputs", "saved"))
     return script_loss_limit(job) or script_batch_limit(job) or limit or unsupported(job)
 
 

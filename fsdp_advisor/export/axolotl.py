@@ -53,7 +53,7 @@ def unsupported(job: Job) -> str | None:
         loss_limit(job, "liger", "cce")
         or experts_limit(job)
         or axolotl_limit(job)
-        or checkpointing_limit(job)
+        or checkpointing_limit(job, *(("reentrant",) if plan.backend != "fsdp2" else ()))
         or evaluation_limit(job)
         or lora_limit(job)
         or accelerate.unsupported(job, "trainer")
@@ -132,7 +132,7 @@ def _adapter(job: Job) -> dict[str, Any]:
 
 def _engine(job: Job) -> dict[str, Any]:
     plan = job.plan
-    checkpointing = plan.activation_checkpointing == "full"
+    checkpointing = plan.activation_checkpointing != "none"
     if plan.backend == "fsdp2":
         sharding = {
             "fsdp_version": 2,
@@ -153,7 +153,7 @@ def _engine(job: Job) -> dict[str, Any]:
         return sharding
     recompute: dict[str, Any] = {"gradient_checkpointing": checkpointing}
     if checkpointing:
-        recompute["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+        recompute["gradient_checkpointing_kwargs"] = {"use_reentrant": plan.checkpointing == "reentrant"}
     if plan.backend == "deepspeed":
         return recompute | {"deepspeed": deepspeed.through_trainer(job)}
     return recompute

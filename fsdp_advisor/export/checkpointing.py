@@ -59,7 +59,7 @@ def keywords(job: Job) -> dict[str, Any]:
     plan = job.plan
     every = every_nth_layer(plan.activation_checkpointing)
     return {
-        "use_reentrant": False,
+        "use_reentrant": plan.checkpointing == "reentrant",
         **({"every_n_layers": every} if every else {}),
         **({"offload": True} if plan.offload_code == "inputs" else {}),
         **({"selective": True} if plan.checkpointing == "selective-trl" else {}),
@@ -71,7 +71,7 @@ def checkpointing_call(job: Job) -> str:
     plan = job.plan
     if plan.checkpointing == "none":
         return ""
-    arguments = {"use_reentrant": "False"}
+    arguments = {"use_reentrant": str(plan.checkpointing == "reentrant")}
     if plan.checkpointing == "selective":
         arguments |= {"early_stop": "False", "context_fn": "selective"}
     first = "{" + ", ".join(f'"{name}": {value}' for name, value in arguments.items()) + "}"

@@ -46,7 +46,7 @@ def unsupported(job: Job) -> str | None:
     return (
         script_loss_limit(job)
         or script_batch_limit(job)
-        or checkpointing_limit(job, "every", "selective", offloads=("inputs", "saved"))
+        or checkpointing_limit(job, "reentrant", "every", "selective", offloads=("inputs", "saved"))
         or host_optimizer_limit(plan)
     )
 

@@ -55,7 +55,7 @@ def unsupported(job: Job) -> str | None:
         loss_limit(job, "liger")
         or experts_limit(job)
         or llamafactory_limit(job)
-        or checkpointing_limit(job)
+        or checkpointing_limit(job, "reentrant")
         or evaluation_limit(job)
         or lora_limit(job)
         or accelerate.unsupported(job, "trainer")
@@ -82,7 +82,7 @@ def notes(job: Job) -> list[str]:
 
 def _config(job: Job) -> dict[str, Any]:
     plan, optimizer = job.plan, trainer.named_optimizer(job.plan)
-    checkpoints = plan.activation_checkpointing == "full"
+    checkpoints = plan.activation_checkpointing != "none"
     return {
         "model_name_or_path": job.model_name,
         "stage": "sft",
@@ -105,7 +105,7 @@ def _config(job: Job) -> dict[str, Any]:
         **({"enable_liger_kernel": True} if plan.loss_code == "liger" else {}),
         "flash_attn": _ATTENTION[plan.attention],
         "disable_gradient_checkpointing": not checkpoints,
-        **({"use_reentrant_gc": False} if checkpoints else {}),
+        **({"use_reentrant_gc": plan.checkpointing == "reentrant"} if checkpoints else {}),
         **({"deepspeed": deepspeed.through_trainer(job)} if plan.backend == "deepspeed" else {}),
     }
 

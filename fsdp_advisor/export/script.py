@@ -41,7 +41,7 @@ def _unsupported(job: Job, backend: str) -> str | None:
     return (
         loss_limit(job, "liger")
         or batch_limit(job)
-        or checkpointing_limit(job, "every", "selective", offloads=("inputs", "saved"))
+        or checkpointing_limit(job, "reentrant", "every", "selective", offloads=("inputs", "saved"))
         or optimizer_limit(job.plan, "torch")
     )
 

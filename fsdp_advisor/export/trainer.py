@@ -38,7 +38,9 @@ def unsupported(job: Job) -> str | None:
     """Why the Trainer cannot train the job; None if it can."""
     if job.task is None:
         return "a bare parameter count is not a model"
-    limit = checkpointing_limit(job, "every", offloads=("inputs",)) or batch_limit(job, padding_free=True, images=True)
+    limit = checkpointing_limit(job, "reentrant", "every", offloads=("inputs",)) or batch_limit(
+        job, padding_free=True, images=True
+    )
     return loss_limit(job, "liger") or limit or accelerate.unsupported(job, "trainer")
 
 

@@ -58,7 +58,7 @@ def unsupported(job: Job) -> str | None:
     return (
         loss_limit(job, "trl")
         or experts_limit(job)
-        or checkpointing_limit(job, "every", "selective-trl", offloads=("trl",))
+        or checkpointing_limit(job, "reentrant", "every", "selective-trl", offloads=("trl",))
         or lora_limit(job)
         or accelerate.unsupported(job, "trl")
     )

@@ -1,4 +1,4 @@
-"""The activations that checkpointing recomputes in backward, as text: `none`, `full`, `selective` or `every-N`."""
+"""The activations that checkpointing recomputes in backward, as text: `none`, `full`, `reentrant`, `selective` or `every-N`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-CHECKPOINTING_EXAMPLE = "none, full, selective or every-2"
+CHECKPOINTING_EXAMPLE = "none, full, reentrant, selective or every-2"
 SYNONYMS = {
     "true": "full", "yes": "full", "on": "full", "false": "none", "no": "none", "off": "none", "op": "selective",
 }  # fmt: skip
 """Other words for a policy; `op` is torchtitan's."""
 MAX_NUMBER = 1000
 
-CheckpointingCode = Literal["none", "full", "every", "selective", "selective-trl"]
+CheckpointingCode = Literal["none", "full", "reentrant", "every", "selective", "selective-trl"]
 """``selective``: torchtitan's policy; ``selective-trl``: TRL's own."""
 
 
@@ -28,11 +28,12 @@ and small tensors, on a stream of its own."""
 class CheckpointingPolicy:
     """The layers, and the operators in them, that are recomputed in backward.
 
-    `full`: every layer. `selective`: every layer, but the outputs of some operators are kept: those of torchtitan's SelectiveAC, with
-    TRL those of its own policy. `every`: the first of each `number` layers, as transformers' `every_n_layers` counts them.
+    `full`: every layer. `reentrant`: every layer, by PyTorch's older implementation, whose backward runs a backward of its own for each
+    layer (`use_reentrant=True`). `selective`: every layer, but the outputs of some operators are kept: those of torchtitan's SelectiveAC,
+    with TRL those of its own policy. `every`: the first of each `number` layers, as transformers' `every_n_layers` counts them.
     """
 
-    kind: Literal["none", "full", "selective", "every"]
+    kind: Literal["none", "full", "reentrant", "selective", "every"]
     number: int = 0
 
     def __str__(self) -> str:
@@ -48,7 +49,7 @@ def checkpointing_policy(text: str) -> CheckpointingPolicy | None:
     """
     word = re.sub(r"[\s_-]", "", text.lower())
     word = SYNONYMS.get(word, word)
-    if word in ("none", "full", "selective"):
+    if word in ("none", "full", "reentrant", "selective"):
         return CheckpointingPolicy(word)  # type: ignore[arg-type]  # mypy does not narrow a text to these words
     every = re.fullmatch(r"every0*(\d{1,4})", word, re.ASCII)
     if every is None or not 1 <= int(every[1]) <= MAX_NUMBER:

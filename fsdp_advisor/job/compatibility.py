@@ -244,7 +244,7 @@ def _check_torchtitan(plan: Plan) -> None:
             f" a multiple of {TORCHTITAN_CHUNKS}",
             hint=f"--seq-len {plan.seq_len - plan.seq_len % TORCHTITAN_CHUNKS}, or --loss full",
         )
-    if plan.checkpointing == "every" or plan.activation_offload:
+    if plan.checkpointing in ("every", "reentrant") or plan.activation_offload:
         what = "activation offload" if plan.activation_offload else f"checkpointing {plan.activation_checkpointing}"
         raise UsageError(
             f"torchtitan 0.3 has no {what}", hint="--activation-checkpointing selective (its default), full or none"

@@ -67,8 +67,8 @@ ACCUMULATION = Rule(
     le=MAX_BATCH,
 )
 CHECKPOINTING = Rule(
-    about="the layers that backward recomputes: none, full (all), every-N (one of N), or selective (all, but the outputs of "
-    "matrix products and attention are kept, as torchtitan's SelectiveAC keeps them)",
+    about="the layers that backward recomputes: none, full (all), reentrant (all, with use_reentrant), every-N (one of N), or "
+    "selective (all, but the outputs of matrix products and attention are kept, as torchtitan's SelectiveAC keeps them)",
     group="Training",
     metavar="POLICY",
     max_length=32,

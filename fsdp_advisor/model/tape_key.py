@@ -28,7 +28,7 @@ SdpaKernel = Literal["default", "cudnn"]
 """The kernels that sdpa prefers on a GPU. ``default``: flash, then memory-efficient, then none; ``cudnn``: cuDNN before these, as in
 half precision on Hopper and Blackwell."""
 
-TapeCheckpointing = Literal["none", "full", "every", "selective", "selective-trl"]
+TapeCheckpointing = Literal["none", "full", "reentrant", "every", "selective", "selective-trl"]
 """``every``: some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``: torchtitan's policy."""
 
 TapeCompile = Literal["none", "layer", "layer-ddp"]

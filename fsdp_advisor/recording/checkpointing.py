@@ -48,6 +48,8 @@ def arguments(checkpointing: TapeCheckpointing, attention: str) -> dict[str, Any
             return {"use_reentrant": False, "early_stop": False, "context_fn": context}
         case "selective-trl":
             return {"use_reentrant": False, "context_fn": functools.partial(_contexts, _trl_policy)}
+        case "reentrant":
+            return {"use_reentrant": True}
         case "every":
             return {"use_reentrant": False, "context_fn": _plain_contexts}
         case _:

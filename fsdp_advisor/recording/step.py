@@ -268,7 +268,7 @@ class Step:
 
     def _begin(self, phase: TapePhase, stack: int, layer: int) -> None:
         self._segments.append(RawSegment(phase, stack, layer))
-        if phase == "backward" and stack != ROOT and self._key.checkpointing not in ("none", "full"):
+        if phase == "backward" and stack != ROOT and self._key.checkpointing not in ("none", "full", "reentrant"):
             self._segments[-1].recomputed = []
 
     def _phases_watched(self) -> contextlib.AbstractContextManager[None]:

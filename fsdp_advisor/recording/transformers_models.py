@@ -172,6 +172,8 @@ class TransformersSource:
             if checkpointing not in ("none", "every"):
                 keywords = checkpointing_arguments(checkpointing, attention)
                 module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)  # type: ignore[operator]
+            if checkpointing == "reentrant":  # without it no gradient reaches layers after frozen embeddings
+                module.enable_input_require_grads()  # type: ignore[operator]  # of every PreTrainedModel
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss: torch.Tensor = module(**batch).loss

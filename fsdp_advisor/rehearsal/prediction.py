@@ -75,7 +75,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         "micro-batch-size": str(batch[0] // sequences_per_example(task["name"])),
         "seq-len": str(batch[1]),
         "gradient-accumulation-steps": str(job.get("forwards_per_step", 1)),
-        "activation-checkpointing": "full" if model["checkpointing"] else "none",
+        "activation-checkpointing": _checkpointing(model),
         "attention": model["attention"] or "sdpa",
         "framework": job["framework"],
         **({"compile": "layer"} if model.get("compile", "none") == "layer" else {}),
@@ -90,6 +90,12 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         **_rank(job),
         **_engine(job["engine"]),
     }
+
+
+def _checkpointing(model: Mapping[str, Any]) -> str:
+    if not model["checkpointing"]:
+        return "none"
+    return "reentrant" if model.get("reentrant") else "full"
 
 
 def _loss(model: Mapping[str, Any], framework: str, task: str) -> dict[str, str]:

@@ -186,7 +186,7 @@ def work_of(profile: Profile, program: StepProgram, plan: Plan, device: Device, 
     """The compute of the tape's segments at the plan's batch."""
     b, t = plan.tape_shape
     options = WorkOptions(
-        checkpointing=plan.checkpointing == "full",
+        checkpointing=plan.checkpointing in ("full", "reentrant"),
         sequences=b * sequences_per_example(plan.task),
         masked=plan.batch_layout != "full" and plan.attention != "flash_attention_2",
         fp8=plan.fp8 != "none",

@@ -286,10 +286,9 @@ def transformers_trainer(
     optimizer = optimizer_of(plan).transformers
     if isinstance(optimizer, Refusal):
         raise MeasurementError(optimizer.reason, hint="try another --optim")
-    checkpointing = plan.checkpointing == "full"
     by_plugin = plugin_checkpoints(model, plan)
     fsdp = _fsdp_config(plan, _layer_classes(source, model, plan), checkpointing=by_plugin)
-    by_model = checkpointing and not by_plugin
+    by_model = plan.checkpointing in ("full", "reentrant") and not by_plugin
     with tempfile.TemporaryDirectory() as scratch:  # the Trainer creates its output directory, but writes nothing
         arguments = transformers.TrainingArguments(
             output_dir=scratch,
@@ -302,7 +301,7 @@ def transformers_trainer(
             per_device_train_batch_size=plan.micro_batch_size,
             gradient_accumulation_steps=plan.gradient_accumulation_steps,
             gradient_checkpointing=by_model,
-            gradient_checkpointing_kwargs={"use_reentrant": False} if by_model else None,
+            gradient_checkpointing_kwargs={"use_reentrant": plan.checkpointing == "reentrant"} if by_model else None,
             fsdp=bool(fsdp),
             fsdp_config=fsdp or None,
             parallelism_config=parallel,

@@ -225,7 +225,7 @@ def test_recipes_of_trl(command: str, options: dict[str, Any]) -> None:
             {"gpus": 16, "nnodes": 2, "micro_batch_size": 2, "strategy": "ddp", "framework": "trainer"}, "lf.yaml"),
         ("deepspeed --num_gpus 4 src/train.py --deepspeed ds.json --stage sft --finetuning_type full --cutoff_len 4096 --bf16"
             " --model_name_or_path gpt2",
-            {"gpus": 4, "seq_len": 4096, "backend": "deepspeed", "activation_checkpointing": "full"}, "ds.json"),
+            {"gpus": 4, "seq_len": 4096, "backend": "deepspeed", "activation_checkpointing": "reentrant"}, "ds.json"),
         ("axolotl train lora.yml --micro-batch-size 4 --launcher torchrun -- --nproc_per_node=8 --nnodes=2",
             {"gpus": 16, "nnodes": 2, "micro_batch_size": 4}, "lora.yml"),
         ("accelerate launch --num_processes 8 -m axolotl.cli.train examples/fft.yml --sequence_len=8192", {"gpus": 8, "seq_len": 8192},

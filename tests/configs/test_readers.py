@@ -89,6 +89,23 @@ def test_axolotl() -> None:
     assert "wandb_project" in said(found, "ignored")
 
 
+@pytest.mark.parametrize(
+    ("text", "shards"),
+    [("", "auto"), ("tiled_mlp_num_shards: 6", "6"), ("deepspeed: {zero_optimization: {stage: 3}}", "auto")],
+)
+def test_axolotls_tiled_mlp_is_read(text: str, shards: str) -> None:
+    found = read("axolotl.yaml", f"base_model: gpt2\nmicro_batch_size: 1\ntiled_mlp: true\n{text}\n")
+    assert found.options["tiled_mlp"] == shards and "tiled_mlp" not in said(found, "not_modelled")
+
+
+def test_axolotls_tiled_mlp_is_reported_where_it_fails_or_compiles() -> None:
+    tiled = "base_model: gpt2\nmicro_batch_size: 1\ntiled_mlp: true\n"
+    sharded = read("axolotl.yaml", f"{tiled}fsdp_version: 2\nfsdp_config: {{offload_params: false}}")
+    assert "tiled_mlp" not in sharded.options and "fails with FSDP2" in said(sharded, "not_modelled")
+    compiled = read("axolotl.yaml", f"{tiled}tiled_mlp_use_original_mlp: false")
+    assert compiled.options["tiled_mlp"] == "auto" and "compiles the shards" in said(compiled, "not_modelled")
+
+
 def test_settings_of_a_projection_are_read_and_others_are_reported() -> None:
     text = """
         model_name_or_path: Qwen/Qwen3-0.6B
@@ -153,7 +170,7 @@ def test_llama_factory_with_its_deepspeed_file(tmp_path: Path) -> None:
     found = from_paths([tmp_path / "sft.yaml"])
     assert found.options == {
         "model": "meta-llama/Meta-Llama-3-8B", "framework": "trainer", "seq_len": 4096, "attention": "flash_attention_2",
-        "micro_batch_size": 1, "gradient_accumulation_steps": 2, "precision": "bf16-mixed", "activation_checkpointing": "full",
+        "micro_batch_size": 1, "gradient_accumulation_steps": 2, "precision": "bf16-mixed", "activation_checkpointing": "reentrant",
         "strategy": "zero3", "backend": "deepspeed", "offload": "parameters", "offload_device": "cpu",
         "use_peft": True, "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "lora_target_modules": "all-linear",
         "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True, "bnb_4bit_quant_storage": "bfloat16",
@@ -170,7 +187,7 @@ def test_adam_mini_of_llamafactory_is_read(tmp_path: Path) -> None:
     assert from_paths([tmp_path / "sft.yaml"]).options["optim"] == "adam_mini"
 
 
-@pytest.mark.parametrize("value", ["true", "false"])
+@pytest.mark.parametrize(("value", "policy"), [("true", "reentrant"), ("false", "full")])
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -183,9 +200,18 @@ def test_adam_mini_of_llamafactory_is_read(tmp_path: Path) -> None:
         ("factory.yaml", "stage: sft\nfinetuning_type: full\ncutoff_len: 512\nuse_reentrant_gc: VALUE"),
     ],
 )  # fmt: skip
-def test_reentrant_checkpoints_are_reported(name: str, text: str, value: str) -> None:
+def test_reentrant_checkpoints_are_read(name: str, text: str, value: str, policy: str) -> None:
     found = read(name, text.replace("VALUE", value))
-    assert ("use_reentrant: recomputation" in said(found, "not_modelled")) is (value == "true")
+    assert found.options["activation_checkpointing"] == policy
+    assert "reentrant" not in said(found, "not_modelled")
+
+
+def test_reentrant_checkpoints_of_some_layers_are_reported() -> None:
+    keywords = "{use_reentrant: true, every_n_layers: 2}"
+    text = f"per_device_train_batch_size: 1\ngradient_checkpointing: true\ngradient_checkpointing_kwargs: {keywords}"
+    found = read("args.yaml", text)
+    assert found.options["activation_checkpointing"] == "every-2"
+    assert "use_reentrant with checkpoints of some layers" in said(found, "not_modelled")
 
 
 def test_a_named_file_that_is_missing_is_reported() -> None:

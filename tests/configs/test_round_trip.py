@@ -434,3 +434,31 @@ def test_configurations_without_a_choice_of_the_code_for_experts_are_refused(tar
     of = job(plan("zero3", backend, framework=TARGETS[target].framework, experts_implementation="eager"))
     with pytest.raises(UsageError, match="code for experts"):
         export(target, of)
+
+
+@pytest.mark.parametrize("shards", ["auto", "6"])
+@pytest.mark.parametrize(("target", "backend"), [("fsdp2", "fsdp2"), ("ddp", "ddp"), ("axolotl", "deepspeed")])
+def test_a_tiled_mlp_is_read_back(target: str, backend: str, shards: str) -> None:
+    strategy = "ddp" if backend == "ddp" else "zero3"
+    of = job(
+        plan(
+            strategy,
+            backend,
+            gpus=1 if backend == "ddp" else RANKS,
+            framework=TARGETS[target].framework,
+            tiled_mlp=shards,
+        )
+    )
+    exported = export(target, of)
+    assert plan_of(from_texts({exported.file_name: exported.text}), gpus=of.plan.world_size).tiled_mlp == shards
+
+
+@pytest.mark.parametrize("target", ["trainer", "axolotl", "llamafactory", "fsdp2", "trl"])
+def test_reentrant_checkpoints_are_read_back(target: str) -> None:
+    backend = "fsdp2" if target == "fsdp2" else "deepspeed"
+    more = {"loss_code": "trl"} if target == "trl" else {}
+    framework = TARGETS[target].framework
+    of = job(plan("zero3", backend, framework=framework, activation_checkpointing="reentrant", **more))
+    exported = export(target, of)
+    read = from_texts({exported.file_name: exported.text})
+    assert read.options["activation_checkpointing"] == "reentrant"

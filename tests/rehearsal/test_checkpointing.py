@@ -22,6 +22,7 @@ JOBS = dict(
         [
             ("torchtitan", ("torchtitan", "bf16-mixed", "sdpa", 4, 2048)),
             ("TRL's offload", ("trl:offload", "bf16-mixed", "sdpa", 4, 2048)),
+            ("reentrant", ("transformers:reentrant", "bf16-mixed", "sdpa", 4, 2048)),
             ("transformers, inputs on the host", ("transformers:offload", "bf16-mixed", "sdpa", 4, 2048)),
         ],
         [
@@ -30,6 +31,7 @@ JOBS = dict(
             ("TRL's offload in half precision", ("trl:offload", "bf16", "sdpa", 3, 2000)),
             ("saved tensors on the host", ("torch:saved", "bf16", "sdpa", 4, 2048)),
             ("saved tensors on the host, autocast", ("torch:saved", "bf16-mixed", "sdpa", 3, 1000)),
+            ("reentrant in half precision", ("transformers:reentrant", "bf16", "sdpa", 3, 2000)),
             ("trl", ("trl:selective", "bf16-mixed", "sdpa", 4, 2048)),
             ("transformers, every second layer", ("transformers:2", "bf16", "sdpa", 3, 2000)),
         ],
@@ -41,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "torchtitan": {"activation_checkpointing": "selective"},
     "trl:selective": {"activation_checkpointing": "selective"},
     "transformers:2": {"activation_checkpointing": "every-2"},
+    "transformers:reentrant": {"activation_checkpointing": "reentrant"},
     "transformers:offload": {"activation_checkpointing": "full", "activation_offload": True},
     "trl:offload": {"activation_offload": True},
     "trl:offload+full": {"activation_checkpointing": "full", "activation_offload": True},

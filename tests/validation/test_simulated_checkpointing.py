@@ -51,6 +51,8 @@ FEW: list[Case] = [
     _case("llama", "fsdp2", "selective"),
     _case("qwen3", "ddp", "every-3", precision="bf16"),
     _case("llama", "ddp", "selective", framework="trl"),
+    _case("llama", "fsdp2", "reentrant"),
+    _case("qwen3", "fsdp1", "reentrant", gradient_accumulation_steps="2"),
 ]
 MORE: list[Case] = [
     _case(model, engine, checkpointing, **more)
@@ -60,6 +62,8 @@ MORE: list[Case] = [
         ("selective", {}),
         ("every-2", {"gradient_accumulation_steps": "2"}),
         ("every-3", {"framework": "accelerate"}),
+        ("reentrant", {}),
+        ("reentrant", {"framework": "trainer"}),
     )
     if (model, checkpointing) != ("mixtral", "selective")
 ] + [
@@ -68,6 +72,9 @@ MORE: list[Case] = [
     _case("qwen3", "fsdp2", "selective", precision="fp32"),
     _case("llama", "fsdp2", "every-2", framework="trainer"),
     _case("qwen3", "ddp", "selective", loss="liger"),
+    _case("llama", "ddp", "reentrant", use_peft="true"),
+    _case("llama", "fsdp2", "reentrant", use_peft="true", dtype="bfloat16"),
+    _case("qwen3", "ddp", "reentrant", precision="bf16", gradient_accumulation_steps="2"),
 ]
 
 

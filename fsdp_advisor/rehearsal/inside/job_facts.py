@@ -167,6 +167,7 @@ def model_of(module: Any) -> dict[str, Any] | None:
                 "attention": getattr(config, "_attn_implementation", None),
                 "experts": _experts_of(each, config),
                 "checkpointing": any(_is_checkpointed(m) for m in each.modules()),
+                "reentrant": any(_is_reentrant(m) for m in each.modules()),
                 "compile": _compiled(module, each),
                 "loss": "liger" if each.forward.__module__.startswith("liger_kernel") else "auto",
                 "liger_kernels": any(_by_liger(m) for m in each.modules() if m is not each),
@@ -179,6 +180,12 @@ def _is_checkpointed(module: Any) -> bool:
     """Whether the module's activations are checkpointed: by transformers, or in PyTorch's wrapper, as accelerate's FSDP has it."""
     names = {kind.__name__ for kind in type(module).__mro__}  # FSDP2 makes a class of its own of each
     return getattr(module, "gradient_checkpointing", False) or "CheckpointWrapper" in names
+
+
+def _is_reentrant(module: Any) -> bool:
+    """Whether transformers checkpoints the module with `use_reentrant=True`."""
+    keywords = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", None) or {}
+    return keywords.get("use_reentrant") is True
 
 
 def _compiled(module: Any, model: Any) -> str:
