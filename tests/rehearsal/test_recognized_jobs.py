@@ -61,7 +61,11 @@ def test_a_base_of_bitsandbytes_is_recognized_by_its_settings(tmp_path: Path) ->
     }  # fmt: skip
     model = JOB["model"] | {"config": {"quantization_config": settings}, "peft": {"peft_type": "LORA"}}
     found = options(tmp_path, model=model, frozen_dtypes=["torch.bfloat16", "torch.float32"], autocast="torch.bfloat16")
-    assert (found["load-in-4bit"], found["bnb-4bit-quant-storage"], found["use-bnb-nested-quant"]) == ("true", "bfloat16", "true")
+    assert (found["load-in-4bit"], found["bnb-4bit-quant-storage"], found["use-bnb-nested-quant"]) == (
+        "true",
+        "bfloat16",
+        "true",
+    )
     assert found["precision"] == "bf16-mixed" and "dtype" not in found
     assert "quantization_config" not in (tmp_path / "config.json").read_text()
 
