@@ -68,7 +68,7 @@ def estimate_plan(
             )
         return _count_estimate(model.parameters, plan, gpu)
     try:
-        selected = select_step_tape(model, plan)
+        selected = select_step_tape(model, plan, gpu)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and not model.is_catalogued:
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
@@ -90,7 +90,7 @@ def _evaluation_tape(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Plan, Tape]
     own, profile = plan.evaluation_plan, model.profile
     if own is None or profile is None:
         return None
-    return own, gpu_tape(profile, select_tape(model, own), own, gpu)
+    return own, gpu_tape(profile, select_tape(model, own, gpu), own, gpu)
 
 
 def _evaluation_bytes(profile: Profile, plan: Plan, evaluation: tuple[Plan, Tape] | None) -> int | None:

@@ -142,8 +142,9 @@ def _key(
     return TapeKey(engine, precision, attention, checkpointing, batch_is_one, wrap=wrap)
 
 
-def select_tape(model: Resolved, plan: Plan) -> tuple[TapeKey, Tape]:
-    """The plan's tape on a CPU and its key. A tape that is missing is recorded now, if that is allowed, and added to the profile.
+def select_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tuple[TapeKey, Tape]:
+    """The plan's tape on a CPU and its key. A tape that is missing is recorded now, if that is allowed, and added to the profile, as are
+    the tapes of a GPU's kernels: of `gpu`, or of every GPU.
 
     If it cannot be recorded, falls back to a tape that differs little: of FSDP1 with autocast to the one without, which counts no
     casts; of reentrant checkpoints to the one of others.
@@ -156,14 +157,14 @@ def select_tape(model: Resolved, plan: Plan) -> tuple[TapeKey, Tape]:
         checkpointing="full" if key.checkpointing == "reentrant" else key.checkpointing,
     )
     try:
-        return _for_any_batch(model, profile, plan, key)
+        return _for_any_batch(model, profile, plan, key, gpu)
     except (MissingExtra, NotRecordable) as error:
         if similar == key or (model.recording_allowed and not isinstance(error, MissingExtra)):
             raise
-        return _for_any_batch(model, profile, plan, similar)
+        return _for_any_batch(model, profile, plan, similar, gpu)
 
 
-def select_step_tape(model: Resolved, plan: Plan) -> tuple[TapeKey, Tape]:
+def select_step_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tuple[TapeKey, Tape]:
     """The tape of a row of an estimate, and its key.
 
     This is the tape of `select_tape`, or a GPU tape for any micro-batch and length if the CPU's is valid for one alone.
@@ -180,7 +181,7 @@ def select_step_tape(model: Resolved, plan: Plan) -> tuple[TapeKey, Tape]:
             for other in others:  # another GPU runs these kernels; `gpu_tape` finds only tapes that are recorded
                 model.tape(other)
             return first, tape
-    return select_tape(model, plan)
+    return select_tape(model, plan, gpu)
 
 
 def _profile_of(model: Resolved) -> Profile:
@@ -194,7 +195,9 @@ def _is_refused(profile: Profile, key: TapeKey, kind: type[AdvisorError]) -> boo
     return refusal is not None and refusal["kind"] == kind.__name__
 
 
-def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey) -> tuple[TapeKey, Tape]:
+def _for_any_batch(
+    model: Resolved, profile: Profile, plan: Plan, key: TapeKey, gpu: Gpu | None
+) -> tuple[TapeKey, Tape]:
     """The key's tape for any micro-batch and length, or the plan's own tape, for its micro-batch and length alone.
 
     To record a tape for any takes three steps or more; the plan's own takes one. So the first question about a code path records its
@@ -202,10 +205,10 @@ def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey) 
     """
     own = replace(key, at=plan.tape_shape)
     if _is_first_question(model, profile, key, own):
-        return _with_attention(model, profile, plan, own)
+        return _with_attention(model, profile, plan, own, gpu)
     with contextlib.suppress(NotPolynomial):
-        return _with_attention(model, profile, plan, key)
-    return _with_attention(model, profile, plan, own)
+        return _with_attention(model, profile, plan, key, gpu)
+    return _with_attention(model, profile, plan, own, gpu)
 
 
 def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: TapeKey) -> bool:
@@ -217,7 +220,9 @@ def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: Tap
     return not_polynomial or (key.name not in profile.tapes and (own.name in profile.tapes or model.is_new(key)))
 
 
-def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey) -> tuple[TapeKey, Tape]:
+def _with_attention(
+    model: Resolved, profile: Profile, plan: Plan, key: TapeKey, gpu: Gpu | None
+) -> tuple[TapeKey, Tape]:
     """The key's tape. Falls back to eager attention if the model does not support sdpa, as transformers does."""
     if model.from_catalog and key.name in profile.tapes:
         return key, model.tape(key)
@@ -230,9 +235,19 @@ def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey)
         if plan.attention != "sdpa":
             raise
         key, tape = eager, model.tape(eager)
-    for on_gpu in gpu_tape_keys(key, window_filled=_needs_window(profile, key, plan)):
+    for on_gpu in _keys_to_record(key, gpu, window_filled=_needs_window(profile, key, plan)):
         _record_on_gpu(model, on_gpu)
     return key, tape
+
+
+def _keys_to_record(key: TapeKey, gpu: Gpu | None, *, window_filled: bool) -> tuple[TapeKey, ...]:
+    """The keys of the tapes of a GPU's kernels: of this GPU, or of every GPU. To compile a step again for other kernels takes long."""
+    keys = gpu_tape_keys(key, window_filled=window_filled)
+    if gpu is None:
+        return keys
+    recorded = [each.name for each in keys]
+    own = gpu_tape_key(key, gpu.compute_capability, window_filled=window_filled, recorded=recorded)
+    return (own,) if own in keys else keys
 
 
 def _lacks_sdpa(profile: Profile) -> bool:
@@ -283,7 +298,7 @@ def step_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
     if not model.from_catalog and model.recording_allowed:
         with contextlib.suppress(AdvisorError):  # then the CPU's tape, or its error
             return _recorded_for(model, profile, plan, gpu)
-    return gpu_tape(profile, select_step_tape(model, plan), plan, gpu)
+    return gpu_tape(profile, select_step_tape(model, plan, gpu), plan, gpu)
 
 
 def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Tape:
@@ -306,7 +321,7 @@ def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Ta
 
 def recorded_gpu_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
     """`gpu_tape`. Records it first if it is missing and can be recorded."""
-    key, tape = select_tape(model, plan)
+    key, tape = select_tape(model, plan, gpu)
     try:
         return model.tape(gpu_tape_key_of(_profile_of(model), key, plan, gpu))
     except NotRecordable:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_llama import LLAMA, write
 
 from fsdp_advisor import estimate
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.report import Report
 
 pytestmark = pytest.mark.slow
@@ -63,3 +69,22 @@ def test_a_row_of_all_tokens_makes_a_mask_only_without_flash_attention(model: st
 def test_flash_attention_leaves_padding_out(model: str) -> None:
     most, some = (peak(model, padding_fraction=f, attention="flash_attention_2") for f in (0.2, 0.8))
     assert some < most
+
+
+def test_a_masked_step_is_recorded_with_the_kernels_of_the_gpu_alone(home: Path) -> None:
+    """Under a mask, sdpa runs cuDNN's kernel on an H100 and not on an A100."""
+    model = str(write(home / "model" / "config.json", {**LLAMA, "vocab_size": 999}))
+    resolved = resolve(model)
+    assert resolved.profile is not None
+    for gpu, kernels in (("A100-80GB", {"default"}), ("H100-80GB", {"default", "cudnn"})):
+        job = {
+            "model": model,
+            "gpu": gpu,
+            "strategy": "ddp",
+            "precision": "bf16",
+            "seq_len": 256,
+            "micro_batch_size": 4,
+        }
+        estimate_resolved(make_request({**job, "padding_fraction": 0.3}), resolved)
+        keys = map(TapeKey.from_name, resolved.profile.tapes)
+        assert {key.kernel for key in keys if key.device == "gpu"} == kernels

@@ -104,7 +104,8 @@ def _at_moment(job: Job, moment: Moment) -> tuple[dict[Category, int], str]:
     if phase is None:
         return {**{name: breakdown[name] for name in ACCOUNTS}, **outside}, "the peak of the step"
     plan = job.plan
-    tape = gpu_tape(profile, select_step_tape(job.model, plan), plan, gpu_of(job.request)[0])
+    gpu, *_ = gpu_of(job.request)
+    tape = gpu_tape(profile, select_step_tape(job.model, plan, gpu), plan, gpu)
     moments = step_moments(step_program(profile, tape, plan), *plan.tape_shape, phase)
     number = _visit(moment, len(moments))
     if number is None:
