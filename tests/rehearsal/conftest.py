@@ -15,7 +15,6 @@ from warm_process import SCRIPTS, Warm
 
 from fsdp_advisor.hardware.lookup import find_gpu
 from fsdp_advisor.rehearsal.environment import environment
-from fsdp_advisor.rehearsal.inside.launchers import free_port, variables_of
 
 Run = Callable[..., dict[str, Any]]
 
@@ -57,9 +56,7 @@ def run_on_ranks(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A function that runs a script on each of `gpus` simulated H100s and returns what rank 0 found."""
 
     def started(script: str, *words: str, gpus: int) -> dict[str, Any]:
-        port = free_port()
-        ranks = [variables_of(rank, gpus, gpus, port) for rank in range(gpus)]
-        printed = warm.run(script, words, tmp_path_factory.mktemp("ranks"), ranks, gpus)
+        printed = warm.run_ranks(script, words, tmp_path_factory.mktemp("ranks"), gpus)
         found = [json.loads(text) for text in re.findall(r'\{"rank.*?\}', printed)]
         assert len(found) == gpus, printed
         return dict(found[0])

@@ -19,6 +19,7 @@ from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.rehearsal.build import find_installation
 from fsdp_advisor.rehearsal.launch import interpreter_of
 from fsdp_advisor.rehearsal.rehearse import Settings, rehearse
+from fsdp_advisor.rehearsal.report import Rehearsal
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +40,37 @@ for step in range(3):
         torch.cuda.reset_peak_memory_stats()
         own.append([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()])
 print(json.dumps(own), flush=True)
+"""
+
+UNUSUAL = """
+import os, subprocess, torch
+x = torch.randn(64, 64, device="cuda")
+for function in (torch.linalg.qr, torch.linalg.svd, torch.linalg.eigh, torch.linalg.eig, torch.linalg.pinv, torch.fft.fft,
+                 torch.linalg.cholesky_ex, torch.linalg.lu_factor_ex, torch.linalg.inv_ex, torch.sort, torch.cumsum):
+    function(x) if function is not torch.cumsum else function(x, 0)
+torch.linalg.svd(torch.randn(4, 16, 16, device="cuda"))
+torch.linalg.solve_ex(x, x)
+print("functions ran", flush=True)
+if os.fork() == 0:
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError as error:
+        print("child:", error, flush=True)
+    os._exit(0)
+os.wait()
+model = torch.nn.Linear(64, 64, bias=False).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+backwards = 0
+def step_every_second_time(parameter):
+    global backwards
+    backwards += 1
+    if backwards % 2 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+model.weight.register_post_accumulate_grad_hook(step_every_second_time)
+for micro_batch in range(4):
+    model(torch.randn(2, 64, device="cuda")).sum().backward()
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000) # orphan-of-rehearsal"], start_new_session=True)
 """
 
 EXHAUST = """
@@ -77,9 +109,15 @@ def still_running(word: str) -> list[str]:
     return found
 
 
-def test_the_script_reads_the_same_peaks_as_without_a_meter_and_the_report_has_them(run: Run) -> None:
-    status, found, printed = run(TRAIN, "--steps", "0")
+def test_the_report_has_the_peaks_that_the_script_reads_and_a_caught_out_of_memory_error_is_no_failure(
+    run: Run,
+) -> None:
+    caught = (
+        "try:\n    torch.empty(90 << 30, device='cuda', dtype=torch.uint8)\nexcept torch.OutOfMemoryError:\n    pass\n"
+    )
+    status, found, printed = run(TRAIN + caught, "--steps", "0")
     assert (status, found["outcome"]) == (0, "completed")
+    assert len(found["ranks"][0]["out_of_memory"]) == 1
     own = json.loads(next(line for line in printed.splitlines() if line.startswith("[[")))
     weights, inputs, state = 4096 * 4097 * 4, 1024 * 4096 * 4, 2 * 4096 * 4097 * 4
     assert own[1][0] < own[0][0], "the script's own reset lowers its peak"
@@ -93,26 +131,6 @@ def test_the_script_reads_the_same_peaks_as_without_a_meter_and_the_report_has_t
     steps = [(step, phase) for step in (1, 2, 3) for phase in ("forward", "backward", "optimizer")]
     assert order == [(0, "setup"), *steps]
     assert rank["phases"][3]["peak_allocated_bytes"] > rank["phases"][2]["allocated_bytes_at_end"], "AdamW's state"
-
-
-def test_an_optimizer_that_steps_in_backward_ends_the_step(run: Run) -> None:
-    text = """
-import torch
-model = torch.nn.Linear(64, 64, bias=False).cuda()
-optimizer = torch.optim.SGD(model.parameters())
-backwards = 0
-def step_every_second_time(parameter):
-    global backwards
-    backwards += 1
-    if backwards % 2 == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-model.weight.register_post_accumulate_grad_hook(step_every_second_time)
-for micro_batch in range(4):
-    model(torch.randn(2, 64, device="cuda")).sum().backward()
-"""
-    status, found, _ = run(text, "--steps", "0")
-    assert status == 0 and found["ranks"][0]["steps"] == 2
 
 
 def test_the_script_is_ended_after_the_wanted_steps(run: Run) -> None:
@@ -142,15 +160,6 @@ def test_out_of_memory_says_what_was_requested_where(run: Run, tmp_path: Path) -
     assert failed["phase"] == "optimizer" and failed["step"] == 1
     assert "train.py:9" in failed["frames"][0]
     assert Path(failed["snapshot"]).stat().st_size > 0
-
-
-def test_a_caught_out_of_memory_error_is_no_failure(run: Run) -> None:
-    text = (
-        TRAIN
-        + "\ntry:\n    torch.empty(90 << 30, device='cuda', dtype=torch.uint8)\nexcept torch.OutOfMemoryError:\n    pass\n"
-    )
-    status, found, _ = run(text, "--steps", "0")
-    assert status == 0 and len(found["ranks"][0]["out_of_memory"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -210,30 +219,6 @@ def test_an_ended_rehearsal_leaves_no_process_and_no_folder(rehearsal_python: Pa
     assert still_running(str(tmp_path / "train.py")) == [] and list(tmp_path.glob("rehearsal-*")) == []
 
 
-def test_processes_that_outlive_the_command_are_ended(run: Run) -> None:
-    text = """
-import subprocess, sys, torch
-torch.zeros(1, device="cuda")
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000) # orphan-of-rehearsal"], start_new_session=True)
-"""
-    status, found, _ = run(text)
-    assert status == 0 and found["ended"]["leftovers"] >= 1
-    assert still_running("orphan-of-rehearsal") == []
-
-
-def test_a_forked_process_that_uses_the_gpu_fails_as_on_a_gpu(run: Run) -> None:
-    text = """
-import os, torch
-torch.zeros(1, device="cuda")
-if os.fork() == 0:
-    torch.zeros(1, device="cuda")
-print("child:", os.wait()[1] != 0)
-"""
-    status, found, printed = run(text)
-    assert status == 0 and "child: True" in printed and "Cannot re-initialize CUDA in forked subprocess" in printed
-    assert len(found["ranks"]) == 1
-
-
 def test_what_is_not_simulated_is_refused_with_what_to_disable(run: Run) -> None:
     text = """
 import ctypes, torch
@@ -246,19 +231,36 @@ torch.zeros(1, device="cuda").untyped_storage()._share_cuda_()
     assert "calls cudaIpcGetMemHandle" in printed and "disable sharing of CUDA tensors between processes" in printed
 
 
-def test_functions_that_ask_for_a_workspace_run(run: Run) -> None:
-    text = """
-import torch
-x = torch.randn(64, 64, device="cuda")
-for function in (torch.linalg.qr, torch.linalg.svd, torch.linalg.eigh, torch.linalg.eig, torch.linalg.pinv, torch.fft.fft,
-                 torch.linalg.cholesky_ex, torch.linalg.lu_factor_ex, torch.linalg.inv_ex, torch.sort, torch.cumsum):
-    function(x) if function is not torch.cumsum else function(x, 0)
-torch.linalg.svd(torch.randn(4, 16, 16, device="cuda"))
-torch.linalg.solve_ex(x, x)
-"""
-    status, found, printed = run(text)
-    assert status == 0, printed
-    assert found["peak_allocated_bytes"] < 64 << 20, "no workspace of an undefined size"
+@pytest.fixture(scope="module")
+def unusual(rehearsal_python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Rehearsal, str]:
+    """The rehearsal of one script that does several unusual things, and what it prints. Each process takes seconds to import torch."""
+    folder = tmp_path_factory.mktemp("unusual")
+    (folder / "train.py").write_text(f"import sys\nsys.stdout = open({str(folder / 'out')!r}, 'w')\n{UNUSUAL}")
+    settings = Settings(gpu="A100-80GB", steps=0, predict=False, quiet=True)
+    return rehearse([str(rehearsal_python), str(folder / "train.py")], settings), (folder / "out").read_text()
+
+
+def test_functions_that_ask_for_a_workspace_run(unusual: tuple[Rehearsal, str]) -> None:
+    found, printed = unusual
+    assert found.outcome == "completed" and "functions ran" in printed
+    assert found.ranks[0].phases[0].peak_allocated_bytes < 64 << 20, "no workspace of an undefined size"
+
+
+def test_a_forked_process_that_uses_the_gpu_fails_as_on_a_gpu(unusual: tuple[Rehearsal, str]) -> None:
+    found, printed = unusual
+    assert "child: Cannot re-initialize CUDA in forked subprocess" in printed
+    assert len(found.ranks) == 1
+
+
+def test_an_optimizer_that_steps_in_backward_ends_the_step(unusual: tuple[Rehearsal, str]) -> None:
+    found, _ = unusual
+    assert found.ranks[0].steps == 2
+
+
+def test_processes_that_outlive_the_command_are_ended(unusual: tuple[Rehearsal, str]) -> None:
+    found, _ = unusual
+    assert found.ended.status == 0 and found.ended.leftovers >= 1
+    assert still_running("orphan-of-rehearsal") == []
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fsdp_advisor.hardware.lookup import find_gpu
 from fsdp_advisor.rehearsal.environment import environment
+from fsdp_advisor.rehearsal.inside.launchers import free_port, variables_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -38,6 +39,11 @@ class Warm:
         statuses = json.loads(self.process.stdout.readline())
         assert not any(statuses), "\n".join((folder / f"{rank}.err").read_text()[-3000:] for rank in range(len(ranks)))
         return "".join((folder / f"{rank}.out").read_text() for rank in range(len(ranks)))
+
+    def run_ranks(self, script: str, words: Sequence[str], folder: Path, gpus: int) -> str:
+        """What the ranks of a script print, one for each of so many GPUs of one node."""
+        port = free_port()
+        return self.run(script, words, folder, [variables_of(rank, gpus, gpus, port) for rank in range(gpus)], gpus)
 
     def _machine(self, gpus: int) -> dict[str, str]:
         return environment(self.python, find_gpu(self.gpu), gpus, outside=os.environ | {"HF_HUB_OFFLINE": "1"})
