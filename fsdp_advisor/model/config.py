@@ -172,6 +172,8 @@ def _text_part(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 def _language_part(config: Config) -> Config | None:
     """The configuration of a multimodal model's language model; None if the model is no such model."""
+    if any(str(name).endswith("ForImageClassification") for name in config.get("architectures") or ()):
+        return None  # CLIP's, which has no part for text
     for key in _LANGUAGE_PARTS:
         if isinstance(inner := config.get(key), dict) and inner:
             return _language_part(inner) or inner

@@ -93,6 +93,8 @@ def _catalogued(entry: catalog.Entry, wanted: str, recording_allowed: bool) -> R
         notes = (f"{wanted} has the shapes of {entry.id}, whose profile is used",)
     if entry.task == "image-text-to-text":
         notes += (trained_on_text(entry.model_type),)
+    if "embedding" in entry.id.lower():
+        notes += (_embeds(entry.id, entry.task),)
     if not entry.has_tapes:
         notes += _about_recording(entry)
     return Resolved(
@@ -104,6 +106,17 @@ def _catalogued(entry: catalog.Entry, wanted: str, recording_allowed: bool) -> R
         notes,
         recording_allowed,
         recorded_locally=not entry.has_tapes,
+    )
+
+
+def _embeds(name: str, task: str) -> str:
+    """A note on a model of embeddings, whose usual training is another step than the one that is estimated.
+
+    Source: sentence-transformers 5, losses/MultipleNegativesRankingLoss.py, which runs the model on each text of a pair.
+    """
+    return (
+        f"{name} is estimated with the head and the loss of {task}; contrastive training of embeddings has neither, and runs the texts of a"
+        " pair one after the other: it is not modelled"
     )
 
 
@@ -165,4 +178,7 @@ def configured(data: bytes, name: str, source: Literal["config", "hub"], notes: 
             notes += (
                 f"the cache folder {cache.folder() or ''} cannot be written: the model will be recorded again each time",
             )
+    named = [str(kind) for kind in config.get("architectures") or ()]
+    if profile.task in ("causal-lm", "masked-lm") and any(re.fullmatch(r"(?!.*Head).*Model", kind) for kind in named):
+        notes += (_embeds(name, profile.task),)
     return Resolved(name, source, profile, profile.parameters, profile.trainable_parameters, notes, packed=packed)

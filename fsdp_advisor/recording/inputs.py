@@ -98,13 +98,19 @@ def _frames(config: Any, names: Collection[str], b: int, t: int) -> Batch:
         for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
             samples = (samples - 1) * stride + kernel
         return {"input_values": torch.zeros(b, samples)}
-    if hasattr(encoder, "max_source_positions"):  # Whisper
-        return {"input_features": torch.zeros(b, encoder.num_mel_bins, 2 * encoder.max_source_positions)}
     if (width := getattr(config, "feature_projection_input_dim", None)) is not None:
         return {"input_features": torch.zeros(b, t, width)}
-    factor = getattr(encoder, "subsampling_factor", None) or encoder.subsampling_conv_stride**2
-    features = torch.zeros(b, t * factor, encoder.num_mel_bins)
-    return {"input_features": features, "attention_mask": torch.ones(b, t * factor, dtype=torch.bool)}
+    if hasattr(encoder, "max_source_positions"):  # Whisper
+        return {"input_features": torch.zeros(b, encoder.num_mel_bins, 2 * encoder.max_source_positions)}
+    if (
+        halvings := getattr(encoder, "subsample_layers", None)
+    ) is not None:  # Granite Speech, whose processor joins four frames
+        factor, width = 2 ** len(halvings), 4 * encoder.num_mel_bins
+    else:
+        factor = getattr(encoder, "subsampling_factor", None) or encoder.subsampling_conv_stride**2
+        width = encoder.num_mel_bins
+    mask = torch.ones(b, t * factor, dtype=torch.bool)
+    return {"input_features": torch.zeros(b, t * factor, width), "attention_mask": mask}
 
 
 def _pair(value: int | list[int] | tuple[int, int]) -> tuple[int, int]:

@@ -40,7 +40,9 @@ _AUTO = {
     "audio-classification": "AutoModelForAudioClassification",
 }
 TASKS = tuple(_AUTO)
-_READ_VALUES = frozenset({"ctc", "audio-classification", "flaubert", "longformer", "speecht5", "xlm", "xmod"})
+_READ_VALUES = frozenset({
+    "ctc", "audio-classification", "flaubert", "longformer", "speech-encoder-decoder", "speecht5", "xlm", "xmod",
+})  # fmt: skip
 """Tasks and types of models whose code reads values of the batch, such as the largest label, lengths or which tokens are masked."""
 _NAMED_ALONE = ("sequence-classification", "token-classification", "audio-classification")
 """Tasks of a configuration that names their class: most models have a class for them, too."""
@@ -122,13 +124,16 @@ class TransformersSource:
         return model.train()
 
     def stacks(self, module: nn.Module) -> list[LayerStack]:
-        """The lists of layers whose classes transformers names in `_no_split_modules`."""
+        """The lists of layers whose classes transformers names in `_no_split_modules`. Of lists within such a layer, as in ConvNeXt's
+        stages, only the inner ones.
+        """
         names = set(getattr(module, "_no_split_modules", None) or ())
-        return [
+        found = [
             LayerStack(path, tuple(layers))
             for path, layers in module.named_modules()
             if isinstance(layers, nn.ModuleList) and len(layers) > 1 and type(layers[0]).__name__ in names
         ]
+        return [stack for stack in found if not any(other.path.startswith(f"{stack.path}.") for other in found)]
 
     def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
         own = {path: _nearest_config(module, path) for path in kept}

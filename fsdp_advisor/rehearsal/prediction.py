@@ -204,7 +204,9 @@ def _precision(job: Mapping[str, Any]) -> dict[str, str]:
     dtypes = job["frozen_dtypes"] if job["model"]["peft"] else job["dtypes"]
     computes = f"{job.get('autocast')} {job['engine'].get('precision')}"
     half = "bfloat16" if "bfloat16" in computes else "float16" if "float16" in computes else None
-    if _quantization(job["model"]["config"].get("quantization_config") or {}):  # whose other weights PEFT may store in fp32
+    if _quantization(
+        job["model"]["config"].get("quantization_config") or {}
+    ):  # whose other weights PEFT may store in fp32
         return {"precision": {"bfloat16": "bf16-mixed", "float16": "fp16-mixed", None: "bf16"}[half]}
     match dtypes, half:
         case ["torch.bfloat16"], None:

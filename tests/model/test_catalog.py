@@ -176,6 +176,12 @@ def test_names_of_2026_resolve_as_people_type_them(typed: str) -> None:
     assert resolve(typed, allow_hub=False, allow_recording=False).name == AS_TYPED[typed]
 
 
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-Embedding-0.6B", "google/embeddinggemma-300m"])
+def test_model_of_embeddings_says_that_contrastive_training_is_not_modelled(name: str) -> None:
+    (note,) = resolve(name, allow_hub=False, allow_recording=False).notes
+    assert "contrastive training of embeddings" in note and "not modelled" in note
+
+
 def test_models_without_tapes_are_those_that_the_table_says() -> None:
     assert lacks_tapes("longcat flash") and lacks_tapes("state-spaces/mamba-130m-hf")
     assert not any(map(lacks_tapes, ("gpt2", "qwen3 8b", "smollm3 3b", "nobody/nothing", "7B", "qwen3.5")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import threading
@@ -67,6 +68,13 @@ def test_repository_with_the_same_shapes_adds_a_note() -> None:
     found = resolve("tiny-org/tiny-llama-CHAT")
     assert found.name == "tiny-org/Tiny-Llama"
     assert found.notes == ("tiny-org/tiny-llama-CHAT has the shapes of tiny-org/Tiny-Llama, whose profile is used",)
+
+
+@pytest.mark.parametrize(("kind", "notes"), [("LlamaModel", 1), ("LlamaForCausalLM", 0)])
+def test_configuration_without_a_head_says_which_step_is_estimated(home: Path, kind: str, notes: int) -> None:
+    path = home / "config.json"
+    path.write_text(json.dumps({**LLAMA, "architectures": [kind], "hidden_size": 32}))
+    assert sum("head and the loss of causal-lm" in note for note in resolve(str(path)).notes) == notes
 
 
 def test_catalog_model_needs_no_heavy_import() -> None:

@@ -70,7 +70,10 @@ EXTRA: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": HEAD,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "ministral": HEAD,
+    "moonshine_streaming": {"num_key_value_heads": 8},
     "nemotron": {"num_key_value_heads": 8},
+    "wav2vec2-bert": {"vocab_size": 32},
+    "wav2vec2-conformer": {"vocab_size": 32},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"]},
 }  # fmt: skip
@@ -150,7 +153,8 @@ def small_config(model_type: str) -> dict[str, Any]:
     values: dict[str, Any] = {"model_type": model_type}
     for name, value in SMALL.items():
         own = getattr(kind, "attribute_map", {}).get(name, name)
-        if name in names and isinstance(plain.get(own), int) and plain[own] > value:
+        is_depth = own != "num_stages"  # of ConvNeXt, whose stages have lists of widths
+        if name in names and is_depth and isinstance(plain.get(own), int) and plain[own] > value:
             values[own] = value
     kinds = plain.get("layer_types")
     if isinstance(kinds, list) and "num_hidden_layers" in values:

@@ -35,12 +35,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ParakeetForCTC": {"model_type": "parakeet_ctc", "encoder_config": SMALL},
     "ASTForAudioClassification": {"model_type": "audio-spectrogram-transformer", **SMALL},
     "ResNetForImageClassification": {"model_type": "resnet", "depths": [1, 1, 1, 1]},
+    "ConvNextForImageClassification": {"model_type": "convnext", "depths": [2, 1, 1, 1], "hidden_sizes": [16, 32, 48, 64]},
+    "CLIPForImageClassification": {
+        "model_type": "clip", "vision_config": {**SMALL, "model_type": "clip_vision_model"},
+        "text_config": {**SMALL, "model_type": "clip_text_model"},
+    },
 }  # fmt: skip
 TASKS = {
     "Wav2Vec2ForCTC": "ctc", "HubertForSequenceClassification": "audio-classification",
     "BertForTokenClassification": "token-classification",
     "LlamaForSequenceClassification": "sequence-classification", "ParakeetForCTC": "ctc",
     "ASTForAudioClassification": "audio-classification", "ResNetForImageClassification": "image-classification",
+    "ConvNextForImageClassification": "image-classification", "CLIPForImageClassification": "image-classification",
 }  # fmt: skip
 JOB = {"strategy": "zero3", "backend": "fsdp2", "gpus": "2", "seq_len": "64", "micro_batch_size": "2"}
 
@@ -56,7 +62,7 @@ def _config(name: str, folder: Path) -> str:
 )
 def test_peaks_equal_those_of_pytorch(name: str, tmp_path: Path) -> None:
     request = {**JOB, "model": _config(name, tmp_path)}
-    if name.startswith("ResNet"):
+    if name.startswith(("ResNet", "ConvNext")):  # without attention
         request |= {"attention": "eager", "seq_len": "1"}
     predicted, simulated = predicted_and_simulated(make_request(request))
     assert predicted == simulated
