@@ -35,7 +35,7 @@ def row(model: str, **options: Any) -> StrategyEstimate:
     ("options", "message"),
     [
         ({"framework": "torch"}, "the evaluation of framework torch is not modelled"),
-        ({"framework": "trl", "task": "dpo"}, "task dpo is not modelled"),
+        ({"framework": "trl", "task": "reward"}, "task reward is not modelled"),
         ({"framework": "trl", "compute_metrics": True, "eval_samples": 8}, "a second forward with logits"),
         ({"eval_strategy": "no", "compute_metrics": True}, "the job does not evaluate"),
         ({"compute_metrics": True}, "whose size is unknown"),

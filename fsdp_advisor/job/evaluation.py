@@ -62,7 +62,7 @@ def evaluation_of(request: EstimateRequest) -> Evaluation | None:
         raise UsageError(
             f"the evaluation of framework {request.framework} is not modelled", hint="--framework trainer or trl has it"
         )
-    if request.task != "sft":
+    if request.task not in ("sft", "dpo", "kto"):
         raise UsageError(
             f"the evaluation of --task {request.task} is not modelled yet",
             hint="leave --eval-strategy out, or rehearse the job",

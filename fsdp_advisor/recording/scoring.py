@@ -28,13 +28,14 @@ def phases_watched(changed: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scoring(phase: ScoringPhase) -> Iterator[None]:
-    """Context in which a model runs without gradients, in this phase of the tape."""
+    """Context in which a model runs without gradients, in this phase of the tape. In an evaluation a reference has its own."""
+    before = _Current.phase
     _enter(phase)
     try:
         with torch.no_grad():
             yield
     finally:
-        _enter(None)
+        _enter(before)
 
 
 def _enter(phase: ScoringPhase | None) -> None:

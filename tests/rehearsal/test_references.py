@@ -52,3 +52,33 @@ def test_steps_need_what_is_predicted(name: str, run_on_ranks: Callable[..., dic
     found = run_on_ranks("preferences.py", json.dumps(CONFIG), job, gpus=options.get("gpus", 1))
     row = predicted(tmp_path, **{"task": "dpo", **options})
     assert row.peak_allocated_bytes == pytest.approx(found["allocated"], rel=1e-3)
+
+
+EVALUATING: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 64}
+EVALUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
+    taken(
+        [("a copy that FSDP2 shards", (FSDP2_SETTINGS, FSDP2_OPTIONS))],
+        [
+            ("a copy", ({}, {})),
+            ("adapters that are switched off", (LORA_SETTINGS, LORA_OPTIONS)),
+            ("KTO with a copy", ({"task": "kto"}, {"task": "kto"})),
+            (
+                "log-probabilities in the batch",
+                ({"precompute_ref_log_probs": True}, {"precompute_ref_log_probs": True}),
+            ),
+        ],
+    )
+)
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_evaluations_need_what_is_predicted(
+    name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
+) -> None:
+    """They are larger than the steps."""
+    settings, options = EVALUATIONS[name]
+    job = json.dumps({**SETTINGS, "task": "dpo", **EVALUATING, **settings})
+    found = run_on_ranks("preferences.py", json.dumps(CONFIG), job, gpus=options.get("gpus", 1))
+    row = predicted(tmp_path, **{"task": "dpo", "eval_strategy": "steps", "per_device_eval_batch_size": 64, **options})
+    assert row.evaluation is not None and found["evaluated"] > found["allocated"]
+    assert row.evaluation.allocated_peak_bytes == pytest.approx(found["evaluated"], rel=1e-3)

@@ -1,4 +1,4 @@
-"""The peak of training steps of TRL's trainers on preferences, and the peak after the first step on each rank.
+"""The peak of training steps of TRL's trainers on preferences after the first, and of their evaluations, on each rank.
 
 Arguments: the model's configuration and the job, as JSON: task, precision, micro-batch, sequence length, and more settings of the
 task's configuration; `lora` for adapters.
@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from evaluation import EvaluationPeak
 from peft import LoraConfig
-from training import SteadyPeak, tokenizer
+from training import tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 
@@ -53,7 +54,7 @@ def main() -> None:
     config, job = (json.loads(word) for word in sys.argv[1:])
     length, lora = job.pop("length"), job.pop("lora", False)
     precision, task = job.pop("precision"), job.pop("task")
-    rows = 8 * job["per_device_train_batch_size"]
+    rows = max(8 * job["per_device_train_batch_size"], 4 * job.get("per_device_eval_batch_size", 0))
     configuration, trainer_class = TRAINERS[task]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     settings = AutoConfig.for_model(**config)
@@ -68,14 +69,16 @@ def main() -> None:
         max_steps=3, optim="adamw_torch_fused", output_dir="out", report_to="none", save_strategy="no",
         bf16=precision == "bf16-mixed", max_length=length, disable_tqdm=True, **job,
     )  # fmt: skip
+    data = Dataset.from_dict(examples(task, rows, length))
     trainer = trainer_class(
-        *models, args=arguments, train_dataset=Dataset.from_dict(examples(task, rows, length)), processing_class=tokenizer(),
+        *models, args=arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer(),
         peft_config=LoraConfig(**LORA, task_type="SEQ_CLS" if scores else "CAUSAL_LM") if lora else None,
     )  # fmt: skip
-    found = SteadyPeak()
+    found = EvaluationPeak()
     trainer.add_callback(found)
     trainer.train()
-    print("FOUND", json.dumps({"rank": int(os.environ.get("RANK", "0")), "allocated": found.peak}), flush=True)
+    values = {"rank": int(os.environ.get("RANK", "0")), "allocated": found.peak, "evaluated": found.evaluated}
+    print("FOUND", json.dumps(values), flush=True)
 
 
 if __name__ == "__main__":
