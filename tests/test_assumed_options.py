@@ -140,3 +140,12 @@ def test_offload_to_nvme_means_deepspeed(options: dict[str, Any]) -> None:
     assert {row.plan.backend for row in rows if row.plan.offload != "none"} == {"deepspeed"}
     winner = recommend(**job, micro_batch_size=1).recommendation.winner
     assert winner is not None and (winner.plan.offload == "none" or winner.plan.backend == "deepspeed")
+
+
+@pytest.mark.slow
+def test_a_search_that_offloads_names_the_scales_that_can_be_nested() -> None:
+    pytest.importorskip("bitsandbytes")
+    job: dict[str, Any] = {"model": "Qwen/Qwen2.5-0.5B", "gpus": 1, "gpu": "2GiB", "use_peft": True, "load_in_4bit": True}
+    (note,) = [each for each in recommend(**job).recommendation.notes if "scales" in each]
+    assert "--use-bnb-nested-quant divides that by four" in note
+    assert not any("scales" in each for each in recommend(**{**job, "gpu": "H100"}).recommendation.notes)

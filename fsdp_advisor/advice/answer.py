@@ -30,6 +30,7 @@ from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
 from fsdp_advisor.job.losses import needs_recording
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import lacks_tapes, resolve
 from fsdp_advisor.model.resolved import Resolved, split_recorder
 from fsdp_advisor.model.tasks import task_of
@@ -234,6 +235,8 @@ def _notes(request: RecommendRequest, search: Search, result: SearchResult) -> I
         yield "offload was not searched: give --host-memory or --offload"
     if request.load_in_4bit and request.gpus > 1 and request.bnb_4bit_quant_storage == "uint8":
         yield "FSDP does not shard 4-bit weights that are stored as uint8; with --bnb-4bit-quant-storage bfloat16 it does"
+    if scales := _scales_to_nest(request, search.evaluator.model.profile, winner):
+        yield f"the scales of the 4-bit weights take {format_gib(scales)} of every GPU; --use-bnb-nested-quant divides that by four"
     if names := _names_of(search.left_out):
         yield f"not searched, because their steps have to be recorded first: {', '.join(names)}; --thorough searches them"
     if winner is None and (fixed := _fixed_options(request)):
@@ -245,6 +248,14 @@ def _notes(request: RecommendRequest, search: Search, result: SearchResult) -> I
         yield from _numerics(winner, [other.candidate for other in result.runners_up])
     if gpu.lacks_bf16 and request.precision.startswith("bf16"):
         yield f"{gpu.name} does not compute in bf16: --precision fp16-mixed or fp32"
+
+
+def _scales_to_nest(request: RecommendRequest, profile: Profile | None, winner: Candidate | None) -> int:
+    """Bytes of the fp32 scales of a base in 4 bits, which bitsandbytes can quantize too; 0 if a plan fits without offload."""
+    fits = winner is not None and winner.plan.offload == "none"
+    if profile is None or not request.load_in_4bit or request.use_bnb_nested_quant or fits:
+        return 0
+    return sum(b.n_bytes * count for unit, count in profile.counted_units() for b in unit.buffers if not b.registered)
 
 
 def _names_of(left_out: Sequence[ActivationChoice]) -> tuple[str, ...]:

@@ -154,19 +154,42 @@ def achieved_by(gpu: Gpu) -> Achieved | None:
     if gpu.architecture is None:
         return None
     found = _ACHIEVED[gpu.architecture]
+    if gpu.name in _LIMITED_BY_POWER:
+        return _limited_by_power(found, _LIMITED_BY_POWER[gpu.name])
     return _not_limited_by_power(found) if _accumulates_at_half_rate(gpu) else found
+
+
+_LIMITED_BY_POWER: dict[str, float] = {"L4": 0.47}
+"""Products' share of the peak on boards that their power limit slows in a benchmark already. Source: L4 (72 W) in bf16 at 4096, 8192
+and 10240, 54.9, 59.4 and 56.9 of 121 TFLOP/s, after 70.9 at 2048, which ends too soon to be limited (zzc0721/torch-performance-test-data
+issue 120)."""
+
+
+def _limited_by_power(found: Achieved, matmul: float) -> Achieved:
+    """What a board achieves whose power limit holds its products at this share. Training has the same limit as the benchmark, and
+    attention is slowed as much as products: assumed.
+    """
+    slower = matmul / found.matmul
+    return replace(
+        found,
+        matmul=matmul,
+        attention_forward=found.attention_forward * slower,
+        attention_backward=found.attention_backward * slower,
+    )
 
 
 def _not_limited_by_power(found: Achieved) -> Achieved:
     """What boards of Ampere and Ada achieve whose tensor cores accumulate in fp32 at half rate.
 
-    Products: 0.96 of the peak in a benchmark times Ampere's ratio of training to benchmark (0.72 to 0.87), which is assumed. Source: RTX
-    4090 in bf16 at 2048 to 10240, 151 to 165 of 165.2 TFLOP/s (zzc0721/torch-performance-test-data issue 78), RTX 3060 24 to 25 of 25.4
-    (issue 131), A10G 61 to 69 of 70 (issue 126). Boards at full rate reach less: A40 95 to 122 of 149.7 (issue 185). Attention:
+    Products: the share of the peak that a benchmark reaches. Source: RTX 4090 in bf16 at 2048 to 10240, 151 to 165 of 165.2 TFLOP/s
+    (zzc0721/torch-performance-test-data issue 78), RTX 3060 24 to 25 of 25.4 (issue 131), RTX 3080 61.5 to 64.7 (issue 114), RTX 4060 Ti
+    45 to 48 (issue 145), A10G 61 to 69 of 70 (issue 126). The generations' shares in training are lower than in a benchmark because of the
+    clocks under the power limit. These boards stay below it: the RTX 4090s of published training runs took at most 400 of 450 W
+    (AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md). Boards at full rate reach less: A40 95 to 122 of 149.7 (issue 185). Attention:
     FlashAttention-2 with heads of 128 on RTX 4090 at 2048 tokens, 151 TFLOP/s forward and 99 backward, causal, and 169 and 125 without a
     mask (apache/tvm, tl_doc/flash_perf.md). With HALF_RATE_TOKENS the causal ones are 1.03, as its clock exceeds the datasheet's, and 0.68.
     """
-    return replace(found, matmul=0.79, attention_forward=1.0, attention_backward=0.68, seen=True)
+    return replace(found, matmul=0.96, attention_forward=1.0, attention_backward=0.68, seen=True)
 
 
 def _accumulates_at_half_rate(gpu: Gpu) -> bool:

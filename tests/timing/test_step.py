@@ -218,7 +218,7 @@ def test_every_gpu_of_known_speed_has_a_time_and_unseen_ones_say_so() -> None:
         if gpu.architecture is None:
             continue  # tests/hardware checks that these have no time
         found = time(plan(), gpu)
-        assert 0.01 < found.mfu < 0.75
+        assert 0.01 < found.mfu < 0.80
         half_rate = gpu.name.startswith(("RTX-40", "L40")) and gpu.name != "L40S"
         seen = half_rate or gpu.architecture in ("volta", "ampere", "hopper")
         assert any("no published training run" in w for w in found.warnings) != seen
