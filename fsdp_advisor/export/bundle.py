@@ -63,7 +63,7 @@ _CONTENT = {
     ARGUMENTS_FILE: "the arguments of the Trainer",
     AXOLOTL_FILE: "the configuration of axolotl, with an example data set to replace",
     LLAMAFACTORY_FILE: "the configuration of LLaMA-Factory, with an example data set to replace",
-    TRL_FILE: "the configuration of TRL's sft, with an example data set to replace",
+    TRL_FILE: "the configuration of TRL's {task}, with an example data set to replace",
     SCRIPT: "the training script; --help lists its options",
     LINES_FILE: "the lines to add to your own script, which is to be train.py",
     SLURM_FILE: "the batch script for Slurm: `sbatch train.sbatch`",
@@ -222,7 +222,8 @@ def _readme(
     job: Job, consumer: Consumer, starter: str, files: tuple[str, ...], notes: tuple[str, ...], target: Target
 ) -> str:
     plan = job.plan
-    content = {**_CONTENT, starter: f"the launch script: `bash {starter}`"}
+    described = {name: text.format(task=job.plan.task) for name, text in _CONTENT.items()}
+    content = {**described, starter: f"the launch script: `bash {starter}`"}
     return render(
         "README.md.jinja",
         title=printable_line(job.title),

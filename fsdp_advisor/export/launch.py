@@ -29,7 +29,7 @@ from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import script_loss_limit
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target
-from fsdp_advisor.job.choices import Framework
+from fsdp_advisor.job.choices import Framework, TrainingTask
 from fsdp_advisor.job.plan import Plan
 
 AXOLOTL_SCRIPT = "axolotl.sh"
@@ -46,8 +46,8 @@ def consumer_of(plan: Plan) -> Consumer:
             assert_never(plan.framework)
 
 
-def program(consumer: Consumer) -> str:
-    """What torchrun starts for a consumer: the words after its own options."""
+def program(consumer: Consumer, task: TrainingTask = "sft") -> str:
+    """What torchrun starts for a consumer: the words after its own options. TRL has a script for each task."""
     match consumer:
         case "torch" | "trainer" | "accelerate":
             return SCRIPT
@@ -56,7 +56,7 @@ def program(consumer: Consumer) -> str:
         case "axolotl":
             return f"-m axolotl.cli.train {AXOLOTL_FILE}"
         case "trl":
-            return f"-m trl.scripts.sft --config {TRL_FILE}"
+            return f"-m trl.scripts.{task} --config {TRL_FILE}"
         case "llamafactory":
             return f"-m llamafactory.launcher {LLAMAFACTORY_FILE}"
         case _:
@@ -70,7 +70,7 @@ def launch_script(job: Job, file_name: str, packages: tuple[str, ...], consumer:
         f"{file_name}.jinja",
         header=header(job, *packages),
         script=SCRIPT,
-        program=program(consumer),
+        program=program(consumer, plan.task),
         consumer=consumer,
         bundle=printable_line(job.command(target, "DIR/")),
         nodes=plan.nnodes,

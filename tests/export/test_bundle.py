@@ -24,6 +24,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export import TARGETS, Job, export, find
 from fsdp_advisor.export.bundle import bundle, script_limit
 from fsdp_advisor.job.adaptation import Adaptation
+from fsdp_advisor.job.choices import TrainingTask
 
 ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 FULL = {"activation_checkpointing": "full", "gradient_accumulation_steps": 4, "micro_batch_size": 2, "seq_len": 1024}
@@ -256,3 +257,10 @@ def test_hostile_names_cannot_inject_code() -> None:
                 assert kinds == [type(node) for node in ast.walk(ast.parse(files_of(target, JOBS[case])[file]))]
             elif file.endswith((".sh", ".sbatch")):
                 assert "touch owned" not in "".join(line for line in text.splitlines() if not line.startswith("#"))
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo", "kto"])
+def test_the_launch_script_starts_the_script_of_the_task(task: TrainingTask) -> None:
+    files = files_of("trl", job(plan("zero3", "fsdp2", framework="trl", loss_code="trl", task=task)))
+    assert words(files["torchrun.sh"])[-4:] == ["-m", f"trl.scripts.{task}", "--config", "trl.yaml"]
+    assert f"the configuration of TRL's {task}" in files["README.md"]
