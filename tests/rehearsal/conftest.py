@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from warm_process import SCRIPTS, Warm
 
+from fsdp_advisor.cli import main
 from fsdp_advisor.hardware.lookup import find_gpu
+from fsdp_advisor.rehearsal import rehearse
 from fsdp_advisor.rehearsal.environment import environment
+from fsdp_advisor.rehearsal.report import PEAKS, Prediction
 
 Run = Callable[..., dict[str, Any]]
 
@@ -62,6 +67,20 @@ def run_on_ranks(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Run:
         return dict(found[0])
 
     return started
+
+
+@pytest.fixture
+def predicts_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rehearsals run `estimate` in this process, which has imported PyTorch already. Otherwise they start a process for it."""
+
+    def predict(options: Mapping[str, str], variables: Mapping[str, str]) -> Prediction:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            assert main(["estimate", *(f"--{name}={value}" for name, value in options.items()), "--json"]) == 0
+        (row,) = json.loads(printed.getvalue())["estimates"]
+        return Prediction(options=options, figures={name: row[name] for name in PEAKS})
+
+    monkeypatch.setattr(rehearse, "predict", predict)
 
 
 def _fresh(python: Path, script: str, words: Sequence[str], folder: Path, variables: dict[str, str]) -> str:

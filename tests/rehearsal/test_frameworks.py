@@ -15,6 +15,8 @@ import pytest
 from framework_jobs import DDP, DEEPSPEED, FSDP2
 from matrix import taken
 
+from fsdp_advisor.rehearsal.rehearse import Settings, rehearse
+
 pytestmark = pytest.mark.slow
 
 README = Path(__file__).parents[2] / "README.md"
@@ -61,6 +63,7 @@ ONE_OR_ALL = pytest.mark.parametrize("ranks", taken([(0,)], [()]), ids=taken(["o
 
 
 @ONE_OR_ALL
+@pytest.mark.usefixtures("predicts_here")
 @pytest.mark.parametrize(
     ("text", "options", "tolerance"),
     taken(
@@ -76,16 +79,16 @@ def test_the_job_is_recognized_and_its_allocated_peak_is_predicted(
     rehearsal_python: Path, tmp_path: Path, text: str, options: dict[str, str], tolerance: float, ranks: tuple[int, ...]
 ) -> None:
     (tmp_path / "train.py").write_text(text)
-    command = ("torchrun", "--nproc-per-node", "2", "train.py")
-    found = rehearsed(rehearsal_python, tmp_path, *command, gpus=2, ranks=ranks)
-    prediction = found["prediction"]
-    assert prediction["reason"] is None
-    assert options.items() <= prediction["options"].items()
-    assert (prediction["options"]["micro-batch-size"], prediction["options"]["seq-len"]) == ("2", "512")
-    predicted, measured = prediction["figures"]["peak_allocated_bytes"], found["peak_allocated_bytes"]
-    assert abs(predicted - measured) <= tolerance * measured, (predicted, measured)
-    peaks = {rank["phases"][-1]["peak_allocated_bytes"] for rank in found["ranks"]}
-    assert len(peaks) == 1, "all ranks do the same"
+    command = [str(rehearsal_python.parent / "torchrun"), "--nproc-per-node", "2", str(tmp_path / "train.py")]
+    found = rehearse(command, Settings(gpu="A100-80GB", gpus=2, ranks=ranks, timeout_s=500, quiet=True))
+    assert found.outcome == "completed" and found.prediction is not None and found.prediction.reason is None
+    assert [(rank.rank, rank.steps) for rank in found.ranks] == [(rank, 3) for rank in ranks or (0, 1)]
+    assert options.items() <= found.prediction.options.items()
+    batch = found.prediction.options["micro-batch-size"], found.prediction.options["seq-len"]
+    assert batch == ("2", "512")
+    (measured,) = {rank.peak("peak_allocated_bytes") for rank in found.ranks}  # all ranks do the same
+    assert found.prediction.figures["peak_allocated_bytes"] == pytest.approx(measured, rel=tolerance)
+    assert found.ranks[0].phases[-1].peak_allocated_bytes <= measured
 
 
 @ONE_OR_ALL

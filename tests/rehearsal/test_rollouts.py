@@ -81,6 +81,7 @@ def test_steps_and_phases_need_what_is_predicted(
         assert row.job.phases[phase].gpu_bytes + libraries == pytest.approx(found[phase], rel=2e-3)
 
 
+@pytest.mark.usefixtures("predicts_here")
 def test_a_script_that_generates_is_recognized_and_predicted(rehearsal_python: Path, tmp_path: Path) -> None:
     """Its prompts, completions and rewards are the trainer's own: generation ends at the maximum length."""
     (tmp_path / "train.py").write_text(SCRIPT)
