@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
+from matrix import taken
 
 from fsdp_advisor.cli.serve import OPTIONS
 from fsdp_advisor.server.settings import Settings
@@ -67,7 +68,7 @@ def get(url: str, path: str) -> tuple[int, bytes]:
     return response.status, body
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", taken([signal.SIGTERM], [signal.SIGINT]))
 def test_it_answers_and_stops(how: signal.Signals) -> None:
     with serving("--port", "0") as (process, url):
         assert get(url, "/healthz")[0] == 200
@@ -77,7 +78,7 @@ def test_it_answers_and_stops(how: signal.Signals) -> None:
         assert [json.loads(line)["message"] for line in err.splitlines()] == ["request"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", taken([signal.SIGINT], [signal.SIGTERM]))
 def test_worker_processes_stop_with_it(how: signal.Signals) -> None:
     """Ctrl-C signals the whole process group, a service manager's SIGTERM the first process only."""
     with serving("--workers", "2", "--log-level", "warning", FSDP_ADVISOR_PORT="0") as (process, url):

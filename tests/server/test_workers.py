@@ -27,8 +27,9 @@ LONG = 600.0
 """A time limit in seconds that no test reaches, also on a busy machine."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
+    """One for all tests, because its process takes two seconds to start."""
     made = Worker(seconds=LONG, memory_bytes=None)
     yield made
     made.close()
