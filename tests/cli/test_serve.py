@@ -89,7 +89,7 @@ def test_worker_processes_stop_with_it(how: signal.Signals) -> None:
 
 
 def test_a_request_under_way_is_answered_before_the_end() -> None:
-    with serving("--port", "0") as (process, url):
+    with serving("--port", "0", "--workers", "1") as (process, url):
         at = urlsplit(url)
         with socket.create_connection((at.hostname or "", at.port or 0), timeout=SECONDS) as slow:
             body = b'{"model": "meta-llama/Llama-2-7b-hf", "gpus": 4}'

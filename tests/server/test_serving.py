@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -98,16 +99,22 @@ def test_metrics_count_requests_and_kept_answers(tmp_path: Path) -> None:
 # Concurrency
 
 
-def test_equal_requests_at_once_are_computed_once(tmp_path: Path) -> None:
-    with serving(tmp_path, log_level="error") as server, ThreadPoolExecutor(8) as crowd:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving(tmp_path_factory.mktemp("server"), log_level="error") as running:
+        yield running
+
+
+def test_equal_requests_at_once_are_computed_once(server: Serving) -> None:
+    with ThreadPoolExecutor(8) as crowd:
         answers = list(crowd.map(lambda _: server.get(ESTIMATE, params={"model": LLAMA}).content, range(8)))
         assert len(set(answers)) == 1
         assert 'fsdp_advisor_answers_total{kept="no"} 1.0' in server.get("/metrics").text.splitlines()
 
 
-def test_health_is_answered_while_all_workers_compute(tmp_path: Path) -> None:
+def test_health_is_answered_while_all_workers_compute(server: Serving) -> None:
     """The event loop computes nothing: a health check overtakes searches that were asked for before it."""
-    with serving(tmp_path, log_level="error") as server, ThreadPoolExecutor(6) as crowd:
+    with ThreadPoolExecutor(6) as crowd:
         searches = [
             crowd.submit(server.get, "/api/v1/recommend", params={"model": "gpt2", "gpus": 8, "seq_len": 1000 + n})
             for n in range(6)
