@@ -145,7 +145,13 @@ def test_offload_to_nvme_means_deepspeed(options: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_search_that_offloads_names_the_scales_that_can_be_nested() -> None:
     pytest.importorskip("bitsandbytes")
-    job: dict[str, Any] = {"model": "Qwen/Qwen2.5-0.5B", "gpus": 1, "gpu": "2GiB", "use_peft": True, "load_in_4bit": True}
+    job: dict[str, Any] = {
+        "model": "Qwen/Qwen2.5-0.5B",
+        "gpus": 1,
+        "gpu": "2GiB",
+        "use_peft": True,
+        "load_in_4bit": True,
+    }
     (note,) = [each for each in recommend(**job).recommendation.notes if "scales" in each]
     assert "--use-bnb-nested-quant divides that by four" in note
     assert not any("scales" in each for each in recommend(**{**job, "gpu": "H100"}).recommendation.notes)
