@@ -16,7 +16,7 @@ from fsdp_advisor.job.adaptation import CONFIG_KEY, TASK_TYPES, Adaptation
 from fsdp_advisor.model.quantization import Quantization, is_packed_checkpoint
 from fsdp_advisor.recording.checkpointing import arguments
 from fsdp_advisor.recording.packed import adapter_layers, pack
-from fsdp_advisor.recording.quantized import prepare_for_training, quantize
+from fsdp_advisor.recording.quantized import nothing_compiled, prepare_for_training, quantize
 from fsdp_advisor.recording.source import Source, WrappedSource
 from fsdp_advisor.recording.transformers_models import TransformersSource
 
@@ -100,7 +100,8 @@ class AdaptedSource(WrappedSource):
         """The model inside a PeftModel. Raises UsageError if PEFT refuses the configuration, MissingExtra without PEFT."""
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it misses an optional package for CPUs
         try:
-            import peft
+            with nothing_compiled():  # it imports bitsandbytes
+                import peft
         except ImportError as error:
             raise MissingExtra(f"{self.name}: recording adapters needs peft", extra=ADAPTERS_EXTRA) from error
         values = dict(self._adaptation.peft)

@@ -1,6 +1,7 @@
 """Record usual adapters on well-known models: `python -m fsdp_advisor.recording.adapted_catalog` writes `adapted.zip`.
 
-A model takes about two minutes. A work folder keeps finished models, so a second run records only what is missing.
+Tapes that the archive has are kept; without the archive all are recorded, which takes about three minutes for each model. A work folder
+keeps finished models, so a second run goes on.
 """
 
 from __future__ import annotations
@@ -36,16 +37,38 @@ MODELS = (
     "google/gemma-2-9b", "google/gemma-3-1b-pt",
 )  # fmt: skip
 """Bases that people adapt, for which PEFT has default targets."""
+DORA_MODELS = (
+    "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B", "mistralai/Mistral-7B-v0.3", "Qwen/Qwen2.5-7B",
+    "Qwen/Qwen3-8B",
+)  # fmt: skip
+"""Those of them that also come with DoRA."""
+TOWERS = {
+    "Qwen/Qwen2.5-VL-3B-Instruct": "visual", "Qwen/Qwen2.5-VL-7B-Instruct": "visual", "Qwen/Qwen3-VL-8B-Instruct": "visual",
+    "google/gemma-3-4b-pt": "vision_tower",
+}  # fmt: skip
+"""Vision-language models that people train without their vision tower, and its name."""
 LORA: dict[str, Any] = {"use_peft": True}
 QLORA = {**LORA, "load_in_4bit": True}
 SHARDED_QLORA = {**QLORA, "bnb_4bit_quant_storage": "bfloat16"}
-METHODS: tuple[dict[str, Any], ...] = (LORA, QLORA, SHARDED_QLORA)
+DORA = {**LORA, "use_dora": True}
+DTYPES: tuple[dict[str, Any], ...] = ({}, {"dtype": "bfloat16"})
+"""The default, and what a search chooses for a frozen base."""
 FRAMEWORKS = ("torch", "trainer", "trl")
 
 
+def methods(model_id: str) -> tuple[dict[str, Any], ...]:
+    """The options of the ways in which people fine-tune the model."""
+    if model_id in TOWERS:
+        return ({"freeze": (TOWERS[model_id],)},)
+    bases = (LORA, QLORA, SHARDED_QLORA, *((DORA,) if model_id in DORA_MODELS else ()))
+    return tuple({**base, **dtype} for base in bases for dtype in DTYPES)
+
+
 def requests(model_id: str) -> Iterator[EstimateRequest]:
-    """The usual jobs with adapters: each method and framework, on one GPU and on eight, with full checkpointing and without."""
-    for method, framework, gpus, checkpointing, size in product(METHODS, FRAMEWORKS, (1, 8), ("none", "full"), (1, 2)):
+    """The usual jobs of a model: each method and framework, on one GPU and on eight, with full checkpointing and without."""
+    for method, framework, gpus, checkpointing, size in product(
+        methods(model_id), FRAMEWORKS, (1, 8), ("none", "full"), (1, 2)
+    ):
         if framework == "trl" and checkpointing == "none":
             continue  # TRL checkpoints by default
         fields: dict[str, Any] = {"framework": framework, "gpus": gpus, "activation_checkpointing": checkpointing}
@@ -82,13 +105,21 @@ def record(model_id: str) -> Iterator[tuple[Adaptation, Profile]]:
         yield adaptation, replace(model.profile, tapes={k: t for k, t in model.profile.tapes.items() if k in wanted})
 
 
+def _archived() -> dict[str, bytes]:
+    """The members of the shipped archive."""
+    if not PATH.exists():
+        return {}
+    with zipfile.ZipFile(PATH) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("build/adapted"), help="folder of finished models")
     parser.add_argument("--out", type=Path, default=PATH)
     parser.add_argument("--partial", action="store_true", help="only write the archive of the models recorded so far")
     options = parser.parse_args()
-    for model_id in () if options.partial else MODELS:
+    for model_id in () if options.partial else (*MODELS, *TOWERS):
         done = options.work / f"{model_id.replace('/', '--')}.done"
         if done.exists():
             continue
@@ -99,10 +130,13 @@ def main() -> None:
             refused = "".join(f"\n    {name}: {payload['message']}" for name, payload in profile.refusals.items())
             print(f"{model_id}: {adaptation.text}, {len(profile.tapes)} tapes{refused}", file=sys.stderr, flush=True)
         done.touch()
+    profiles = _archived() | {
+        path.relative_to(options.work).as_posix(): path.read_bytes() for path in options.work.rglob("*.profile")
+    }
     written = options.out.with_suffix(".partial")  # the archive itself is read meanwhile
     with zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as archive:
-        for path in sorted(options.work.rglob("*.profile")):
-            archive.writestr(zipfile.ZipInfo(path.relative_to(options.work).as_posix()), path.read_bytes())
+        for name in sorted(profiles):
+            archive.writestr(zipfile.ZipInfo(name), profiles[name])
     written.replace(options.out)
     print(f"{options.out.stat().st_size / 1e6:.2f} MB", file=sys.stderr)
 

@@ -234,7 +234,8 @@ def as_on_cuda() -> Iterator[None]:
 def _bitsandbytes() -> Any:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it misses an optional package for CPUs
     try:
-        import bitsandbytes
+        with nothing_compiled():
+            import bitsandbytes
     except ImportError as error:
         raise MissingExtra(
             "recording a quantized base needs bitsandbytes",
@@ -361,3 +362,14 @@ def _int8_mm_dequant(
 
 def _int8_vectorwise_dequant(A: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
     return A * stats.view(-1, 1) * (1 / 127)
+
+
+@contextlib.contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Leave functions as they are that packages compile while they are imported here.
+
+    bitsandbytes compiles its kernels for CPUs (backends/default/ops.py), which loads Inductor and takes 3 seconds. It falls back to
+    the functions themselves, which fake tensors run.
+    """
+    with mock.patch.object(torch, "compile", lambda function=None, **_: function or (lambda each: each)):
+        yield

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_advisor import estimate
+from fsdp_advisor import estimate, recommend
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
@@ -38,6 +38,9 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         (8, {"framework": "trainer", "micro_batch_size": 2}),
         (8, {"framework": "trl", "activation_checkpointing": "full"}),
         (2, {"framework": "trl", "load_in_4bit": True, "activation_checkpointing": "full"}),
+        (1, {"dtype": "bfloat16", "activation_checkpointing": "full"}),
+        (2, {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16", "dtype": "bfloat16"}),
+        (4, {"use_dora": True}),
     ],
 )
 def test_usual_adapters_are_answered_without_torch(gpus: int, options: dict[str, Any]) -> None:
@@ -45,6 +48,13 @@ def test_usual_adapters_are_answered_without_torch(gpus: int, options: dict[str,
     assert report.adapters is not None and report.adapters.parameters > 0
     for row in report.estimates:
         assert row.needed_bytes is not None and row.peak_tensor_bytes is not None and row.step is not None
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_search_of_methods_needs_no_torch() -> None:
+    found = recommend(model="meta-llama/Llama-3.1-8B", gpus=2, gpu="rtx4090", method="any").recommendation
+    assert [method.name for method in found.methods if method.advice] == ["full fine-tuning", "LoRA", "QLoRA"]
+    assert found.winner is not None
 
 
 @pytest.mark.usefixtures("without_torch")
