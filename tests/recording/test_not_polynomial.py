@@ -38,6 +38,15 @@ PLAN = Plan(
 )
 
 
+SPARSE = {
+    "model_type": "glm_moe_dsa", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "index_topk": 64, "index_n_heads": 4, "index_head_dim": 32, "vocab_size": 100,
+}  # fmt: skip
+"""Attention to min(T, 64) tokens that an index selects, as in GLM-5."""
+
+
 @pytest.fixture(scope="module")
 def recorder() -> Recorder:
     return Recorder(TransformersSource(HYBRID, name="hybrid"))
@@ -119,3 +128,18 @@ def test_a_search_records_only_the_tape_of_the_gpu(home: Path, batch: int) -> No
     assert TapeKey.from_name(name).at == ((1, 100) if batch == 1 else None)
     own = gpu_tape(model.profile, select_tape(model, plan), plan, gpu)
     assert peak_of_step(model.profile, tape, plan) == peak_of_step(model.profile, own, plan)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "seq_len"),
+    taken(
+        [("glm_moe_dsa", 96)], [("glm_moe_dsa", 32), ("deepseek_v32", 32), ("deepseek_v32", 64), ("deepseek_v32", 96)]
+    ),
+)
+def test_sparse_attention_has_pytorchs_peaks_below_and_above_its_number_of_tokens(
+    model_type: str, seq_len: int
+) -> None:
+    recorder = Recorder(TransformersSource({**SPARSE, "model_type": model_type}, name="sparse"))
+    plan = replace(PLAN, seq_len=seq_len)
+    tape = recorder.tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "none", at=plan.tape_shape))
+    assert peak_of_step(recorder.profile, tape, plan).phase_peaks == simulate(recorder.source, plan).phase_peaks
