@@ -41,7 +41,8 @@ _AUTO = {
 }
 TASKS = tuple(_AUTO)
 _READ_VALUES = frozenset({
-    "ctc", "audio-classification", "flaubert", "longformer", "speech-encoder-decoder", "speecht5", "xlm", "xmod",
+    "ctc", "audio-classification", "flaubert", "fsmt", "led", "longformer", "speech-encoder-decoder", "speecht5", "xlm",
+    "xmod",
 })  # fmt: skip
 """Tasks and types of models whose code reads values of the batch, such as the largest label, lengths or which tokens are masked."""
 _NAMED_ALONE = ("sequence-classification", "token-classification", "audio-classification")

@@ -64,6 +64,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "topk_method": "greedy", "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 1408,
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "hunyuan_v1_dense": HEAD,

@@ -13,17 +13,20 @@ from architecture_survey import REGISTERED, Line, architectures, read, survey
 from matrix import ALL
 
 LINES = read()
-WHOLE = ("causal-lm",)
-"""The tasks of which every architecture is surveyed."""
+IN_PART = ("image-text-to-text",)
+"""Tasks of which not every architecture is surveyed yet."""
 CHEAP_PARAMETERS = 500_000_000
-EXPECTED_EQUAL = {"causal-lm": 0.92}
+EXPECTED_EQUAL = {
+    "causal-lm": 0.92, "masked-lm": 0.9, "seq2seq-lm": 0.86, "speech-seq2seq": 0.7, "ctc": 0.9, "audio-classification": 0.9,
+    "image-classification": 0.9,
+}  # fmt: skip
 """At least this share of a task's architectures agrees to the byte."""
 
 
 @pytest.mark.parametrize("task", REGISTERED)
 def test_every_architecture_has_one_line_in_order(task: str) -> None:
     lines = [line.model_type for line in LINES if line.task == task]
-    assert lines == (architectures(task) if task in WHOLE else sorted(set(lines) & set(architectures(task))))
+    assert lines == (sorted(set(lines) & set(architectures(task))) if task in IN_PART else architectures(task))
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.name)
@@ -42,8 +45,15 @@ def test_most_architectures_equal_pytorch(task: str) -> None:
     assert sum(line.outcome == "equal" for line in lines) >= EXPECTED_EQUAL[task] * len(lines)
 
 
+def _is_recorded_twice(line: Line) -> bool:
+    """Whether the survey of a language model tries to record it for any batch before it records it for one."""
+    return line.task == "causal-lm" and line.tape == "one"
+
+
 CHEAP = [
-    line for line in LINES if line.outcome == "equal" and line.tape == "any" and line.parameters < CHEAP_PARAMETERS
+    line
+    for line in LINES
+    if line.outcome == "equal" and line.parameters < CHEAP_PARAMETERS and not _is_recorded_twice(line)
 ]
 TODAY = random.Random(datetime.date.today().toordinal()).sample(CHEAP, 40 if ALL else 1)
 
