@@ -101,7 +101,8 @@ tokens = torch.zeros(2, 16, dtype=torch.long)
 try:
     trained(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
 except RuntimeError as error:
-    print("FOUND", str(error).splitlines()[0], flush=True)
+    sys.stdout.write(f"FOUND {str(error).splitlines()[0]}\\n")  # in one piece, as two ranks write at once
+    sys.stdout.flush()
 os._exit(0)
 """
 

@@ -1,6 +1,6 @@
 """Predicted peaks with a tiled MLP against PyTorch's engines around the same model, whose networks DeepSpeed's own class runs in shards.
 
-Each is one steady step on rank 0 under fake tensors, equal to the byte in each phase. `tests/rehearsal/test_tiled_mlp.py` compares
+Each is one steady step on rank 0 under fake tensors, equal to the byte in each phase. `tests/rehearsal/test_tiled_mlp_steps.py` compares
 allocated memory with Liger's and axolotl's code on a simulated GPU.
 """
 
