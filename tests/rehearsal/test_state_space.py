@@ -1,7 +1,7 @@
 """Steps of models with Mamba-2 layers on a simulated GPU with mamba-ssm, compared with the prediction.
 
-mamba-ssm can only be built with a CUDA compiler, so the peaks are kept. Where the package's folder can be imported by the Python that
-rehearses, they are measured again.
+The peaks of mamba-ssm are kept. Where it is installed for the Python that rehearses, without its CUDA extension, as `.ci/run` does,
+they are measured again.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def test_layers_of_mamba_2_need_what_is_predicted(name: str, tmp_path: Path) -> 
 
 
 def test_kept_peaks_are_those_of_the_package(rehearsal_python: Path, run: Callable[..., dict[str, int]]) -> None:
-    if subprocess.run([rehearsal_python, "-c", "import mamba_ssm.utils"], capture_output=True).returncode:
+    found = "import importlib.util, sys; sys.exit(importlib.util.find_spec('mamba_ssm') is None)"
+    if subprocess.run([rehearsal_python, "-c", found]).returncode:
         pytest.skip("mamba-ssm is not installed")
     assert run("state_space.py", json.dumps(JOBS)) == KEPT

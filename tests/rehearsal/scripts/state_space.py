@@ -7,15 +7,14 @@ causal-conv1d is a CUDA extension: a stand-in allocates what its Python code doe
 
 from __future__ import annotations
 
-import gc
-import json
 import sys
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
 from datasets import Dataset
-from training import SteadyPeak, usual_arguments
+from training import SteadyPeak, print_peaks, usual_arguments
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
@@ -58,6 +57,15 @@ def first_configuration(tuner: Any, *_: Any, **__: Any) -> None:
     tuner.best_config = tuner.configs[0]
 
 
+def without_extension() -> ModuleType:
+    """mamba-ssm without its `__init__`, which imports the CUDA extension of Mamba-1."""
+    spec = find_spec("mamba_ssm")
+    assert spec is not None
+    package = ModuleType("mamba_ssm")
+    package.__spec__, package.__path__ = spec, list(spec.submodule_search_locations or ())
+    return package
+
+
 def main() -> None:
     JITFunction.run = lambda *args, **kwargs: None
     Autotuner.run = first_configuration
@@ -66,12 +74,12 @@ def main() -> None:
     functions.causal_conv1d_fwd_function = causal_conv1d_fwd_function
     functions.causal_conv1d_bwd_function = causal_conv1d_bwd_function
     functions.causal_conv1d_update_function = None
-    sys.modules |= {"causal_conv1d": package, "causal_conv1d.cpp_functions": functions}
-    peaks = {}
-    for name, job in json.loads(sys.argv[1]).items():
-        peaks[name] = peak_of(*job)
-        gc.collect()
-    print("FOUND", json.dumps(peaks))
+    sys.modules |= {
+        "causal_conv1d": package,
+        "causal_conv1d.cpp_functions": functions,
+        "mamba_ssm": without_extension(),
+    }
+    print_peaks(lambda job: peak_of(*job))
 
 
 if __name__ == "__main__":
