@@ -101,6 +101,7 @@ def _short(name: str) -> str:
 def by_words(name: str) -> list[Entry]:
     """The models whose names begin as `name` and have its other words and numbers in this order; next to each other if there is no number.
 
+    A name with nothing in between is meant rather than others: qwen3 235b is no Qwen3-VL-235B.
     >>> [entry.id for entry in by_words("llama 4 scout")], len(by_words("qwen3.5")) > 1, by_words("bert cased")
     (['meta-llama/Llama-4-Scout-17B-16E'], True, [])
     """
@@ -109,7 +110,8 @@ def by_words(name: str) -> list[Entry]:
         return []
     named = [(e, _tokens(_VENDORS.sub("", one.rpartition("/")[2]))) for e in entries() for one in (e.id, *e.aliases)]
     whole = {e.id: e for e, tokens in named if tokens == wanted}
-    return list((whole or {e.id: e for e, tokens in named if _is_meant(wanted, tokens)}).values())
+    begin = {e.id: e for e, tokens in named if tokens[: len(wanted)] == wanted}
+    return list((whole or begin or {e.id: e for e, tokens in named if _is_meant(wanted, tokens)}).values())
 
 
 def _is_meant(wanted: list[str], tokens: list[str]) -> bool:

@@ -168,6 +168,7 @@ AS_TYPED = {
     "ernie 4.5 vl 28b": "baidu/ERNIE-4.5-VL-28B-A3B-PT",
     "olmo hybrid 7b": "allenai/Olmo-Hybrid-7B",
     "jamba mini 1.7": "ai21labs/Jamba-v0.1",
+    "qwen3 235b": "Qwen/Qwen3-235B-A22B",
 }
 
 
