@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training import print_peaks
+from training import peak_of_steps, print_peaks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 RANKS = 2
@@ -69,21 +69,7 @@ def peak_of(
     if compiled == "layer":
         for layer in model.model.layers:
             layer.compile()
-    trained = prepared(model, engine, precision)
-    optimizer = torch.optim.AdamW(trained.parameters(), fused=True)
-    tokens = torch.zeros(batch, length, dtype=torch.long, device="cuda")
-    autocasts = precision == "bf16-mixed" and engine != "fsdp2"
-    peak = 0
-    for step in range(4):
-        torch.cuda.reset_peak_memory_stats()
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocasts):
-            loss = trained(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        del loss
-        optimizer.step()
-        optimizer.zero_grad()
-        peak = max(peak, torch.cuda.max_memory_allocated()) if step > 1 else 0
-    return peak
+    return peak_of_steps(prepared(model, engine, precision), precision, engine, batch, length)
 
 
 def measured(job: list[Any]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from compiled import prepared
 from peft import LoraConfig, get_peft_model
-from training import print_peaks
+from training import peak_of_steps, print_peaks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -54,25 +54,8 @@ def peak_of(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     tile(model, code, shards)
     if adapts:
-        adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-        trained = prepared(adapted, engine, precision)
-    else:
-        trained = prepared(model, engine, precision)
-    optimizer = torch.optim.AdamW((p for p in trained.parameters() if p.requires_grad), fused=True)
-    tokens = torch.zeros(batch, length, dtype=torch.long, device="cuda")
-    autocasts = precision == "bf16-mixed" and engine != "fsdp2"
-    peak = 0
-    for step in range(4):
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(accumulation):
-            with torch.autocast("cuda", torch.bfloat16, enabled=autocasts):
-                loss = trained(input_ids=tokens, labels=tokens, use_cache=False).loss
-            loss.backward()
-        del loss
-        optimizer.step()
-        optimizer.zero_grad()
-        peak = max(peak, torch.cuda.max_memory_allocated()) if step > 1 else 0
-    return peak
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    return peak_of_steps(prepared(model, engine, precision), precision, engine, batch, length, accumulation)
 
 
 def measured(job: list[Any]) -> int:
