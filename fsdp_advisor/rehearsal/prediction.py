@@ -64,7 +64,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
     if model.get("compile", "none") == "model":
         raise NotRecognized("torch.compile of more than each layer is not modelled")
     path = folder / "config.json"
-    quantization = _quantization(model["config"].get("quantization_config") or {})
+    quantization = _quantization(model["config"])
     config = {name: v for name, v in model["config"].items() if not (quantization and name == "quantization_config")}
     path.write_text(json.dumps(config | {"architectures": [model["class"]]}))
     return {
@@ -158,8 +158,9 @@ def _adapter(adapter: Mapping[str, Any] | None, folder: Path) -> dict[str, str]:
     return {"peft-config": str(path)}
 
 
-def _quantization(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The options for a base that bitsandbytes quantizes, from the model's `quantization_config`; empty for another one."""
+def _quantization(config: Mapping[str, Any]) -> dict[str, str]:
+    """The options for a base that bitsandbytes quantizes, from the model's configuration; empty for another one."""
+    settings = config.get("quantization_config") or {}
     if settings.get("load_in_8bit"):
         return {"load-in-8bit": "true"}
     if not settings.get("load_in_4bit"):
@@ -204,9 +205,7 @@ def _precision(job: Mapping[str, Any]) -> dict[str, str]:
     dtypes = job["frozen_dtypes"] if job["model"]["peft"] else job["dtypes"]
     computes = f"{job.get('autocast')} {job['engine'].get('precision')}"
     half = "bfloat16" if "bfloat16" in computes else "float16" if "float16" in computes else None
-    if _quantization(
-        job["model"]["config"].get("quantization_config") or {}
-    ):  # whose other weights PEFT may store in fp32
+    if _quantization(job["model"]["config"]):  # PEFT may store the other weights in fp32
         return {"precision": {"bfloat16": "bf16-mixed", "float16": "fp16-mixed", None: "bf16"}[half]}
     match dtypes, half:
         case ["torch.bfloat16"], None:
