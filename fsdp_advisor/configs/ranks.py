@@ -19,7 +19,7 @@ _VARIABLES = {
 _EVERY = ("gpu", "auto")
 """Values with which torchrun starts a rank on every GPU of a node."""
 _ONE_RANK = ("torchrun", "tune")
-"""Launchers that start one rank unless they are told a number. Others start one on every GPU."""
+"""Launchers that start one rank unless a number is given. Others start one on every GPU."""
 
 
 def set_ranks(found: Collector, launch: Launch, allocation: Allocation | None) -> None:

@@ -111,13 +111,13 @@ def by_words(name: str) -> list[Entry]:
     named = [(e, _tokens(_VENDORS.sub("", one.rpartition("/")[2]))) for e in entries() for one in (e.id, *e.aliases)]
     whole = {e.id: e for e, tokens in named if tokens == wanted}
     begin = {e.id: e for e, tokens in named if tokens[: len(wanted)] == wanted}
-    return list((whole or begin or {e.id: e for e, tokens in named if _is_meant(wanted, tokens)}).values())
+    return list((whole or begin or {e.id: e for e, tokens in named if _has_in_order(wanted, tokens)}).values())
 
 
-def _is_meant(wanted: list[str], tokens: list[str]) -> bool:
-    """Whether somebody who types the wanted words and numbers may mean the model whose name has `tokens`."""
+def _has_in_order(wanted: list[str], tokens: list[str]) -> bool:
+    """Whether `tokens` begins as `wanted` and has the rest of it in this order. Words without a number are too common to count."""
     if all(word.isalpha() for word in wanted):
-        return tokens[: len(wanted)] == wanted
+        return False
     rest = iter(tokens[1:])
     return tokens[:1] == wanted[:1] and all(word in rest for word in wanted[1:])
 
@@ -164,9 +164,9 @@ def family(name: str) -> list[str]:
         for one in (entry.id, *entry.aliases):
             tail = _VENDORS.sub("", one.rpartition("/")[2])
             count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(wanted, _tokens(tail), strict=False)))
-            alike = difflib.SequenceMatcher(None, tail.lower(), name.lower()).ratio()
+            similarity = difflib.SequenceMatcher(None, tail.lower(), name.lower()).ratio()
             ratios = shared.setdefault(count, {})
-            ratios[entry.id] = max(alike, ratios.get(entry.id, 0.0))
+            ratios[entry.id] = max(similarity, ratios.get(entry.id, 0.0))
     most = max(shared)
     return sorted(shared[most], key=lambda id: -shared[most][id])[:4] if most else []
 

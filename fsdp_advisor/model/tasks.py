@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 SOUND_SECONDS = 30
 """Of the sound in a sample of a model with an encoder of sound and a decoder."""
-LABELS_PER_FRAMES = 4
-"""Frames of 20 ms for each character of a transcript, of which English speech has some 13 in a second."""
+FRAMES_PER_LABEL = 4
+"""Frames of 20 ms for each character of a transcript. English speech has some 13 characters in a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

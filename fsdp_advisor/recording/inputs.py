@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsdp_advisor.errors import NotRecordable
-from fsdp_advisor.model.tasks import LABELS_PER_FRAMES, SOUND_SECONDS
+from fsdp_advisor.model.tasks import FRAMES_PER_LABEL, SOUND_SECONDS
 
 # B = micro-batch, T = tokens of text, or frames that an audio encoder makes of sound
 
@@ -29,7 +29,7 @@ def batch_of_task(task: str, config: Any, names: Collection[str], b: int, t: int
         case "speech-seq2seq":
             return {**_sound(config, names, b), "labels": _tokens(b, t)}
         case "ctc":
-            return {**_frames(config, names, b, t), "labels": _tokens(b, max(1, t // LABELS_PER_FRAMES))}
+            return {**_frames(config, names, b, t), "labels": _tokens(b, max(1, t // FRAMES_PER_LABEL))}
         case "audio-classification":
             return {**_frames(config, names, b, t), "labels": _labels(b)}
         case "sequence-classification":
