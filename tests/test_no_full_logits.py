@@ -38,9 +38,10 @@ def _largest_storage(folder: Path, **options: Any) -> tuple[int, int]:
     (plan,) = plans(request, seq_len=T)
     model = resolve(request.model).adapted(adaptation_of(request))
     tape = model.tape(replace(tape_key_of(plan, model.profile), at=plan.tape_shape))
+    born = {index for births in tape.births for index, _ in births}  # stored tapes share one table of sizes
     sizes = [
         size.bytes_at(B, T) if isinstance(size, Tiled | Divided) else evaluate(size, B, T)
-        for size in tape.sizes
+        for size in (tape.sizes[index] for index in born)
         if not isinstance(size, Staging)
     ]
     return max(sizes), plan.sequences * T * CONFIG["vocab_size"] * OF_BF16
