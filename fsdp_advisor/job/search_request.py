@@ -6,17 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.batch_fields import ACCUMULATION, MICRO_BATCH_SIZE
 from fsdp_advisor.job.checkpointing import CHECKPOINTING_EXAMPLE, read_searched_checkpointing
 from fsdp_advisor.job.choices import Checkpointing, Find, Offload, OffloadDevice, TrainingMethod
 from fsdp_advisor.job.fields import Rule, fields_of
-from fsdp_advisor.job.request import (
-    ACCUMULATION,
-    CHECKPOINTING,
-    MICRO_BATCH_SIZE,
-    OFFLOAD,
-    OFFLOAD_DEVICE,
-    EstimateRequest,
-)
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.sharding_fields import OFFLOAD, OFFLOAD_DEVICE
+from fsdp_advisor.job.step_fields import CHECKPOINTING
 from fsdp_advisor.units import parse_count, parse_fraction
 
 SEARCHED_CHECKPOINTING = replace(

@@ -1,0 +1,66 @@
+"""The options about the machines: GPUs, nodes, the network, and the memory of GPU and host."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fsdp_advisor.job.choices import MAX_GPUS
+from fsdp_advisor.job.fields import Rule
+from fsdp_advisor.units import parse_bytes
+
+GROUP = "Hardware"
+
+Gpus = Annotated[int, Rule(about="the total number of ranks, one per GPU", group=GROUP, ge=1, le=MAX_GPUS)]
+Nnodes = Annotated[
+    int,
+    Rule(
+        about="the number of nodes",
+        group=GROUP,
+        default="as many as the GPUs need at the usual number per node",
+        ge=1,
+        le=MAX_GPUS,
+    ),
+]
+Gpu = Annotated[
+    str | None,
+    Rule(
+        about="the name of a GPU (case and punctuation are ignored: H100, rtx4090), or a memory size such as 24GiB",
+        group=GROUP,
+        metavar="GPU",
+        default="the attached GPU, else H100-80GB",
+        max_length=128,
+    ),
+]
+Interconnect = Annotated[
+    str | None,
+    Rule(
+        about="the network between nodes: a name (InfiniBand NDR, RoCE, EFA, 100GbE), or the rate of each GPU "
+        "(400Gb/s, 50GB/s)",
+        group=GROUP,
+        metavar="NAME",
+        default="usual for the GPU",
+        max_length=128,
+    ),
+]
+AllocatorConf = Annotated[
+    str | None,
+    Rule(
+        about="the settings of PyTorch's caching allocator, as in PYTORCH_ALLOC_CONF: expandable_segments:True",
+        group=GROUP,
+        metavar="CONF",
+        max_length=1024,
+    ),
+]
+HostMemory = Annotated[
+    int | None,
+    Rule(
+        about="the host memory of one node with its unit, such as 512GiB",
+        group=GROUP,
+        metavar="SIZE",
+        default="unlimited",
+        ge=2**30,
+        le=2**60,
+        parse=parse_bytes,
+        example="512GiB",
+    ),
+]

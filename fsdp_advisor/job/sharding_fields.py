@@ -1,0 +1,103 @@
+"""The options about who divides the states over the ranks, and how: framework, backend, strategy, units, offload."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fsdp_advisor.job.choices import (
+    STRATEGY_SYNONYMS,
+    Backend,
+    BackwardPrefetch,
+    Framework,
+    Offload,
+    OffloadDevice,
+    Strategy,
+    Wrap,
+    read_reshard,
+)
+from fsdp_advisor.job.fields import Rule
+from fsdp_advisor.job.wrap_policy import WRAP_EXAMPLE, read_wrap
+
+GROUP = "Strategy"
+
+OFFLOAD = Rule(
+    about="the states that are kept in host memory; parameters means parameters, gradients and optimizer state",
+    group=GROUP,
+    synonyms={"full": "parameters", "all": "parameters", "params": "parameters", "false": "none", "no": "none"},
+    elsewhere={"cpu": "it is what is offloaded: parameters or optimizer", "nvme": "offload_device nvme, with offload"},
+)
+OFFLOAD_DEVICE = Rule(about="the target of offload", group=GROUP)
+StrategyOption = Annotated[
+    Literal[Strategy, "all"],
+    Rule(
+        about="the sharding strategy; FSDP's names work too: full_shard, shard_grad_op, hybrid_shard, no_shard",
+        group=GROUP,
+        synonyms=STRATEGY_SYNONYMS,
+        elsewhere={
+            "fsdp1": "strategy zero3 with backend fsdp1",
+            "deepspeed": "strategy zero3 with backend deepspeed",
+            "hybrid_shard_zero2": "strategy hsdp with reshard_after_forward false",
+        },
+        not_modelled=("tp", "pp", "cp", "ep", "megatron", "zero++"),
+        nearest={"zero++": "zero3"},
+    ),
+]
+BackendOption = Annotated[
+    Literal[Backend, "auto"],
+    Rule(
+        about="the library that shards; auto is ddp for ddp, deepspeed for zero1 and for --offload optimizer, else fsdp2",
+        group=GROUP,
+        synonyms={"fsdp": "fsdp2", "ds": "deepspeed", "zero": "deepspeed"},
+        not_modelled=("megatron", "xla", "colossalai"),
+    ),
+]
+OffloadOption = Annotated[Offload, OFFLOAD]
+OffloadDeviceOption = Annotated[OffloadDevice, OFFLOAD_DEVICE]
+BackwardPrefetchOption = Annotated[
+    BackwardPrefetch,
+    Rule(
+        about="the BackwardPrefetch of FSDP1",
+        group=GROUP,
+    ),
+]
+WrapOption = Annotated[
+    Wrap,
+    Rule(
+        about="what FSDP gathers together: layer, each layer; none, the whole model; size:N, modules of at least N parameters; "
+        "class:A,B, layers of these classes; every:N, groups of N layers",
+        group=GROUP,
+        metavar="POLICY",
+        max_length=256,
+        word=read_wrap,
+        example=WRAP_EXAMPLE,
+    ),
+]
+ForwardPrefetch = Annotated[
+    bool,
+    Rule(
+        about="all-gather the next layer before a layer's forward: FSDP1's forward_prefetch, FSDP2's "
+        "set_modules_to_forward_prefetch",
+        group=GROUP,
+    ),
+]
+ReshardAfterForward = Annotated[
+    str,
+    Rule(
+        about="whether FSDP frees gathered parameters after forward: auto follows the strategy, false keeps them (with hsdp this "
+        "is HYBRID_SHARD_ZERO2), a number shards them over this many ranks (FSDP2)",
+        group=GROUP,
+        metavar="RESHARD",
+        max_length=16,
+        word=read_reshard,
+        example="auto, false or a number such as 8",
+    ),
+]
+FrameworkOption = Annotated[
+    Framework,
+    Rule(
+        about="the library that prepares the model and runs the training loop",
+        group=GROUP,
+        synonyms={"pytorch": "torch", "transformers": "trainer", "hf_trainer": "trainer"},
+        not_modelled=("lightning", "megatron", "nemo"),
+    ),
+]

@@ -1,0 +1,203 @@
+"""The options about how a step computes: precision, optimizer, checkpointing, kernels, loss, and the trainer's task."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fsdp_advisor.job.checkpointing import CHECKPOINTING_EXAMPLE, SYNONYMS, read_checkpointing
+from fsdp_advisor.job.choices import (
+    NEAREST_OPTIMIZERS,
+    OPTIMIZER_SYNONYMS,
+    OPTIMIZERS_NOT_MODELLED,
+    Attention,
+    Checkpointing,
+    Compile,
+    ExpertsImplementation,
+    Fp8,
+    Loss,
+    OptimizerName,
+    Precision,
+    TrainingTask,
+    read_tiled_mlp,
+)
+from fsdp_advisor.job.fields import Rule
+from fsdp_advisor.job.projection import read_optim_args, read_target_modules
+
+GROUP = "Training"
+
+CHECKPOINTING = Rule(
+    about="the layers that backward recomputes: none, full (all), reentrant (all, with use_reentrant), every-N (one of N), or "
+    "selective (all, but the outputs of matrix products and attention are kept, as torchtitan's SelectiveAC keeps them)",
+    group=GROUP,
+    metavar="POLICY",
+    max_length=32,
+    synonyms=SYNONYMS,
+    word=read_checkpointing,
+    example=CHECKPOINTING_EXAMPLE,
+)
+PrecisionOption = Annotated[
+    Precision,
+    Rule(
+        about="the precision of weights and computation",
+        group=GROUP,
+        default="bf16-mixed; fp16-mixed on a GPU without bf16",
+        synonyms={
+            "float32": "fp32",
+            "tf32": "fp32",
+            "bfloat16": "bf16",
+            "bf16-true": "bf16",
+            "32-true": "fp32",
+            "fp16": "fp16-mixed",
+            "float16": "fp16-mixed",
+            "16-mixed": "fp16-mixed",
+        },
+        elsewhere=dict.fromkeys(
+            ("fp8", "fp8-mixed"), "fp8 is an option by itself: fp8 tensorwise or rowwise, with precision bf16-mixed"
+        ),
+        not_modelled=("int8", "fp4"),
+    ),
+]
+Optim = Annotated[
+    OptimizerName,
+    Rule(
+        about="the optimizer, by its Hugging Face name",
+        group=GROUP,
+        synonyms=OPTIMIZER_SYNONYMS,
+        elsewhere={"cpu_offload_optimizer": "offload optimizer, which is DeepSpeed's, with adamw_torch_fused"},
+        nearest=NEAREST_OPTIMIZERS,
+        not_modelled=OPTIMIZERS_NOT_MODELLED,
+    ),
+]
+OptimArgs = Annotated[
+    str | None,
+    Rule(
+        about="the settings of GaLore and APOLLO: rank=128,update_proj_gap=200",
+        group=GROUP,
+        metavar="ARGS",
+        max_length=256,
+        word=read_optim_args,
+        example="rank=64,update_proj_gap=100 (proj_type std, proj random, scale_type channel and any scale are modelled)",
+    ),
+]
+OptimTargetModules = Annotated[
+    str | None,
+    Rule(
+        about="the linear layers that GaLore and APOLLO project: parts of names separated by commas, or all-linear",
+        group=GROUP,
+        metavar="NAMES",
+        default="all-linear",
+        max_length=1024,
+        word=read_target_modules,
+        example="attn,mlp or all-linear",
+    ),
+]
+ActivationCheckpointing = Annotated[Checkpointing, CHECKPOINTING]
+AttentionOption = Annotated[
+    Attention,
+    Rule(
+        about="the attention implementation",
+        group=GROUP,
+        synonyms={"flash": "flash_attention_2", "flash_attention": "flash_attention_2", "fa2": "flash_attention_2"},
+        not_modelled=("flash_attention_3", "flex_attention"),
+    ),
+]
+LossOption = Annotated[
+    Loss,
+    Rule(
+        about="the loss: auto, as the framework computes it; full, from all logits at once; chunked, in TRL's "
+        "tiles or torchtitan's chunks; liger, by Liger's fused linear cross entropy; cce, by cut cross entropy",
+        group=GROUP,
+        synonyms={
+            "chunked_nll": "chunked",
+            "flce": "liger",
+            "fused_linear_cross_entropy": "liger",
+            "cut_cross_entropy": "cce",
+        },
+    ),
+]
+UseLigerKernel = Annotated[
+    bool,
+    Rule(
+        about="Liger's kernels for norms, positions and feed-forward networks; with --loss auto also its loss, except with TRL, "
+        "which keeps its own",
+        group=GROUP,
+    ),
+]
+CompileOption = Annotated[
+    Compile,
+    Rule(
+        about="part of the model that torch.compile compiles: layer is each layer by itself, as in torchtitan",
+        group=GROUP,
+        synonyms={"layers": "layer", "block": "layer", "blocks": "layer", "regional": "layer", "regions": "layer"},
+        not_modelled=("model", "whole", "true", "reduce-overhead", "max-autotune"),
+    ),
+]
+Fp8Option = Annotated[
+    Fp8,
+    Rule(
+        about="the recipe of torchao's float8 training, in which linear layers but the head multiply in fp8 if both dimensions are "
+        "multiples of 16",
+        group=GROUP,
+        synonyms={"tensor": "tensorwise", "axiswise": "rowwise", "row": "rowwise"},
+        not_modelled=("rowwise_with_gw_hp", "mxfp8", "blockwise", "delayed", "nvfp4"),
+    ),
+]
+TiledMlp = Annotated[
+    str,
+    Rule(
+        about="the shards of the sequence in which feed-forward networks run, one after the other, and again in backward: a number, or "
+        "auto, a shard per as many tokens as the hidden size (axolotl: per 32,768 tokens)",
+        group=GROUP,
+        metavar="SHARDS",
+        max_length=8,
+        synonyms={"true": "auto", "yes": "auto", "false": "none", "no": "none"},
+        word=read_tiled_mlp,
+        example="auto, none or a number such as 8",
+    ),
+]
+ExpertsImplementationOption = Annotated[
+    ExpertsImplementation,
+    Rule(
+        about="the code for a mixture of experts: grouped_mm, one kernel for all experts; batched_mm, a copy of the weights for each "
+        "token and expert; eager, a loop over the experts",
+        group=GROUP,
+    ),
+]
+ExpertImbalance = Annotated[
+    float,
+    Rule(
+        about="the tokens of the busiest expert as a multiple of the mean; the memory of eager alone depends on it",
+        group=GROUP,
+        ge=1,
+        le=1000,
+    ),
+]
+Task = Annotated[
+    TrainingTask,
+    Rule(
+        about="the trainer of TRL: sft; dpo or reward, whose micro-batch counts pairs of sequences; kto; or grpo",
+        group=GROUP,
+    ),
+]
+PrecomputeRefLogProbs = Annotated[
+    bool,
+    Rule(
+        about="dpo and kto: compute the reference's log-probabilities before training, so that no step needs it",
+        group=GROUP,
+    ),
+]
+ActivationOffload = Annotated[
+    bool,
+    Rule(
+        about="keep activations in pinned host memory until backward: the inputs of checkpointed layers; with trl what its "
+        "activation_offloading takes; without checkpointing all saved tensors",
+        group=GROUP,
+    ),
+]
+SaveOnlyModel = Annotated[
+    bool,
+    Rule(
+        about="save the weights alone, without the optimizer state that a restart needs",
+        group=GROUP,
+    ),
+]
