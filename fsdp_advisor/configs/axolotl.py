@@ -14,7 +14,7 @@ from fsdp_advisor.configs.checkpointing import set_reentrant
 from fsdp_advisor.configs.collect import Collector, active, truth
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_optimizer
-from fsdp_advisor.configs.trainer import read_embedded, read_words, strip_prefix
+from fsdp_advisor.configs.trainer import read_embedded, read_words
 from fsdp_advisor.job.tiled_mlp import AXOLOTL_WITH_FSDP2
 
 _TOPICS = {
@@ -194,7 +194,7 @@ def _sharding(found: Collector) -> None:
     replicas, shards = found.number("dp_replicate_size"), found.number("dp_shard_size")
     place = found.peek("deepspeed")
     if "fsdp_config" in found or active(found.peek("fsdp")):
-        strip_prefix(found)
+        found.section("fsdp_config", optional_prefix="fsdp_")
         version = found.number("fsdp_version") or found.number("fsdp_config.version") or 1
         if (words := found.take("fsdp")) is not True:
             read_words(found, words or [], version)

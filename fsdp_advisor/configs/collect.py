@@ -107,13 +107,18 @@ class Collector:
         """Give a key another value."""
         self._pending[key] = value
 
-    def section(self, key: str) -> dict[str, Any]:
-        """The keys of a section, moved up as `section.key`; empty if there is no such section."""
+    def section(self, key: str, optional_prefix: str = "") -> dict[str, Any]:
+        """The keys of a section, moved up as `section.key`; empty if there is no such section.
+
+        A consumer drops `optional_prefix` from keys of the section that begin with it.
+        """
         value = self.peek(key)
         if not isinstance(value, Mapping):
             return {}
         del self._pending[key]
-        inner = {f"{key}.{name}": item for name, item in value.items()}
+        short = {name: f"{key}.{str(name).removeprefix(optional_prefix)}" for name in value}
+        self._whole |= {short[name]: f"{key}.{name}" for name in value}
+        inner = {short[name]: item for name, item in value.items()}
         self._pending |= inner
         return inner
 

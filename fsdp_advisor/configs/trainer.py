@@ -286,8 +286,8 @@ def read_trainers_fsdp(found: Collector) -> None:
         if "offload" in str(words):
             found.options["offload"] = "parameters"
         return
-    strip_prefix(found)
-    version = found.number("fsdp_config.version") or found.number("fsdp_config.fsdp_version") or 2
+    found.section("fsdp_config", optional_prefix="fsdp_")
+    version = found.number("fsdp_config.version") or 2
     read_words(found, words, version)
     read_fsdp(found, "fsdp_config.", version)
 
@@ -310,15 +310,6 @@ def read_words(found: Collector, words: Any, version: int) -> None:
             found.omits(f"fsdp: {word}, which the Trainer refuses with FSDP2; the estimate shards fully")
         elif word != "full_shard" and word in (*SHARDING, *NO_SHARD):
             found.omits(f"fsdp: {word}; with FSDP1 the Trainer shards fully, as estimated")
-
-
-def strip_prefix(found: Collector) -> None:
-    """Move `fsdp_config` up, without the prefix fsdp_ of its keys."""
-    section = found.peek("fsdp_config")
-    if isinstance(section, Mapping):
-        section = {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
-        found.replace("fsdp_config", section)
-        found.section("fsdp_config")
 
 
 def mesh(found: Collector, keys: Mapping[str, Any]) -> None:

@@ -17,8 +17,10 @@ from fsdp_advisor.program.storages import round_up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLogits:
-    """Storages of kept logits at the last batch, in bytes. `before`: alive during its forward; `after`: allocated after it, or freed,
-    negative, in order.
+    """The logits that the evaluation keeps, when its last batch runs: each number is the bytes of one storage.
+
+    `before`: the storages that are alive during the last batch's forward. `after`: what happens after that forward, in order: a storage
+    is allocated (positive) or freed (negative).
     """
 
     before: tuple[int, ...] = ()

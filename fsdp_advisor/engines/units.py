@@ -58,9 +58,10 @@ def total(profile: Profile, held: Callable[[Unit], Storages]) -> Storages:
 def summed(
     profile: Profile, by_place: Mapping[Place, object], what: str, root: Sequence[Storages] | None = None
 ) -> Storages:
-    """The sum over all real units of the attribute `what` of the objects in `by_place`.
+    """Add up one attribute, such as "gradients", over all units of the model.
 
-    `root`: the storages of each of the root's parts (`root_parts`). Without it the root is one unit, which comes first.
+    `by_place` has an object with that attribute for the root and for each recorded layer, which counts once for each layer that it
+    stands for. `root`: what to add for each of the root's parts (`root_parts`) instead of the root's own attribute.
     """
     return _over_units(profile, lambda place: getattr(by_place[place], what), root)
 

@@ -303,6 +303,17 @@ def test_trainer_through_accelerate_in_a_launch_script() -> None:
     assert "gpus 16 as here, not 8 as in fsdp.yaml" in said(found, "assumed")
 
 
+def test_keys_of_a_section_are_reported_as_the_file_writes_them() -> None:
+    """The Trainer and axolotl accept the keys of `fsdp_config` with and without the prefix fsdp_."""
+    section = "{fsdp_version: 2, fsdp_reshard_after_forward: false, state_dict_type: FULL_STATE_DICT, fsdp_unknown: 1}"
+    for file in ("fsdp: full_shard\noutput_dir: out", "base_model: meta-llama/Llama-2-7b-hf\ndatasets: []"):
+        found = read("job.yaml", f"{file}\nfsdp_config: {section}")
+        assert found.options["strategy"] == "zero2"
+        assert "fsdp_config.fsdp_reshard_after_forward: False" in said(found, "read")
+        assert "fsdp_config.fsdp_unknown" in said(found, "ignored")
+        assert "fsdp_config.state_dict_type" in said(found, "ignored")
+
+
 @pytest.mark.parametrize(
     ("command", "options"),
     [

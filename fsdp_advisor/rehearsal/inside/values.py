@@ -149,7 +149,9 @@ def _taking_numbers(operator: Any, kernel: Kernel) -> Kernel:
 
 
 def _repeated(operator: Any, kernel: Kernel) -> Kernel:
-    """The CUDA kernel, then the CPU's on the same memory."""
+    """A kernel whose result has values. The CUDA kernel launches nothing; so the CPU's kernel runs afterwards on the same memory, which
+    is host memory in a rehearsal. If the tensors are too large for that, values are assumed.
+    """
     name = operator._schema.name.removeprefix("aten::")
     largest = LARGEST_MASKS if name in (*COMPARISONS, *RANDOM, *FILLS) else LARGEST_FLOATS
 
@@ -165,7 +167,7 @@ def _repeated(operator: Any, kernel: Kernel) -> Kernel:
 
 
 def _assumed(operator: Any, kernel: Kernel) -> Kernel:
-    """The CUDA kernel, then an assumed result."""
+    """A kernel whose result has assumed values, because the CUDA kernel launches nothing."""
     name = operator._schema.name.removeprefix("aten::")
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
