@@ -180,7 +180,7 @@ def _without_step(
     kept = sum(s.rounded for s in (states.parameters, states.gradients, states.optimizer, states.communication))
     return StrategyEstimate(
         plan=plan,
-        fits=False if kept + overhead.low_bytes > gpu.memory_bytes or job.fails else None,
+        fits=False if kept + overhead.middle_bytes > gpu.memory_bytes or job.fails else None,
         states={
             "parameters": states.parameters.exact,
             "gradients": states.gradients.exact,
@@ -237,7 +237,7 @@ def _with_step(
     overhead, job, unknown = base.overhead, base.job, list(base.not_modelled)
     assert overhead is not None and job is not None
     if evaluation_unknown:
-        unknown.append(evaluation_unknown)
+        unknown.insert(0, evaluation_unknown)  # `render.view.why_unknown` reads the first
     if key.engine != tape_key_of(plan, profile).engine:
         unknown.append(NO_AUTOCAST)
     if key.checkpointing != plan.checkpointing:

@@ -9,9 +9,9 @@ from fsdp_advisor.units import format_gib
 
 
 def verdict_text(report: Report, estimate: StrategyEstimate, full: Callable[[int], str] = format_gib) -> str:
-    """`fits, 6.64 GiB free`, or what is missing: `lacks 8.85 GiB`. `full` writes bytes with their unit."""
+    """`fits, 6.64 GiB free`, what is missing (`lacks 8.85 GiB`) or which peak is unknown. `full` writes bytes with their unit."""
     if estimate.fits is None:
-        return "peak unknown"
+        return "peak unknown" if estimate.peak_tensor_bytes is None else "steps fit, peak of evaluation unknown"
     if estimate.needed_bytes is None or estimate.headroom_bytes is None:
         return _lacks_without_peak(report, estimate, full)
     if estimate.fits:
@@ -23,7 +23,7 @@ def verdict_text(report: Report, estimate: StrategyEstimate, full: Callable[[int
 
 def _lacks_without_peak(report: Report, estimate: StrategyEstimate, full: Callable[[int], str]) -> str:
     """The peak is unknown, but states, loading, saving or the host already need too much."""
-    overhead = 0 if estimate.overhead is None else estimate.overhead.low_bytes
+    overhead = 0 if estimate.overhead is None else estimate.overhead.middle_bytes
     missing = estimate.kept_bytes + overhead - report.gpu_memory_bytes
     if missing > 0:
         return f"states alone lack {full(missing)}"

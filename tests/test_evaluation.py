@@ -11,6 +11,7 @@ from fsdp_advisor import estimate
 from fsdp_advisor.engines.evaluation import kept_logits
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.model import cache
+from fsdp_advisor.render.check_line import check_result
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.verdict import verdict_text
 
@@ -72,9 +73,12 @@ def test_fit_is_unknown_if_the_evaluation_has_no_recording(monkeypatch: pytest.M
     for name in ("torch", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)
     options = {**JOB, "strategy": "zero3", "seq_len": 2048, "gpu": "48GiB", "gpus": 4}
-    (found,) = estimate(model="meta-llama/Llama-2-7b-hf", eval_strategy="steps", **options).estimates
+    report = estimate(model="meta-llama/Llama-2-7b-hf", eval_strategy="steps", **options)
+    (found,) = report.estimates
     assert found.fits is found.needed_bytes is found.headroom_bytes is None and found.peak_tensor_bytes is not None
-    assert any(note.startswith("the peak of evaluation, and whether the job fits") for note in found.not_modelled)
+    assert found.not_modelled[0].startswith("the peak of evaluation, and whether the job fits")
+    assert verdict_text(report, found) == "steps fit, peak of evaluation unknown"
+    assert "whether the job fits" in check_result(report)["line"]
     (small,) = estimate(
         model="meta-llama/Llama-2-7b-hf", eval_strategy="steps", **{**options, "gpu": "24GiB"}
     ).estimates

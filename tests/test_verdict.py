@@ -52,8 +52,24 @@ def test_states_that_exceed_the_gpu_are_named_if_the_peak_is_unknown() -> None:
     report = estimate_resolved(request, refusing_autocast())
     (row,) = report.estimates
     assert row.overhead is not None and row.needed_bytes is None
-    lacking = row.kept_bytes + row.overhead.low_bytes - report.gpu_memory_bytes
+    lacking = row.kept_bytes + row.overhead.middle_bytes - report.gpu_memory_bytes
     assert verdict_text(report, row) == f"states alone lack {format_gib(lacking)}"
+
+
+def test_states_do_not_fit_beside_the_middle_of_what_cuda_and_nccl_take() -> None:
+    """`needed_bytes` counts the middle, so a job without a known peak needs at least its states and the middle."""
+
+    def ddp(gpu: str) -> StrategyEstimate:
+        request = make_request({"model": MIXTRAL, "gpus": 8, "gpu": gpu, "strategy": "ddp"})
+        (row,) = estimate_resolved(request, refusing_autocast()).estimates
+        return row
+
+    large = ddp("1000GiB")
+    assert large.fits is None and large.overhead is not None and large.fails_in is None
+    low, middle = (large.kept_bytes + n for n in (large.overhead.low_bytes, large.overhead.middle_bytes))
+    between = ddp(f"{(low + middle) / 2 / 2**30:.3f}GiB")
+    assert between.fits is False and between.fails_in is None
+    assert ddp(f"{(middle + 2**28) / 2**30:.3f}GiB").fits is None
 
 
 def test_a_small_host_is_named() -> None:

@@ -39,9 +39,10 @@ class PhasePeak:
     host_bytes_per_node: int | None
 
     def fits(self, gpu_memory_bytes: int, host_memory_bytes: int | None) -> bool:
-        """False if the phase certainly does not fit.
+        """Whether the phase needs at most these bytes. A phase whose bytes are unknown fits.
 
-        `gpu_memory_bytes`: the most that CUDA and NCCL leave. `host_memory_bytes`: memory of one node, None if unknown.
+        `gpu_memory_bytes`: the GPU's memory less the middle of what CUDA and NCCL take, as in the row's `needed_bytes`.
+        `host_memory_bytes`: memory of one node, None if unlimited.
         """
         if self.gpu_bytes is not None and self.gpu_bytes > gpu_memory_bytes:
             return False
@@ -55,7 +56,7 @@ class JobPeaks:
     """Peaks of a job's phases, the load and save methods assumed for them, and all methods of the plan's backend.
 
     `merge`: how adapters are merged after training, None if there are none to merge; `merge_peak` is its peak. `fails`:
-    the first phase that certainly does not fit, None if there is none.
+    the first phase that does not fit (`PhasePeak.fits`), None if there is none.
     """
 
     phases: Mapping[str, PhasePeak]

@@ -71,10 +71,11 @@ def explanation_view(view: ReportView, row: RowView, estimate: StrategyEstimate)
     sizes = view.sizes
     heading = f"{row.label} ({row.backend})"
     phases = ""
-    if estimate.needed_bytes is None or estimate.peak_tensor_bytes is None:
+    if estimate.peak_tensor_bytes is None:
         heading += ": the peak is unknown"
     else:
-        heading += f": needs {sizes.full(estimate.needed_bytes)}; "
+        needed = estimate.needed_bytes
+        heading += ": the peak of evaluation is unknown; " if needed is None else f": needs {sizes.full(needed)}; "
         heading += f"tensors peak at {sizes.full(estimate.peak_tensor_bytes)} in {estimate.peak_phase}, at {estimate.peak_where}"
         highest = (f"{phase} {sizes.full(n)}" for phase, n in (estimate.phase_peaks or {}).items())
         phases = f"Tensor peak by phase: {', '.join(highest)}"

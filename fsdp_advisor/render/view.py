@@ -295,7 +295,7 @@ def omitted_effects(estimate: StrategyEstimate) -> list[str]:
 
 
 def why_unknown(estimate: StrategyEstimate) -> str:
-    """Why a row has no peak: its step is not recorded, or a parameter count has none."""
+    """Why a row has no `needed_bytes`: its step or evaluation is not recorded, or it is of a parameter count."""
     return next(iter(omitted_effects(estimate)), "its step is not recorded")
 
 
