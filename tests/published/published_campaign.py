@@ -104,9 +104,10 @@ _FIGURES = {
     "allocated": "allocated_bytes",
     "reserved": "reserved_bytes",
     "device": "device_bytes",
+    "memory": "memory_bytes",
     "tokens/s": "tokens_per_second_per_gpu",
 }
-"""Figures, and the names of what is measured."""
+"""Figures, and the names of what is measured. `memory`: the source does not say which; it is compared with reserved bytes."""
 
 
 def _predicted(found: StrategyEstimate, job: Mapped, figure: str) -> tuple[float | None, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-FAMILIES = ("fms-acceleration", "peft-method-comparison", "ms-swift", "fsdp-qlora")
+FAMILIES = ("fms-acceleration", "peft-method-comparison", "ms-swift", "fsdp-qlora", "automodel", "axolotl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,9 @@ INSTALLED = Variant()
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One row of `measurements.json`. `measured`: bytes, tokens/s, or `out_of_memory`."""
+    """One row of `measurements.json`. `measured`: bytes, of which `memory_bytes` are of a kind that the source does not name,
+    tokens/s, or `out_of_memory`.
+    """
 
     id: str
     family: str
@@ -219,6 +221,8 @@ def _peft(row: Measurement) -> Mapped | Unmapped:
 
 def _swift(row: Measurement) -> Mapped | Unmapped:
     job = row.job
+    if row.method == "full":
+        return _swift_with_deepspeed(job)
     options = {
         "model": job["model"],
         "gpu": "A100-80GB",
@@ -239,6 +243,35 @@ def _swift(row: Measurement) -> Mapped | Unmapped:
         "lora_target_modules": "q_proj,k_proj,v_proj",
     }
     return Mapped(options=options, variant=Variant(shifts_logits=True), compares_speed=False)
+
+
+# ms-swift, examples/megatron/benchmark/deepspeed.sh of 2026: the Trainer with DeepSpeed, bf16, `--packing true`, flash attention;
+# gradient checkpointing and fused AdamW by ms-swift's defaults. The page gives nvidia-smi in whole "GB" and seconds per step.
+# Assumed: GB means GiB, because the script has "8 * 80GiB" for ZeRO-2; packed rows are full. The lengths of what is packed, on which
+# the time of attention depends, are not stated.
+
+
+def _swift_with_deepspeed(job: dict[str, Any]) -> Mapped:
+    return Mapped(
+        options={
+            "model": job["model"],
+            "gpu": job["gpu"],
+            "gpus": job["gpus"],
+            "strategy": f"zero{job['zero_stage']}",
+            "backend": "deepspeed",
+            "framework": "trainer",
+            "precision": "bf16-mixed",
+            "optim": "adamw_torch_fused",
+            "attention": "flash_attention_2",
+            "activation_checkpointing": "full",
+            "micro_batch_size": job["per_device_train_batch_size"],
+            "seq_len": job["seq_len"],
+            "gradient_accumulation_steps": job["gradient_accumulation_steps"],
+            "packing": "bfd",
+            "allocator_conf": "expandable_segments:True",
+        },
+        compares_speed=False,
+    )
 
 
 # fsdp_qlora, train.py: its own loop around FSDP1 and transformers and PEFT of March 2024. Facts from benchmarks_03_2024.md and the
@@ -286,11 +319,87 @@ def _fsdp_qlora(row: Measurement) -> Mapped | Unmapped:
     )
 
 
+# NeMo AutoModel, docs/performance-summary.mdx, LoRA on one H100, with the files of examples/llm_benchmark: transformers' model
+# (`force_hf`) with Liger's norms, positions and feed-forward networks, which `from_pretrained` applies (_transformers/auto_model.py,
+# `use_liger_kernel`), all logits in fp32 for the loss (components/loss/masked_ce.py), weights and adapters in bf16, torch.optim.AdamW,
+# no activation checkpointing, sequences without padding.
+# Not as there: adapters run as a Triton kernel, and dropout is behind them instead of in front of them; it is left out.
+
+
+def _automodel(row: Measurement) -> Mapped:
+    job = row.job
+    return Mapped(
+        options={
+            "model": job["model"],
+            "gpu": job["gpu"],
+            "gpus": job["gpus"],
+            "strategy": "ddp",
+            "framework": "torch",
+            "precision": "bf16",
+            "optim": "adamw_torch",
+            "attention": "sdpa",
+            "use_liger_kernel": True,
+            "loss": "full",
+            "micro_batch_size": job["local_batch_size"],
+            "seq_len": job["seq_len"],
+            "gradient_accumulation_steps": job["global_batch_size"] // (job["local_batch_size"] * job["gpus"]),
+            "use_peft": True,
+            "lora_r": job["dim"],
+            "lora_target_modules": "all-linear",
+        },
+        variant=Variant(adapters_in_half=True),
+    )
+
+
+# axolotl, the YAML files of its examples: the Trainer, QLoRA with nested scales stored as bf16, bf16 autocast, checkpoints, flash
+# attention, cut cross entropy, rows packed to the micro-batch's tokens. Norms, embeddings and head go to fp32 and back to bf16
+# (loaders/model.py, `_configure_embedding_dtypes`). In 2025, when these files were added, a dropout kept axolotl's kernels of adapters
+# off (utils/schemas/config.py, `check_auto_enable_lora_kernels`).
+# Assumed: an A100 of 80 GB, because the source names no GPU. It does not say which memory "VRAM" is, so these rows are apart.
+
+
+_SAME_SHAPES = {"katanemo/Plano-Orchestrator-4B": "Qwen/Qwen3-4B"}
+"""The model that a fine-tuned one was made from."""
+
+
+def _axolotl(row: Measurement) -> Mapped:
+    job = row.job
+    return Mapped(
+        options={
+            "model": _SAME_SHAPES.get(job["model"], job["model"]),
+            "gpu": "A100-80GB",
+            "gpus": 1,
+            "strategy": "ddp",
+            "framework": "trainer",
+            "precision": "bf16-mixed",
+            "dtype": "bfloat16",
+            "optim": "adamw_bnb_8bit",
+            "attention": "flash_attention_2",
+            "activation_checkpointing": "full",
+            "loss": "cce",
+            "packing": "bfd",
+            "micro_batch_size": job["micro_batch_size"],
+            "seq_len": job["sequence_len"],
+            "gradient_accumulation_steps": job["gradient_accumulation_steps"],
+            "use_peft": True,
+            "lora_r": job["lora_r"],
+            "lora_dropout": job["lora_dropout"],
+            "lora_target_modules": "all-linear",
+            "load_in_4bit": True,
+            "use_bnb_nested_quant": True,
+            "bnb_4bit_quant_storage": "bfloat16",
+        },
+        variant=Variant(keeps_dtypes=True),
+    )
+
+
 _MAPPERS: dict[str, Callable[[Measurement], Mapped | Unmapped]] = {
     "fms-acceleration": _fms,
     "peft-method-comparison": _peft,
     "ms-swift": _swift,
     "fsdp-qlora": _fsdp_qlora,
+    "automodel": _automodel,
+    "axolotl": _axolotl,
 }
 
 
@@ -300,6 +409,7 @@ A6000 = (
     "likely an RTX A6000: the source names the board A6000 Ada, which does not exist, and 170 and 174 tokens/s are predicted for an "
     "RTX A6000 (p1532, p1533)"
 )
+TRITON = "likely the Triton kernel of adapters and Transformer Engine, which the page names and which are not modelled"
 EXPLAINED: dict[tuple[str, str], str] = {
     ("p0023", "reserved"): "not found: 1.65 GB; the same method on q_proj and v_proj (p0024) is within 1.2 %",
     (
@@ -354,6 +464,20 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("p1534", "tokens/s"): "not found",
     ("p1535", "tokens/s"): "not found",
     ("p1537", "tokens/s"): "not found",
+    ("p1500", "device"): "the GPU is full: 80 GiB is all that nvidia-smi counts",
+    ("p1501", "device"): "not found: 4.7 GiB; if the page's GB are 10^9 bytes, 0.7 GB",
+    ("p0424", "tokens/s"): TRITON,
+    ("p0425", "tokens/s"): TRITON,
+    (
+        "p1067",
+        "memory",
+    ): "found: temporaries of xIELU in backward, which its CUDA kernel avoids; the source recommends it and does not say if it ran",
+    (
+        "p1085",
+        "memory",
+    ): "not found: 3.3 GiB; with all logits instead of cut cross entropy 7.5 GiB are predicted",
+    ("p1088", "memory"): "not found: 4.6 GiB of 24, which is rounded to GB",
+    ("p1097", "memory"): "not found: 3.0 GiB",
     ("p0473", "reserved"): "not found: code of January 2024, of which only the loss is as it was",
     ("p0474", "reserved"): "not found: code of January 2024, of which only the loss is as it was",
     ("p0475", "reserved"): "not found: the run has 78.72 GiB of the GPU's 79.15, where the allocator empties its cache",
