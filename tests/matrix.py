@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Sequence
 from typing import TypeVar
@@ -13,6 +14,20 @@ T = TypeVar("T")
 ALL = os.environ.get("CASES") == "all"
 with_all_cases = pytest.mark.with_all_cases
 """Marks a long test whose subject another test covers in part. It runs only with `CASES=all`."""
+
+
+DAY = int(os.environ.setdefault("DAY_OF_TESTS", str(datetime.date.today().toordinal())))
+"""Decides which cases have their turn. All processes of a run share it; `DAY_OF_TESTS` in the environment repeats another day's."""
+
+
+def in_turn(turn: int, of: int) -> pytest.MarkDecorator:
+    """Marks one of so many long tests that take turns, numbered from 0: one runs each day, and all with `CASES=all`."""
+    return pytest.mark.slow if DAY % of == turn else with_all_cases
+
+
+def of_today(cases: Sequence[T]) -> list[T]:
+    """One of the cases, another one each day, or all with `CASES=all`."""
+    return list(cases) if ALL else [cases[DAY % len(cases)]]
 
 
 def examples(count: int) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 
 from fsdp_advisor.cli.serve import OPTIONS
 from fsdp_advisor.server.settings import Settings
@@ -88,6 +88,7 @@ def test_worker_processes_stop_with_it(how: signal.Signals) -> None:
         assert process.returncode == 0
 
 
+@in_turn(1, of=2)  # the other day tests/server/test_serving.py does this
 def test_a_request_under_way_is_answered_before_the_end() -> None:
     with serving("--port", "0", "--workers", "1") as (process, url):
         at = urlsplit(url)

@@ -1,7 +1,7 @@
 """Exported files train a tiny model for two steps in two processes over gloo on the CPU.
 
 The files are run unchanged. Consumers that do not support CPU ranks take each process for a GPU rank
-(`workers/cpu_as_gpu.py`).
+(`workers/cpu_as_gpu.py`). A script, one with adapters and a bundle take turns from day to day.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 import torch
 from export_jobs import job, plan
 from filelock import FileLock
-from matrix import taken, with_all_cases
+from matrix import in_turn, taken, with_all_cases
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_advisor.export import Job, export, find
@@ -109,6 +109,7 @@ def script(folder: Path, of: Job, *arguments: str) -> list[float]:
     return losses_of(launched(folder, "torchrun.sh", "--device", "cpu", "--seq-len", "32", "--steps", "2", *arguments))
 
 
+@in_turn(0, of=3)
 def test_fsdp2_script_trains_saves_and_resumes(tiny: dict[str, Path], tmp_path: Path) -> None:
     of = job(
         plan("zero3", "fsdp2", gpus=2, precision="fp32", gradient_accumulation_steps=2, activation_checkpointing="full")
@@ -179,6 +180,7 @@ NF4 = {
 }  # fmt: skip
 
 
+@in_turn(1, of=3)
 @pytest.mark.parametrize(
     ("of", "adaptation", "more"),
     taken(
@@ -271,6 +273,7 @@ def test_trainer_trains_as_configured(
 # Bundles, started as their README says
 
 
+@in_turn(2, of=3)
 @pytest.mark.parametrize(
     ("target", "of"),
     taken(

@@ -1,4 +1,7 @@
-"""Small jobs of the usual frameworks on several ranks, and the predictions of those that `estimate` describes."""
+"""Small jobs of the usual frameworks on several ranks, and the predictions of those that `estimate` describes.
+
+The README's line runs each day; FSDP2, DeepSpeed and torchtitan take turns.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any
 
 import pytest
 from framework_jobs import DDP, DEEPSPEED, FSDP2
-from matrix import taken
+from matrix import in_turn, taken
 
 from fsdp_advisor.rehearsal.rehearse import Settings, rehearse
 
@@ -68,8 +71,18 @@ ONE_OR_ALL = pytest.mark.parametrize("ranks", taken([(0,)], [()]), ids=taken(["o
     ("text", "options", "tolerance"),
     taken(
         [
-            (FSDP2, {"strategy": "zero3", "backend": "fsdp2", "precision": "bf16-mixed"}, 0.005),
-            (DEEPSPEED, {"strategy": "zero3", "backend": "deepspeed", "precision": "bf16-mixed"}, 0.02),
+            pytest.param(
+                FSDP2,
+                {"strategy": "zero3", "backend": "fsdp2", "precision": "bf16-mixed"},
+                0.005,
+                marks=in_turn(0, of=3),
+            ),
+            pytest.param(
+                DEEPSPEED,
+                {"strategy": "zero3", "backend": "deepspeed", "precision": "bf16-mixed"},
+                0.02,
+                marks=in_turn(1, of=3),
+            ),
         ],
         [(DDP, {"strategy": "ddp", "precision": "fp32"}, 0.005)],  # the README's line also runs DDP
     ),
@@ -106,6 +119,7 @@ def test_the_line_of_the_readme_is_rehearsed_as_predicted(rehearsal_python: Path
     assert predicted["figures"]["peak_allocated_bytes"] == pytest.approx(found["peak_allocated_bytes"], rel=1e-3)
 
 
+@in_turn(2, of=3)
 @ONE_OR_ALL
 def test_torchtitan_runs_with_tensor_parallelism_and_fsdp2(
     rehearsal_python: Path, tmp_path: Path, ranks: tuple[int, ...]

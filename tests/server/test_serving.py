@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from server_process import SECONDS, Serving, problem, received, serving, until
 
 pytestmark = pytest.mark.slow
@@ -146,6 +146,7 @@ def test_a_full_queue_is_refused_with_retry_after(tmp_path: Path, root_path: str
 # Pasted configurations
 
 
+@in_turn(0, of=2)
 def test_pasted_configurations_are_recorded_in_a_process_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with serving(tmp_path, log_level="warning") as server:
@@ -161,6 +162,7 @@ def test_pasted_configurations_are_recorded_in_a_process_of_their_own(tmp_path: 
     assert server.lines == []
 
 
+@in_turn(1, of=2)
 def test_a_recording_that_takes_too_long_is_ended_and_the_queue_is_bounded(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with serving(tmp_path, log_level="warning", record_queue=0, record_seconds=8) as server:
@@ -180,6 +182,7 @@ def test_a_recording_that_takes_too_long_is_ended_and_the_queue_is_bounded(tmp_p
 # Shutdown
 
 
+@in_turn(0, of=2)  # the other day tests/cli/test_serve.py does this
 def test_a_request_under_way_is_answered_and_no_other_accepted(tmp_path: Path) -> None:
     with serving(tmp_path, log_level="error", graceful_seconds=SECONDS) as server, server.connect() as slow:
         slow.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(JOB) + JOB[:5])
@@ -202,6 +205,7 @@ def refuses_connections(server: Serving) -> bool:
     return False
 
 
+@in_turn(0, of=3)
 def test_shutdown_does_not_wait_longer_than_allowed(tmp_path: Path) -> None:
     limits = {"receive_seconds": 2 * SECONDS, "graceful_seconds": 1, "log_level": "error"}
     with serving(tmp_path, **limits) as server, server.connect() as stuck:
@@ -210,6 +214,7 @@ def test_shutdown_does_not_wait_longer_than_allowed(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
+@in_turn(1, of=3)
 def test_shutdown_ends_a_computation_under_way(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with serving(tmp_path, graceful_seconds=1, log_level="error") as server:
@@ -229,6 +234,7 @@ def test_shutdown_ends_a_computation_under_way(tmp_path: Path) -> None:
         asking.join()
 
 
+@in_turn(2, of=3)
 def test_workers_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
     with serving(tmp_path, workers=2, log_level="error") as server:
         assert server.get(ESTIMATE, params={"model": LLAMA}).status_code == 200

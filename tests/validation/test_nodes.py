@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken, with_all_cases
+from matrix import in_turn, taken, with_all_cases
 from tiny_model import CONFIG
 
 pytest.importorskip("torch")
@@ -124,6 +124,7 @@ def shown_once(ended: list[tuple[int, str, str]]) -> Any:
     return json.loads(shown)
 
 
+@in_turn(0, of=2)  # the other day test_measure.py measures on two ranks
 @pytest.mark.parametrize(("strategy", "per_node"), taken([("zero3", 1)], [("hsdp", 2)]))
 def test_two_nodes_meet_and_the_one_with_rank_0_writes_the_record(
     cluster: Cluster, strategy: str, per_node: int
