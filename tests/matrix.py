@@ -25,9 +25,9 @@ def in_turn(turn: int, of: int) -> pytest.MarkDecorator:
     return pytest.mark.slow if DAY % of == turn else with_all_cases
 
 
-def of_today(cases: Sequence[T]) -> list[T]:
-    """One of the cases, another one each day, or all with `CASES=all`."""
-    return list(cases) if ALL else [cases[DAY % len(cases)]]
+def of_today(cases: Sequence[T], days: int) -> Sequence[T]:
+    """A part of the cases, which are all run within so many days, or all with `CASES=all`."""
+    return cases if ALL else cases[DAY % days :: days]
 
 
 def examples(count: int) -> int:
@@ -35,6 +35,6 @@ def examples(count: int) -> int:
     return count if ALL else count // 3
 
 
-def taken(part: Sequence[T], more: Sequence[T]) -> list[T]:
-    """The part, followed by the other cases if all are asked for."""
-    return [*part, *(more if ALL else ())]
+def taken(part: Sequence[T], more: Sequence[T], days: int = 1) -> list[T]:
+    """The part, all of which is run within so many days, followed by the other cases if all are asked for."""
+    return [*of_today(part, days), *(more if ALL else ())]

@@ -30,6 +30,7 @@ JOBS = dict(
             ("padded by TRL, flash-attn", ("trl padded", "flash_attention_2", "bf16-mixed", 4, 1600)),
             ("padded by the Trainer, flash-attn", ("padded", "flash_attention_2", "bf16", 4, 1600)),
         ],
+        days=2,
     )
 )
 """Batch, attention, precision, micro-batch, sequence length."""

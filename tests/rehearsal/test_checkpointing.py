@@ -35,6 +35,7 @@ JOBS = dict(
             ("trl", ("trl:selective", "bf16-mixed", "sdpa", 4, 2048)),
             ("transformers, every second layer", ("transformers:2", "bf16", "sdpa", 3, 2000)),
         ],
+        days=2,
     )
 )
 """Policy, precision, attention, micro-batch, sequence length."""

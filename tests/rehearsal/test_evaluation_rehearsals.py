@@ -37,6 +37,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
                 "liger_kernel_config": {"rope": False, "rms_norm": False, "swiglu": False}}}, {"loss": "liger"})),
             ("TRL", ({"trainer": "trl"}, {"framework": "trl", "activation_checkpointing": "full"})),
         ],
+        days=2,
     )
 )  # fmt: skip
 """The trainer's settings, and the same as options of an estimate."""

@@ -23,6 +23,7 @@ JOBS: dict[str, list[Any]] = {
     for code, precision in taken(
         [("eager", "bf16-mixed"), ("batched_mm", "bf16-mixed")],
         [("grouped_mm", "bf16-mixed"), ("eager", "fp32"), ("batched_mm", "fp32")],
+        days=2,
     )
 }
 """Configuration, code for experts, precision, micro-batch and length."""

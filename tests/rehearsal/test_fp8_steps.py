@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import of_today, taken
+from matrix import taken
 from rehearsed_jobs import row_of
 from test_compiled import ENGINES, SHAPES
 
@@ -34,7 +34,7 @@ MORE = [
     )
     if words not in FEW
 ]
-CASES: dict[str, Job] = {" ".join(words): _job(*words) for words in taken(of_today(FEW), MORE)}
+CASES: dict[str, Job] = {" ".join(words): _job(*words) for words in taken(FEW, MORE, days=2)}
 """Configuration, engine, precision, checkpointing, micro-batch, sequence length, compilation, recipe."""
 
 

@@ -47,7 +47,7 @@ MORE: dict[str, Job] = {
     for model, precision, checkpoints, adapts in product(MODELS, ("bf16-mixed", "bf16"), (False, True), (False, True))
     if not (adapts and model in ("mixtral", "qwen3_moe"))  # Liger fails with adapters of experts
 }
-CASES: dict[str, Job] = dict(taken(list(JOBS.items()), list(MORE.items())))
+CASES: dict[str, Job] = dict(taken(list(JOBS.items()), list(MORE.items()), days=3))
 """Configuration, precision, whether layers are checkpointed, whether adapters are trained, micro-batch, sequence length."""
 
 

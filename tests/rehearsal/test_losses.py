@@ -23,6 +23,7 @@ JOBS = dict(
             ("trl in half precision, less than a tile", ("trl", "bf16", True, 1, 1000)),
             ("cce", ("cce", "bf16-mixed", True, 4, 2048)),
         ],
+        days=2,
     )
 )
 """Loss, precision, whether embeddings are tied, micro-batch, sequence length."""

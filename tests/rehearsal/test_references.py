@@ -8,40 +8,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from rehearsed_jobs import CONFIG, FSDP2_OPTIONS, FSDP2_SETTINGS, LORA_OPTIONS, LORA_SETTINGS, SETTINGS, predicted
 
 pytestmark = pytest.mark.slow
 
 CHECKPOINTED = {"activation_checkpointing": "full"}
-JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "a copy that FSDP2 shards": (FSDP2_SETTINGS, FSDP2_OPTIONS),
-    "a reward model with adapters, accumulated": (
-        {"task": "reward", **LORA_SETTINGS, "gradient_accumulation_steps": 2},
-        {"task": "reward", "gradient_accumulation_steps": 2, **LORA_OPTIONS},
-    ),
-    **dict(
-        taken(
-            [],
-            [
-                ("a copy", ({}, {})),
-                ("KTO with a copy", ({"task": "kto"}, {"task": "kto"})),
-                ("adapters of a model that FSDP2 shards", ({**LORA_SETTINGS, **FSDP2_SETTINGS}, {**LORA_OPTIONS, **FSDP2_OPTIONS})),
-                ("KTO with a copy that FSDP2 shards", ({"task": "kto", **FSDP2_SETTINGS}, {"task": "kto", **FSDP2_OPTIONS})),
-                ("adapters that are switched off", (LORA_SETTINGS, LORA_OPTIONS)),
-                ("a reward model", ({"task": "reward"}, {"task": "reward"})),
-                ("a reward model in half precision", ({"task": "reward", "precision": "bf16"}, {"task": "reward", "precision": "bf16"})),
-                ("a reward model, checkpointed", ({"task": "reward", "gradient_checkpointing": True}, {"task": "reward", **CHECKPOINTED})),
-                ("a reward model that FSDP2 shards", ({"task": "reward", **FSDP2_SETTINGS}, {"task": "reward", **FSDP2_OPTIONS})),
-                ("a copy, checkpointed", ({"gradient_checkpointing": True}, CHECKPOINTED)),
-                ("a copy in half precision", ({"precision": "bf16"}, {"precision": "bf16"})),
-                ("a copy on every rank", ({"gradient_checkpointing": True}, {"gpus": 2, **CHECKPOINTED})),
-                ("adapters, checkpointed", ({**LORA_SETTINGS, "gradient_checkpointing": True}, {**LORA_OPTIONS, **CHECKPOINTED})),
-                ("log-probabilities in the batch", ({"precompute_ref_log_probs": True}, {"precompute_ref_log_probs": True})),
-            ],
-        )
-    ),
-}  # fmt: skip
+JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
+    taken(
+        [
+            ("a copy that FSDP2 shards", (FSDP2_SETTINGS, FSDP2_OPTIONS)),
+            ("a reward model with adapters, accumulated", (
+                {"task": "reward", **LORA_SETTINGS, "gradient_accumulation_steps": 2},
+                {"task": "reward", "gradient_accumulation_steps": 2, **LORA_OPTIONS},
+            )),
+        ],
+        [
+            ("a copy", ({}, {})),
+            ("KTO with a copy", ({"task": "kto"}, {"task": "kto"})),
+            ("adapters of a model that FSDP2 shards", ({**LORA_SETTINGS, **FSDP2_SETTINGS}, {**LORA_OPTIONS, **FSDP2_OPTIONS})),
+            ("KTO with a copy that FSDP2 shards", ({"task": "kto", **FSDP2_SETTINGS}, {"task": "kto", **FSDP2_OPTIONS})),
+            ("adapters that are switched off", (LORA_SETTINGS, LORA_OPTIONS)),
+            ("a reward model", ({"task": "reward"}, {"task": "reward"})),
+            ("a reward model in half precision", ({"task": "reward", "precision": "bf16"}, {"task": "reward", "precision": "bf16"})),
+            ("a reward model, checkpointed", ({"task": "reward", "gradient_checkpointing": True}, {"task": "reward", **CHECKPOINTED})),
+            ("a reward model that FSDP2 shards", ({"task": "reward", **FSDP2_SETTINGS}, {"task": "reward", **FSDP2_OPTIONS})),
+            ("a copy, checkpointed", ({"gradient_checkpointing": True}, CHECKPOINTED)),
+            ("a copy in half precision", ({"precision": "bf16"}, {"precision": "bf16"})),
+            ("a copy on every rank", ({"gradient_checkpointing": True}, {"gpus": 2, **CHECKPOINTED})),
+            ("adapters, checkpointed", ({**LORA_SETTINGS, "gradient_checkpointing": True}, {**LORA_OPTIONS, **CHECKPOINTED})),
+            ("log-probabilities in the batch", ({"precompute_ref_log_probs": True}, {"precompute_ref_log_probs": True})),
+        ],
+        days=2,
+    )
+)  # fmt: skip
 """The trainer's settings, and the same as options of an estimate."""
 
 
@@ -71,6 +71,7 @@ EVALUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
 )
 
 
+@in_turn(1, of=2)  # the other day a step of the same job is compared
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_evaluations_need_what_is_predicted(
     name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path

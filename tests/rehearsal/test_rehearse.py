@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken, with_all_cases
+from matrix import in_turn, taken, with_all_cases
 
 from fsdp_advisor.cli import main
 from fsdp_advisor.errors import AdvisorError
@@ -174,6 +174,7 @@ def test_out_of_memory_says_what_was_requested_where(run: Run, tmp_path: Path) -
             pytest.param("raise SystemExit(7)", 7, None, id="exit status"),
             pytest.param(EXHAUST, 1, "MemoryError", id="host memory"),
         ],
+        days=2,
     ),
 )
 def test_a_script_that_fails_ends_with_its_own_status_and_keeps_what_was_measured(
@@ -187,6 +188,7 @@ def test_a_script_that_fails_ends_with_its_own_status_and_keeps_what_was_measure
         assert message in rank["error"]
 
 
+@in_turn(0, of=2)
 def test_a_hanging_script_is_ended_with_its_children(run: Run) -> None:
     text = """
 import subprocess, sys, time
@@ -201,6 +203,7 @@ time.sleep(1000)
     assert still_running("child-of-rehearsal") == []
 
 
+@in_turn(1, of=2)
 def test_an_ended_rehearsal_leaves_no_process_and_no_folder(rehearsal_python: Path, tmp_path: Path) -> None:
     text = (
         "import pathlib, time, torch; torch.zeros(1, device='cuda'); pathlib.Path('started').touch(); time.sleep(1000)"

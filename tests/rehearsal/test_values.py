@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 
 from fsdp_advisor.hardware.lookup import find_gpu
 
@@ -40,6 +40,7 @@ def test_kernels_that_libraries_compile_run(kernels: dict[str, Any]):
     assert checks["event_timing"]["value"] == [True, find_gpu("H100-80GB").memory_bytes]
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize(("major", "minor"), taken([(8, 9)], [(8, 6), (10, 3), (12, 1)]))
 def test_gpus_run_the_code_of_their_generation(run: Run, major: int, minor: int):
     """Ada runs the code for sm_86: PyTorch has none for sm_89."""
@@ -65,6 +66,7 @@ def test_decisions_name_line_operation_and_value(kernels: dict[str, Any]):
     assert read["item()"]["value"] is False and read["item()"]["count"] == 1
 
 
+@in_turn(1, of=2)
 def test_peaks_of_plain_training_do_not_depend_on_the_values(run: Run, models: dict[str, Any]):
     untouched = run("small_models.py", REHEARSAL_VALUES="0")
     assert untouched["plain"][:2] == models["plain"][:2]
