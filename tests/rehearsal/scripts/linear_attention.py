@@ -1,7 +1,7 @@
 """Peaks of training steps of models with flash-linear-attention and causal-conv1d, under transformers' Trainer.
 
 Argument: for each job the model's configuration, its precision, micro-batch and length, as JSON. Triton's launches, which do nothing
-here, are left out with their compilation. causal-conv1d is a CUDA extension: a stand-in allocates what its Python code does.
+here, are left out with their compilation. causal-conv1d is a CUDA extension: tests/rehearsal/packages stands in for it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,28 +19,6 @@ from training import SteadyPeak, usual_arguments
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
-
-
-class CausalConv1d(torch.autograd.Function):
-    """causal-conv1d 1.7, causal_conv1d_interface.py and cpp_functions.py."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        assert 1 in x.stride()[1:], "a layout without a copy"
-        ctx.save_for_backward(x, weight)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x, weight = ctx.saved_tensors
-        assert grads[0].stride() == x.stride(), "the C++ code would copy the gradient"
-        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
-        return dx, dweight.type_as(weight)
-
-
-def causal_conv1d_fn(x: torch.Tensor, weight: torch.Tensor, bias: None = None, activation: str = "") -> Any:
-    assert bias is None
-    return CausalConv1d.apply(x, weight)
 
 
 def peak_of(config: dict[str, Any], precision: str, batch: int, length: int) -> int:
@@ -61,9 +39,7 @@ def peak_of(config: dict[str, Any], precision: str, batch: int, length: int) -> 
 def main() -> None:
     for launcher in (JITFunction, Autotuner, CachedAutotuner):
         launcher.run = lambda *args, **kwargs: None
-    package = ModuleType("causal_conv1d")
-    package.causal_conv1d_fn = causal_conv1d_fn
-    sys.modules["causal_conv1d"] = package
+    sys.path.append(str(Path(__file__).parents[1] / "packages"))
     peaks = {}
     for name, job in json.loads(sys.argv[1]).items():
         peaks[name] = peak_of(*job)
