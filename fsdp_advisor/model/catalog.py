@@ -114,6 +114,16 @@ def by_words(name: str) -> list[Entry]:
     return list((whole or begin or {e.id: e for e, tokens in named if _has_in_order(wanted, tokens)}).values())
 
 
+def name_with_words(entry: Entry, words: str) -> str:
+    """The entry's id, or its first alias that has all these words and numbers if the id lacks some.
+
+    >>> [name_with_words(entry, "qwen3.6") for entry in by_words("qwen3.6")]
+    ['Qwen/Qwen3.6-27B', 'Qwen/Qwen3.6-35B-A3B']
+    """
+    wanted = set(_tokens(words))
+    return next((one for one in (entry.id, *entry.aliases) if wanted <= set(_tokens(one))), entry.id)
+
+
 def _has_in_order(wanted: list[str], tokens: list[str]) -> bool:
     """Whether `tokens` begins as `wanted` and has the rest of it in this order. Words without a number are too common to count."""
     if all(word.isalpha() for word in wanted):

@@ -55,7 +55,7 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
     is_path = allow_paths and _PATH_SHAPED.match(wanted) is not None
     if named or (not is_path and (named := catalog.by_words(wanted))):
         if len(named) > 1:
-            raise UnknownModel(wanted[:200], hint=_which(named))
+            raise UnknownModel(wanted[:200], hint=_which(named, wanted))
         return _catalogued(named[0], wanted, allow_recording)
     if is_path:
         raise UnknownModel(wanted[:200], hint="there is no such file or directory")
@@ -67,11 +67,11 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
     return configured(data, wanted, "hub", notes)
 
 
-def _which(named: list[catalog.Entry]) -> str:
-    """A hint about several models of one name."""
+def _which(named: list[catalog.Entry], wanted: str) -> str:
+    """A hint about several models that have the words of `wanted` in their names."""
     most = 6
     more = f" and {len(named) - most} more, which `fsdp-advisor models` lists" if len(named) > most else ""
-    return f"several models are named so: {', '.join(entry.id for entry in named[:most])}{more}"
+    return f"several models are named so: {', '.join(catalog.name_with_words(entry, wanted) for entry in named[:most])}{more}"
 
 
 def is_count(name: str) -> bool:
