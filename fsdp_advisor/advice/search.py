@@ -334,7 +334,9 @@ class Search:
         return self.evaluator.lower_bound(plan) <= self.evaluator.available_bytes
 
     def smallest_footprint(self) -> Candidate:
-        """The choice that needs least at the smallest micro-batch, by the lower bound; by its states if no tape exists."""
+        """The candidate with the least memory at the smallest micro-batch, by the lower bound of its tensors, or by its states if
+        no choice has a tape. Choices that the host cannot hold come last.
+        """
         plans = [self.plan(choice, self.batches.smallest) for choice in self.choices]
         recorded = [self.plan(c, self.batches.smallest) for c in self.choices if self.why_not_recorded(c) is None]
         if self.evaluator.model.profile is None or not recorded:

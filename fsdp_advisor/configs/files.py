@@ -49,7 +49,7 @@ Find = Callable[[str], "tuple[str, str] | None"]
 
 
 def from_paths(paths: Sequence[Path]) -> Configuration:
-    """The options that the files say together. A directory stands for the configurations in it.
+    """The merged options of the files. A directory stands for the configurations in it.
 
     Raises UsageError for a file that cannot be read or recognized.
     """

@@ -76,7 +76,7 @@ def hub_name(folder: str) -> str:
 
 
 def set_optimizer(found: Collector, key: str, arguments: Mapping[str, Any] | str | None = None) -> None:
-    """Set `optim` from a key of the file. `arguments` are the optimizer's: SGD may have a momentum."""
+    """Set `optim` (and a projection's `optim_args`) from a key of the file. `arguments` tell variants apart, such as SGD with momentum."""
     name = found.peek(key)
     if not isinstance(name, str):
         return

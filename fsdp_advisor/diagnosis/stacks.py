@@ -111,7 +111,7 @@ _AUTOCAST = "at::autocast::cached_cast"
 
 
 def classify(stacks: Sequence[tuple[Frame, ...]]) -> list[Site]:
-    """The part of the step in which each stack allocated: forward, backward, loss, optimizer, loading and others.
+    """What each stack allocates, and in which part of the step: forward, backward, loss, optimizer, loading and others.
 
     An empty stack is backward if other stacks have frames of Python.
     """
@@ -120,7 +120,7 @@ def classify(stacks: Sequence[tuple[Frame, ...]]) -> list[Site]:
 
 
 def site_of(frames: Sequence[Frame]) -> Site:
-    """The same of one stack, such as a traceback."""
+    """What one stack, such as a traceback, allocates, and in which part of the step."""
     return _site(frames, recorded=True)
 
 

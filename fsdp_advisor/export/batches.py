@@ -59,7 +59,7 @@ def llamafactory_limit(job: Job) -> str | None:
 
 
 def trl_keys(plan: Plan) -> dict[str, Any]:
-    """The keys of TRL's configuration of supervised fine-tuning."""
+    """TRL's keys for packed and padding-free batches of supervised fine-tuning."""
     keys: dict[str, Any] = {"packing": plan.packing != "none"}
     if plan.packing != "none":
         keys["packing_strategy"] = plan.packing
@@ -71,11 +71,11 @@ def trl_keys(plan: Plan) -> dict[str, Any]:
 
 
 def axolotl_keys(plan: Plan) -> dict[str, Any]:
-    """The keys of axolotl's configuration."""
+    """axolotl's keys for packed and padding-free batches."""
     flattening = {"batch_flattening": True} if plan.padding_free and plan.packing == "none" else {}
     return {"sample_packing": plan.packing == "bfd", "pad_to_sequence_len": not flattening, **flattening}
 
 
 def llamafactory_keys(plan: Plan) -> dict[str, Any]:
-    """The keys of LLaMA-Factory's configuration."""
+    """LLaMA-Factory's keys for packed batches."""
     return {"packing": plan.packing != "none", **({"neat_packing": True} if plan.packing == "bfd" else {})}

@@ -31,7 +31,7 @@ class NothingFits(AdvisorError):
 
 
 def report_for(target: str, request: EstimateRequest, model: Resolved | None = None) -> Report:
-    """A report with one row: the plan to export, with its allocator simulated.
+    """A report with one row: the plan to export.
 
     If the request names a strategy, the row is that strategy, with the target's backend if the backend is "auto". If not, it is
     the fastest plan that fits with the recommendation's margin; options that were not given are searched. Unless a framework
@@ -42,7 +42,7 @@ def report_for(target: str, request: EstimateRequest, model: Resolved | None = N
     request = _with_framework(consumer, _with_backend(consumer, settled(request)))
     if request.strategy == "all":
         request = _recommended(consumer, request, model)
-    return estimate_resolved(request.but(reserved=True), model)
+    return estimate_resolved(request, model)
 
 
 def needs_recording_for(target: str, request: EstimateRequest) -> bool:

@@ -73,7 +73,7 @@ def trainer_arguments(job: Job) -> dict[str, Any]:
 
 
 def axolotl_keys(job: Job) -> dict[str, Any]:
-    """The keys of axolotl's configuration."""
+    """axolotl's keys for the loss and for Liger's other kernels."""
     plugins: list[str] = []
     keys: dict[str, bool] = {}
     if packages(job):

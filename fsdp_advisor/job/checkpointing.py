@@ -1,4 +1,4 @@
-"""The activations that checkpointing recomputes in backward, as text: `none`, `full`, `reentrant`, `selective` or `every-N`."""
+"""Policies of activation checkpointing: their texts (`full`, `every-2`), and the code that each selects."""
 
 from __future__ import annotations
 

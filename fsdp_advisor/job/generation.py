@@ -63,7 +63,7 @@ class Generation:
         return f"{self.completions_per_prompt} completions of {self.completion_length} tokens per prompt from {by}{reference}"
 
     def micro_batches(self, accumulation: int) -> int:
-        """The micro-batches that are generated at once."""
+        """The number of micro-batches whose completions one generation makes: `steps`, or else all `accumulation` of an optimizer step."""
         return self.steps or accumulation
 
     def scores_policy(self, accumulation: int) -> bool:

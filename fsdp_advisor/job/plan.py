@@ -219,7 +219,7 @@ class Plan:
 
     @property
     def loss(self) -> Loss:
-        """The option that chooses the loss; `auto` if the framework computes it so by itself."""
+        """The value of `--loss` that gives this loss; `auto` if it is the framework's own."""
         usual = usual_loss(self.framework, self.task, use_liger_kernel=self.use_liger_kernel)
         return "auto" if self.loss_code == usual else loss_option(self.loss_code)
 

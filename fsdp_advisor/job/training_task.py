@@ -22,7 +22,7 @@ def sequences_per_example(task: TrainingTask) -> int:
 
 
 def reference_of(request: EstimateRequest) -> Reference:
-    """The reference model of a step."""
+    """Which reference model the loss compares with: none, a frozen copy, or the model without its adapters."""
     without = request.task == "grpo" and request.beta == 0
     if request.task in ("sft", "reward") or request.precompute_ref_log_probs or without:
         return "none"

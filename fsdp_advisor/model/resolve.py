@@ -150,7 +150,8 @@ def _counted(wanted: str) -> Resolved:
 
 
 def configured(data: bytes, name: str, source: Literal["config", "hub"], notes: tuple[str, ...] = ()) -> Resolved:
-    """The model that a config.json describes, with its profile from the cache or recorded now without tapes.
+    """Resolve a model from its config.json. The profile is from the cache, a catalog model of equal shapes, or a new recording; tapes are
+    recorded when asked for.
 
     Raises UnreadableConfig, NotRecordable or MissingExtra.
     """

@@ -241,7 +241,7 @@ class StepBuilder:
         stream: Stream,
         owner_of: Callable[[int], tuple[UnitId, OrderInUnit] | None] = lambda _: None,
     ) -> None:
-        """Run a span. The gradients that it allocates become buffers."""
+        """Add the span's instruction. Each gradient that the span allocates becomes a buffer."""
         named = []
         for birth, parameter, n_bytes in span.gradients:
             buffer = self._named(Alloc(len(self._buffers), Account.UNSHARDED_GRADIENTS, stream, Storages.of(n_bytes)))

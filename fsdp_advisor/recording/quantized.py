@@ -9,12 +9,7 @@ again, in the dtype that the weight had before it was quantized. If a GPU multip
 that makes no copy in forward, depending on the sizes and on the GPU (`_gemm_4bit_use_custom_cuda`). It is not modelled: forward
 then allocates less, backward the same.
 
-A layer in 8 bits keeps its input for backward, although it does not need it. The columns of its input that contain a value of 6 or
-more are multiplied in half precision (`llm_int8_threshold`). Their number depends on the data; none are assumed. Each adds the column of
-the input, and the columns of the weight as temporaries.
-
-DoRA computes the norm of the weight in each forward, of a copy of it: in the dtype that it had before it was quantized to 4 bits, in fp32
-if it is in 8 bits.
+A layer in 8 bits keeps its input for backward, although it does not need it.
 """
 
 from __future__ import annotations
@@ -194,6 +189,8 @@ def _tensors_of(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def readable_weights() -> Iterator[None]:
     """Context in which DoRA reads packed weights that are fake tensors, and a layer's forward finds how its weight is packed.
 
+    DoRA computes the norm of the weight in each forward, of a copy: in the dtype that the weight had before it was quantized to 4
+    bits, in fp32 if it is in 8 bits.
     PEFT knows packed weights by their classes, and an engine replaces them by views without what bitsandbytes keeps with them.
     """
     with contextlib.ExitStack() as patches:
@@ -307,6 +304,11 @@ def _gemm_4bit(
 def _int8_vectorwise_quant(
     A: torch.Tensor, threshold: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The input in 8 bits, its scales, and the numbers of the columns with a value of 6 or more (`llm_int8_threshold`): none.
+
+    Such columns are multiplied in half precision. Their number depends on the data, so none are assumed. Each adds the column of the
+    input, and of the weight as a temporary.
+    """
     rows = A.numel() // A.shape[-1]
     scales = torch.empty(rows, device=A.device, dtype=torch.float32)
     quantized = torch.empty(A.shape, device=A.device, dtype=torch.int8)

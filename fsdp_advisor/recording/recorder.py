@@ -1,9 +1,9 @@
 """Record a model's training step on tapes.
 
 The model, reduced to a few representative layers, runs one step under `FakeTensorMode`: it computes nothing and uses no memory,
-but allocates and frees every storage as in a real run. The step is recorded at three points (B, T), or at a small grid and a point more
-where three do not decide. The order of events must be the same at all points, and every size must be a polynomial in B, T and the number
-of chunks of a sequence; a point that the fit did not need confirms it. A model for which this does not hold raises NotPolynomial; it is
+but allocates and frees every storage as in a real run. The step is recorded at three points (B, T); if these do not determine the
+sizes, at a grid and at one more point, which checks the fit. The order of events must be the same at all points, and every size must be a
+polynomial in B, T and the number of chunks of a sequence. A model for which this does not hold raises NotPolynomial; it is
 recorded at the requested (B, T) alone.
 """
 

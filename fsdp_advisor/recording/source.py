@@ -33,7 +33,11 @@ class RootModules:
 
 
 class Source(Protocol):
-    """A model that can be recorded. All methods are called outside any fake mode; modules are on the meta device."""
+    """A model that can be recorded.
+
+    `build`, `keep_layers` and `configure` run outside any fake mode, on modules of the meta device; `batch` and `loss` run under
+    the fake mode, on fake tensors; `stacks` and `root_modules` run in both.
+    """
 
     name: str
     task: str

@@ -141,7 +141,9 @@ class KnownValues(TorchDispatchMode):
         self._known[key] = (weakref.ref(storage, lambda _: self._known.pop(key, None)), held)
 
     def answers(self, func: Any) -> bool:
-        """Whether results of the operator are known although its arguments are not."""
+        """Whether this mode assumes a result of the operator if its inputs are unknown: `equal` is False, and a router chooses by
+        `expert_imbalance`.
+        """
         return func is _EQUALS or (func is _CHOICE and self._expert_imbalance is not None)
 
     def _choose(self, indices: torch.Tensor, scores: torch.Size, dim: int) -> None:

@@ -28,7 +28,7 @@ class MemoryPart:
     letter: str
 
     def bytes_in(self, needed: dict[str, int]) -> int:
-        """This part of `StrategyEstimate.needed_breakdown`."""
+        """Bytes of this part: the sum of its accounts in `needed` (`StrategyEstimate.needed_breakdown`)."""
         return sum(needed.get(account, 0) for account in self.accounts)
 
 

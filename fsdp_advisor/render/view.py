@@ -270,7 +270,7 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 def merge_warnings(estimates: Sequence[StrategyEstimate]) -> tuple[str, ...]:
-    """Each warning once. Warnings that differ only in their numbers become one, which names the other rows."""
+    """The rows' warnings, each once. Those that differ only in numbers share the first row's line, with `(likewise OTHER ROWS)`."""
     merged: dict[str, list[tuple[str, str]]] = {}
     for estimate in estimates:
         for warning in estimate.warnings:

@@ -1,4 +1,4 @@
-"""DeepSpeed between processes on the CPU."""
+"""Keeps DeepSpeed from compiling an operator that runs over gloo never call."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _KEEP_ALIVE_SECONDS = 3.0
 
 
 class FailureBroadcaster:
-    """Context manager around everything that a rank does.
+    """Ends this rank soon after any rank fails, so that all learn the reason. A context manager around everything that a rank does.
 
     An exception here, a failure of another rank or the end of the time limit ends this process. `on_failure(result)` is called
     once, from any thread, and returns the process's exit status. `keep_alive_after_failure`: ranks run on other nodes, or under a

@@ -44,13 +44,13 @@ class Verdicts:
 
     @property
     def precision(self) -> float | None:
-        """The share of the cases predicted to fit that fit; None without such cases."""
+        """Of the cases predicted to fit, the share that fits; None if none is predicted to."""
         predicted = self.right_fits + self.wrong_fits
         return self.right_fits / predicted if predicted else None
 
     @property
     def recall(self) -> float | None:
-        """The share of the cases that fit that were predicted to; None without such cases."""
+        """Of the cases that fit, the share predicted to fit; None if none fits."""
         fitting = self.right_fits + self.wrong_misfits
         return self.right_fits / fitting if fitting else None
 

@@ -41,7 +41,7 @@ MAX_INFLIGHT_ALL_GATHERS = 2
 
 
 class Fsdp1Step(StepHooks):
-    """FSDP1's hooks around each unit."""
+    """FSDP1's hooks around each unit. They hold the state of one program: make new ones for each program."""
 
     gradient_stream = Stream.ALL_GATHER
     """The stream on which autograd assembles a unit's gradient: parameters are views made on the all-gather's stream."""

@@ -39,7 +39,7 @@ from fsdp_advisor.program.storages import ALIGNMENT, NO_STORAGES, Storages
 
 
 class Fsdp2Step(StepHooks):
-    """FSDP2's hooks around each unit."""
+    """FSDP2's hooks around each unit. They hold the state of one program: make new ones for each program."""
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan

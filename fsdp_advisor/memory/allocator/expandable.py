@@ -13,7 +13,9 @@ ADDRESS_SPACE_BYTES = 2**40
 
 
 class ExpandableSegments:
-    """The segments of all pools. `unmapped[pool]`: address -> bytes of each unmapped block."""
+    """The segments of all pools. `unmapped[pool]`: address -> bytes of each unmapped block. `pool`: twice the number of the stream, plus 1
+    for large blocks.
+    """
 
     def __init__(self, blocks: FreeBlocks, driver: Driver, conf: AllocatorConf) -> None:
         self._blocks, self._driver, self._conf = blocks, driver, conf

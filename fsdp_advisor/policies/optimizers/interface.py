@@ -241,7 +241,7 @@ class Optimizer(ABC):
     def shard_temporaries(
         self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str, shards: Shards
     ) -> Storages:
-        """The same for rank 0's rows of a parameter under FSDP2."""
+        """The temporaries of one parameter's update at their peak, for rank 0's rows of it under FSDP2."""
         return self.step_temporaries(parameter, shape, element_bytes, framework)
 
     def steps_one_by_one(self, framework: str) -> bool:

@@ -153,7 +153,7 @@ def steps_by_muon(parameter: Parameter) -> bool:
 
 
 def layout_of(parameter: Parameter, shards: Shards) -> Layout:
-    """What DTensor does with the matrix.
+    """How DTensor distributes the matrix in Muon's iterations (`Layout`), by DTensor's own cost model.
 
     >>> [layout_of(Parameter(name="p", shape=s), Shards(ranks=8, ranks_per_node=8)) for s in ((64, 32), (32, 64), (4096, 4096))]
     ['columns', 'rows', 'scattered']

@@ -20,7 +20,7 @@ _LOSSES: dict[LossCode, Callable[[LossInputs], torch.Tensor]] = {"trl": trl.loss
 
 
 class LossSource(FusedLossSource):
-    """A causal language model whose forward computes one of these losses."""
+    """A causal language model whose forward computes a loss of TRL, Liger or cut cross entropy (`_LOSSES`)."""
 
     not_causal = "losses in tiles are for causal language models, not for {task}"
     instead = "use --loss full"

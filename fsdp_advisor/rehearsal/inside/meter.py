@@ -229,7 +229,7 @@ class Meter:
         self.write("running")
 
     def finish(self) -> None:
-        """End the process after the last step that was asked for. The other ranks end at the same place."""
+        """Write the results and exit the process with status 0. Every rank does so after the same step."""
         self._end("completed")
         sys.stdout.flush()
         sys.stderr.flush()
