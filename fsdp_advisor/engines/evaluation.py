@@ -11,7 +11,7 @@ from itertools import accumulate
 from fsdp_advisor.engines.model_outputs import logits_per_batch
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.model.tape import evaluate
+from fsdp_advisor.model.tape import value_at
 from fsdp_advisor.program.storages import round_up
 
 
@@ -54,7 +54,7 @@ def logits_bytes(profile: Profile, plan: Plan, batches: int) -> int:
     assert plan.evaluation is not None
     element = 4 if plan.mixed and plan.backend != "deepspeed" else plan.compute_bytes
     logits = logits_per_batch(profile, element)
-    return round_up(evaluate(logits, plan.evaluation.batch_size * batches, plan.seq_len))
+    return round_up(value_at(logits, plan.evaluation.batch_size * batches, plan.seq_len))
 
 
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:

@@ -14,7 +14,7 @@ from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.host import HostMemory, page_locked
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.model.tape import ROOT, Tape, evaluate
+from fsdp_advisor.model.tape import ROOT, Tape, value_at
 from fsdp_advisor.policies.optimizers import optimizer_of
 
 
@@ -36,7 +36,7 @@ def host_memory(profile: Profile, plan: Plan, tape: Tape | None = None) -> HostM
 def _activation_bytes(profile: Profile, tape: Tape, plan: Plan) -> int:
     """Bytes that a rank locks in host memory for the tensors that forward copies there."""
     return sum(
-        page_locked(evaluate(n_bytes, *plan.tape_shape))
+        page_locked(value_at(n_bytes, *plan.tape_shape))
         * (1 if segment.stack == ROOT else profile.stacks[segment.stack].counts[segment.layer])
         for segment in tape.segments
         if segment.phase == "forward"

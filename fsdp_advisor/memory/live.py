@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
-from fsdp_advisor.model.tape import evaluate
+from fsdp_advisor.model.tape import value_at
 from fsdp_advisor.program.accounts import ACCOUNTS, PHASES, Account, Phase
 from fsdp_advisor.program.instructions import (
     Alloc,
@@ -170,7 +170,7 @@ class _Reader:
 
     def _bytes(self, instruction: Alloc | Free) -> int:
         if instruction.per_batch is not None:
-            return round_up(evaluate(instruction.per_batch, self._b, self._t))
+            return round_up(value_at(instruction.per_batch, self._b, self._t))
         return instruction.storages.rounded if isinstance(instruction, Alloc) else instruction.n_bytes
 
     def _dropped(self, instruction: DropBatch | DropLoss, before: MicroBatch | None) -> dict[int, int]:

@@ -37,17 +37,17 @@ Quantity = Polynomial | Chunked
 """Bytes or FLOPs as a function of B and T."""
 
 
-def evaluate(quantity: Quantity, b: int, t: int) -> int:
+def value_at(quantity: Quantity, b: int, t: int) -> int:
     """The value of a quantity at micro-batch `b` and `t` tokens. A polynomial is over ``MONOMIALS``.
 
-    >>> evaluate((1, 0, 0, 2, 0, 0), b=3, t=5)
+    >>> value_at((1, 0, 0, 2, 0, 0), b=3, t=5)
     31
-    >>> evaluate(Chunked(64, of_tokens=(0, 0, 0, 2, 0, 0), of_chunks=(0, 0, 0, 100, 0, 0)), b=3, t=65)
+    >>> value_at(Chunked(64, of_tokens=(0, 0, 0, 2, 0, 0), of_chunks=(0, 0, 0, 100, 0, 0)), b=3, t=65)
     990
     """
     if isinstance(quantity, Chunked):
         chunks = -(-t // quantity.chunk)
-        return evaluate(quantity.of_tokens, b, t) + evaluate(quantity.of_chunks, b, chunks)
+        return value_at(quantity.of_tokens, b, t) + value_at(quantity.of_chunks, b, chunks)
     c1, cb, ct, cbt, cbt2, ct2 = quantity
     return c1 + cb * b + t * (ct + cbt * b + t * (cbt2 * b + ct2))
 
@@ -131,7 +131,7 @@ class Divided(NamedTuple):
     groups: int
 
     def bytes_at(self, b: int, t: int) -> int:
-        return evaluate(self.bytes_of_part, b, t) * Parts(self.chunk, self.heads, self.groups).at(b, t)
+        return value_at(self.bytes_of_part, b, t) * Parts(self.chunk, self.heads, self.groups).at(b, t)
 
 
 Size = Quantity | Staging | Tiled | Divided

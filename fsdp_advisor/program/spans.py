@@ -27,7 +27,7 @@ from fsdp_advisor.model.tape import (
     Tape,
     TapePhase,
     Tiled,
-    evaluate,
+    value_at,
 )
 from fsdp_advisor.program.accounts import Account
 from fsdp_advisor.program.reduction_workspace import reduction_workspace_bytes
@@ -223,8 +223,8 @@ def storage_bytes(tape: Tape, b: int, t: int, resident_threads: int = 0) -> list
 
     def bytes_of(size: Size) -> int:
         if isinstance(size, Staging):
-            return reduction_workspace_bytes(evaluate(size.rows, b, t), evaluate(size.columns, b, t), resident_threads)
-        return size.bytes_at(b, t) if isinstance(size, (Divided, Tiled)) else evaluate(size, b, t)
+            return reduction_workspace_bytes(value_at(size.rows, b, t), value_at(size.columns, b, t), resident_threads)
+        return size.bytes_at(b, t) if isinstance(size, (Divided, Tiled)) else value_at(size, b, t)
 
     return [round_up(bytes_of(size)) for size in tape.sizes]
 

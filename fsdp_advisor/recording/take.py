@@ -20,8 +20,8 @@ from fsdp_advisor.model.tape import (
     Tape,
     TapePhase,
     Tiled,
-    evaluate,
     total,
+    value_at,
 )
 from fsdp_advisor.recording.fit import fit, fit_terms
 from fsdp_advisor.recording.operators import NONE, Work
@@ -122,7 +122,7 @@ class Fitted:
         return {quantity.chunk for quantity in self.all if isinstance(quantity, Chunked)}
 
     def at(self, b: int, t: int) -> list[int]:
-        return [evaluate(quantity, b, t) for quantity in self.all]
+        return [value_at(quantity, b, t) for quantity in self.all]
 
 
 def fit_takes(takes: list[Take], check: Take, bs: tuple[int, ...], ts: tuple[int, ...], at: tuple[int, int]) -> Fitted:

@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 
 from fsdp_advisor.model.multimodal import is_tower
 from fsdp_advisor.model.profile import Profile, Unit
-from fsdp_advisor.model.tape import ROOT, Chunked, Quantity, ScoringPhase, Segment, Tape, evaluate
+from fsdp_advisor.model.tape import ROOT, Chunked, Quantity, ScoringPhase, Segment, Tape, value_at
 from fsdp_advisor.timing.achieved import KERNEL_GAP_S, LAUNCH_S
 from fsdp_advisor.timing.operators import Device, attention_s, batched_s, head_dim, matmul_s_per_flop
 
@@ -92,7 +92,7 @@ def tape_work(
         elif segment.stack != ROOT and backward and options.checkpointing:
             work = _split(work, forward[_unit_of(segment)])
         if segment.host_copies:
-            copied = sum(evaluate(n_bytes, b, t) for n_bytes in segment.host_copies)
+            copied = sum(value_at(n_bytes, b, t) for n_bytes in segment.host_copies)
             seconds = copied / options.host_bytes_per_s
             hidden = work.gpu if options.overlaps_host else 0.0
             work = work._replace(copies=max(seconds - hidden, 0.0))
@@ -104,7 +104,7 @@ def tape_work(
 
     def flops(segments: Iterable[Segment]) -> int:
         return sum(
-            (evaluate(s.matmul_flops, b, t) + evaluate(s.attention_flops, b, t))
+            (value_at(s.matmul_flops, b, t) + value_at(s.attention_flops, b, t))
             * (1 if s.stack == ROOT else profile.stacks[s.stack].counts[s.layer])
             for s in segments
         )
@@ -133,7 +133,7 @@ def _rates(
     """Seconds per FLOP of each unit's matrix products, in forward and in backward."""
 
     def rate(unit: Unit, at_root: bool, *flops: Quantity) -> tuple[float, float]:
-        recorded = sum(evaluate(own, b, t) for own in flops)
+        recorded = sum(value_at(own, b, t) for own in flops)
         return matmul_s_per_flop(unit, at_root, sequences * t, device, recorded, fp8=fp8)
 
     result = {(ROOT, 0): rate(profile.root, True, *(s.matmul_flops for s in _root_forwards(tape)))}
@@ -147,10 +147,10 @@ def _rates(
 def _work(
     segment: Segment, b: int, t: int, device: Device, s_per_flop: float, head: int, causal: bool, is_loss: bool
 ) -> Work:
-    own = evaluate(segment.matmul_flops, b, t)
+    own = value_at(segment.matmul_flops, b, t)
     batched = min(own, _batched_flops(segment.matmul_flops, b, t))
-    attention = evaluate(segment.attention_flops, b, t)
-    moved = evaluate(segment.traffic_bytes, b, t) / device.memory_bytes_per_s + segment.operators * KERNEL_GAP_S
+    attention = value_at(segment.attention_flops, b, t)
+    moved = value_at(segment.traffic_bytes, b, t) / device.memory_bytes_per_s + segment.operators * KERNEL_GAP_S
     flash = attention_s(attention, device, head, t, causal=causal, backward=segment.phase == "backward")
     return Work(
         matmul=(own - batched) * s_per_flop,
@@ -166,8 +166,8 @@ def _batched_flops(flops: Quantity, b: int, t: int) -> int:
     weights grow with B T.
     """
     if isinstance(flops, Chunked):
-        return evaluate(flops._replace(of_tokens=(0, 0, 0, 0, *flops.of_tokens[4:])), b, t)
-    return evaluate((0, 0, 0, 0, *flops[4:]), b, t)
+        return value_at(flops._replace(of_tokens=(0, 0, 0, 0, *flops.of_tokens[4:])), b, t)
+    return value_at((0, 0, 0, 0, *flops[4:]), b, t)
 
 
 def _split(work: Work, forward: Work) -> Work:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT
-from fsdp_advisor.model.tape import ROOT, Category, Op, ScoringPhase, Segment, Tape, evaluate
+from fsdp_advisor.model.tape import ROOT, Category, Op, ScoringPhase, Segment, Tape, value_at
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.instructions import (
     Alloc,
@@ -196,7 +196,7 @@ class _Reader:
     def _allocate(self, alloc: Alloc) -> tuple[int, ...]:
         sizes: Iterable[int] = alloc.storages.each()
         if alloc.per_batch is not None:
-            sizes = [evaluate(alloc.per_batch, self._b, self._t)]
+            sizes = [value_at(alloc.per_batch, self._b, self._t)]
         numbers = tuple([self._malloc(round_up(n_bytes) | alloc.stream) for n_bytes in sizes])
         self._storages[alloc.buffer] = numbers
         return numbers
