@@ -48,7 +48,7 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
     from fsdp_advisor.model.config import config_path, read_config
 
     if allow_paths and (path := config_path(wanted)) is not None:
-        return configured(read_config(path, wanted), wanted, "config")
+        return resolve_config(read_config(path, wanted), wanted, "config")
     if _count_shaped(wanted):
         return _counted(wanted)
     named = catalog.by_short_name(wanted)
@@ -64,7 +64,7 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
         others = f"{family}; for another one give its hub id or config.json" if family else names_hint
         raise UnknownModel(wanted[:200], hint=hub.did_you_mean(wanted) or others)
     data, notes = hub.download(wanted)
-    return configured(data, wanted, "hub", notes)
+    return resolve_config(data, wanted, "hub", notes)
 
 
 def _which(named: list[catalog.Entry], wanted: str) -> str:
@@ -149,7 +149,7 @@ def _counted(wanted: str) -> Resolved:
     return Resolved(wanted, "count", None, count, count)
 
 
-def configured(data: bytes, name: str, source: Literal["config", "hub"], notes: tuple[str, ...] = ()) -> Resolved:
+def resolve_config(data: bytes, name: str, source: Literal["config", "hub"], notes: tuple[str, ...] = ()) -> Resolved:
     """Resolve a model from its config.json. The profile is from the cache, a catalog model of equal shapes, or a new recording; tapes are
     recorded when asked for.
 

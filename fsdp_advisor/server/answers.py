@@ -25,7 +25,7 @@ from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.config import parse_config
-from fsdp_advisor.model.resolve import configured, lacks_tapes, resolve
+from fsdp_advisor.model.resolve import lacks_tapes, resolve, resolve_config
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.render.check_line import check_result
 from fsdp_advisor.report import Report
@@ -97,7 +97,7 @@ def answer(
 
 def _recorded(config: bytes, source: ModelSource) -> Resolved:
     refuse_paths(parse_config(config, source.name), source.name)
-    model = configured(config, source.name, source.origin)
+    model = resolve_config(config, source.name, source.origin)
     notes = tuple(note for note in model.notes if "cache folder" not in note)  # the server's, not the user's
     return replace(model, notes=notes)
 
