@@ -234,7 +234,7 @@ class StepBuilder:
 
     # The tape's gradients
 
-    def compute(
+    def add_span(
         self,
         span: Span,
         layer: int,
@@ -340,7 +340,7 @@ class _MicroBatchWalk:
         step.following = following
         for item in entry.steps:
             if isinstance(item, Span):
-                step.compute(item, entry.layer, hooks.gradient_stream, partial(hooks.owner_of, unit, entry.layer))
+                step.add_span(item, entry.layer, hooks.gradient_stream, partial(hooks.owner_of, unit, entry.layer))
                 continue
             at = unit_at(item.a, unit)
             match item.op:
