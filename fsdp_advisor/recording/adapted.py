@@ -92,7 +92,7 @@ class AdaptedSource(WrappedSource):
                     parameter.data = parameter.data.to(torch.bfloat16)
         return model
 
-    def is_adapter(self, parameter: str) -> bool:
+    def is_added(self, parameter: str) -> bool:
         """Whether the parameter of this name belongs to an adapter or is a trained copy of one of the base's."""
         return bool(self._adaptation.peft) and (".default" in parameter or parameter.startswith("prompt_encoder."))
 

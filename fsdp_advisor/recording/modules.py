@@ -85,7 +85,7 @@ class ModuleSource:
     def root_modules(self, module: nn.Module) -> RootModules:
         return RootModules()
 
-    def is_adapter(self, parameter: str) -> bool:
+    def is_added(self, parameter: str) -> bool:
         return False
 
     def config(self) -> dict[str, object]:

@@ -193,7 +193,7 @@ class Recorder:
         return copy.deepcopy(model, {id(p): p for p in model.parameters() if is_packed(p)})  # which cannot be copied
 
     def _inventory(self, model: nn.Module, stacks: list[LayerStack]) -> Profile:
-        roles = parameter_roles(model, self.source.root_modules(model), self.source.is_adapter)
+        roles = parameter_roles(model, self.source.root_modules(model), self.source.is_added)
         usual = self.source.inventory_dtype
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):

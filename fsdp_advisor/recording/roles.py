@@ -16,13 +16,13 @@ def is_norm(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__
 
 
-def parameter_roles(model: nn.Module, root: RootModules, is_adapter: Callable[[str], bool]) -> dict[int, ParameterRole]:
+def parameter_roles(model: nn.Module, root: RootModules, is_added: Callable[[str], bool]) -> dict[int, ParameterRole]:
     """The role of every parameter, by the parameter's `id`. A shared parameter has the role that is assigned first below."""
     roles: dict[int, ParameterRole] = {}
     for name, parameter in model.named_parameters():
         if is_packed(parameter):
             roles[id(parameter)] = "quantized"
-        elif is_adapter(name):
+        elif is_added(name):
             roles[id(parameter)] = "adapter"
     named: list[tuple[ParameterRole, nn.Module | None]] = [
         ("embedding", root.embedding),

@@ -80,7 +80,7 @@ class Source(Protocol):
     def root_modules(self, module: nn.Module) -> RootModules:
         """Embedding, final norm and head. The head's outputs are the logits, where the loss chain begins."""
 
-    def is_adapter(self, parameter: str) -> bool:
+    def is_added(self, parameter: str) -> bool:
         """Whether the parameter of this name was added to the model: an adapter's weight, or a copy that is trained."""
 
     def config(self) -> dict[str, object]:
@@ -124,8 +124,8 @@ class WrappedSource:
     def root_modules(self, module: nn.Module) -> RootModules:
         return self._base.root_modules(module)
 
-    def is_adapter(self, parameter: str) -> bool:
-        return self._base.is_adapter(parameter)
+    def is_added(self, parameter: str) -> bool:
+        return self._base.is_added(parameter)
 
     def config(self) -> dict[str, object]:
         return self._base.config()

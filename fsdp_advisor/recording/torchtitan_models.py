@@ -65,7 +65,7 @@ class TorchtitanSource:
     def config(self) -> dict[str, object]:
         return self._recorded_as
 
-    def is_adapter(self, parameter: str) -> bool:
+    def is_added(self, parameter: str) -> bool:
         return False
 
     def build(self, dtype: torch.dtype) -> nn.Module:

@@ -91,7 +91,7 @@ class TransformersSource:
         config.use_cache = False
         return config
 
-    def is_adapter(self, parameter: str) -> bool:
+    def is_added(self, parameter: str) -> bool:
         return False
 
     def config(self) -> dict[str, object]:

@@ -73,7 +73,7 @@ class KnownValues(TorchDispatchMode):
                 self._forget(tensor)
             if func is _EQUALS and _are_few([result]):
                 self._learn(result, None)
-            elif func is _CHOICE and self.answers(func):
+            elif func is _CHOICE and self.assumes_result_of(func):
                 self._choose(result[1], args[0].shape, kwargs.get("dim", args[2] if len(args) > 2 else -1))
             return result
         if func is _ITEM:
@@ -140,7 +140,7 @@ class KnownValues(TorchDispatchMode):
                 held.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
         self._known[key] = (weakref.ref(storage, lambda _: self._known.pop(key, None)), held)
 
-    def answers(self, func: Any) -> bool:
+    def assumes_result_of(self, func: Any) -> bool:
         """Whether this mode assumes a result of the operator if its inputs are unknown: `equal` is False, and a router chooses by
         `expert_imbalance`.
         """
@@ -181,7 +181,7 @@ class _Current:
 def depends(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether an operator on these tensors makes or changes known values now."""
     values = _Current.values
-    return values is not None and (not tensors or values.answers(func) or any(map(values.knows, tensors)))
+    return values is not None and (not tensors or values.assumes_result_of(func) or any(map(values.knows, tensors)))
 
 
 _make_tensor = torch.tensor
