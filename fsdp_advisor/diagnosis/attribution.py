@@ -10,7 +10,7 @@ from fsdp_advisor.diagnosis.facts import Category, Holding, Moment
 from fsdp_advisor.diagnosis.modules import class_of
 from fsdp_advisor.diagnosis.replay import NEVER, Alive, Live
 from fsdp_advisor.diagnosis.snapshot import ALLOC, NO_STACK, OOM, Trace
-from fsdp_advisor.diagnosis.stacks import Site
+from fsdp_advisor.diagnosis.stacks import AllocationSite
 from fsdp_advisor.diagnosis.steps import NO_LAYER, Region, Steps
 from fsdp_advisor.memory.libraries import LARGE_WORKSPACE, SMALL_WORKSPACE, WORKSPACES
 
@@ -33,7 +33,7 @@ class Evidence:
     """
 
     trace: Trace
-    sites: Sequence[Site]
+    sites: Sequence[AllocationSite]
     steps: Steps
     alive: Alive
     freed: Sequence[int]
@@ -147,19 +147,19 @@ class _Attribution:
             where = EARLIER_STEP + where
         return category, _module(site) if category in _IN_MODULES else "", where
 
-    def _is_workspace(self, item: Live, site: Site) -> bool:
+    def _is_workspace(self, item: Live, site: AllocationSite) -> bool:
         """Whether it may be a workspace of cuBLAS, if C++'s frames were not recorded: as many of its size as there are threads."""
         if item.n_bytes not in _WORKSPACE_BYTES or item.freed != NEVER:
             return False
         return site.category in ("activations", "temporaries") and self._of_size[item.n_bytes] <= WORKSPACES
 
-    def _is_parameter(self, item: Live, site: Site) -> bool:
+    def _is_parameter(self, item: Live, site: AllocationSite) -> bool:
         """Whether a script's own code made it like many others before the first forward, and it stays."""
         if item.event is None or site.category != "other" or item.freed != NEVER:
             return False
         return item.event < self._made_before_forward and self._times[item.stack] >= _MANY
 
-    def _category(self, item: Live, site: Site, region: Region | None) -> Category:
+    def _category(self, item: Live, site: AllocationSite, region: Region | None) -> Category:
         """A storage that outlives its phase is kept: a gradient, an optimizer state. One that does not is a temporary."""
         if self._is_parameter(item, site):
             return "parameters"
@@ -179,7 +179,7 @@ class _Attribution:
         return site.category
 
 
-def _module(site: Site) -> str:
+def _module(site: AllocationSite) -> str:
     """The class of the nearest method in a stack; empty if no file is on this machine."""
     return next((name for name in map(class_of, site.code) if name), "")
 

@@ -17,7 +17,7 @@ from fsdp_advisor.diagnosis.snapshot import Frame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class AllocationSite:
     """What one stack allocates.
 
     `kept` is the category of an allocation that outlives its phase. `code` are the frames outside of PyTorch, innermost first;
@@ -110,7 +110,7 @@ _AUTOCAST = "at::autocast::cached_cast"
 """Source: aten/src/ATen/autocast_mode.cpp, which caches casts of fp32 parameters until autocast ends."""
 
 
-def classify(stacks: Sequence[tuple[Frame, ...]]) -> list[Site]:
+def classify(stacks: Sequence[tuple[Frame, ...]]) -> list[AllocationSite]:
     """What each stack allocates, and in which part of the step: forward, backward, loss, optimizer, loading and others.
 
     An empty stack is backward if other stacks have frames of Python.
@@ -119,12 +119,12 @@ def classify(stacks: Sequence[tuple[Frame, ...]]) -> list[Site]:
     return [_site(frames, recorded) for frames in stacks]
 
 
-def site_of(frames: Sequence[Frame]) -> Site:
+def site_of(frames: Sequence[Frame]) -> AllocationSite:
     """What one stack, such as a traceback, allocates, and in which part of the step."""
     return _site(frames, recorded=True)
 
 
-def _site(frames: Sequence[Frame], recorded: bool) -> Site:
+def _site(frames: Sequence[Frame], recorded: bool) -> AllocationSite:
     python = [frame for frame in frames if _is_python(frame)]
     base = _base(frames, python, recorded)
     for rule in _RULES:
@@ -140,13 +140,13 @@ def _site(frames: Sequence[Frame], recorded: bool) -> Site:
     return base
 
 
-def _base(frames: Sequence[Frame], python: Sequence[Frame], recorded: bool) -> Site:
+def _base(frames: Sequence[Frame], python: Sequence[Frame], recorded: bool) -> AllocationSite:
     """The site of a stack that no rule knows: a module's forward, backward, loading, or the script's own tensors."""
     code = tuple(frame for frame in python if not _NOT_CODE.search(frame.filename))
     in_module = next((m[1] for frame in python if (m := _MODULE_FRAMES.search(frame.filename))), "")
     module = {"linear": "Linear", "sparse": "Embedding", "normalization": "Norm", "conv": "Conv"}.get(in_module, "")
     casts = any(frame.name.startswith(_AUTOCAST) for frame in frames)
-    site = Site(phase="unknown", category="other", kept="other", code=code, module=module, casts=casts)
+    site = AllocationSite(phase="unknown", category="other", kept="other", code=code, module=module, casts=casts)
     if not python:
         if recorded or any(_ENGINE in frame.name for frame in frames):
             return replace(site, phase="backward", category="temporaries", kept="gradients")
@@ -164,7 +164,7 @@ def _base(frames: Sequence[Frame], python: Sequence[Frame], recorded: bool) -> S
     return site
 
 
-def _forward(site: Site, python: Sequence[Frame]) -> Site:
+def _forward(site: AllocationSite, python: Sequence[Frame]) -> AllocationSite:
     """A module's forward. The root of a model calls a linear layer itself only to make logits."""
     calls = [at for at, frame in enumerate(python) if frame.name == "_call_impl"]
     modules = python[: calls[-1]] if calls else python  # a script may have functions of that name, too

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fsdp_advisor.diagnosis.facts import MomentPhase
 from fsdp_advisor.diagnosis.snapshot import ALLOC, OOM, Frame, Trace
-from fsdp_advisor.diagnosis.stacks import Site
+from fsdp_advisor.diagnosis.stacks import AllocationSite
 
 NO_LAYER = 0
 Path = tuple[Frame, ...]
@@ -48,7 +48,7 @@ class Steps:
         return found
 
 
-def steps_of(trace: Trace, sites: Sequence[Site]) -> Steps:
+def steps_of(trace: Trace, sites: Sequence[AllocationSite]) -> Steps:
     """The steps of a trace."""
     regions = tuple(_regions(trace, sites))
     layers = array("H", bytes(2 * len(trace)))
@@ -67,7 +67,7 @@ def steps_of(trace: Trace, sites: Sequence[Site]) -> Steps:
     return Steps(regions=regions, layers=layers, n_layers=n_layers)
 
 
-def _regions(trace: Trace, sites: Sequence[Site]) -> Iterator[Region]:
+def _regions(trace: Trace, sites: Sequence[AllocationSite]) -> Iterator[Region]:
     """Yield maximal runs of events with the same phase. An event of unknown phase belongs to the run before it."""
     phase: MomentPhase | None = None
     first, step = 0, 1
@@ -86,7 +86,9 @@ def _regions(trace: Trace, sites: Sequence[Site]) -> Iterator[Region]:
         yield Region(phase, first, len(trace), step)
 
 
-def _number_layers(trace: Trace, region: Region, sites: Sequence[Site], layers: array[int], *, recomputed: bool) -> int:
+def _number_layers(
+    trace: Trace, region: Region, sites: Sequence[AllocationSite], layers: array[int], *, recomputed: bool
+) -> int:
     """Number the layers of a region's events from 1, in order. Returns their number; 0 if no loop is found."""
     events = [
         (at, sites[trace.stacks[at]].code[::-1])

@@ -39,7 +39,7 @@ class Worker:
         self._closed = False
         self._lock = threading.Lock()
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def ensure_started(self) -> subprocess.Popen[bytes]:
         """The running process, started if there is none. Raises ServerBusy after `close`."""
         with self._lock:
             if self._closed:
@@ -61,7 +61,7 @@ class Worker:
 
         Raises the AdvisorError that the function raises, or ServerBusy if the process runs out of time or memory.
         """
-        process = self.start()
+        process = self.ensure_started()
         assert process.stdin is not None and process.stdout is not None
         begun = time.monotonic()
         timer = threading.Timer(self._seconds, process.kill)
@@ -111,7 +111,7 @@ class WorkerPool:
     def start(self) -> None:
         """Start every process now, rather than at the first calls."""
         for worker in self._workers:
-            worker.start()
+            worker.ensure_started()
 
     async def run(self, function: Callable[..., T], *arguments: object) -> T:
         """As `Worker.call`, in the next free worker. Raises ServerBusy if too many calls wait."""

@@ -72,7 +72,7 @@ def test_a_process_that_dies_is_replaced(worker: Worker) -> None:
 
 def test_a_call_that_takes_too_long_is_ended() -> None:
     worker = Worker(seconds=0.5, memory_bytes=None)
-    process = psutil.Process(worker.start().pid)
+    process = psutil.Process(worker.ensure_started().pid)
     begun = time.monotonic()
     with pytest.raises(ServerBusy, match=r"took longer than 0\.5 s"):
         worker.call(time.sleep, LONG)
@@ -116,7 +116,7 @@ def test_workers_do_not_see_the_servers_secrets(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_worker_ends_with_its_parent_during_a_call() -> None:
-    process = Worker(seconds=LONG, memory_bytes=None).start()
+    process = Worker(seconds=LONG, memory_bytes=None).ensure_started()
     assert process.stdin is not None
     pickle.dump(pickle.dumps((time.sleep, (LONG,))), process.stdin)
     process.stdin.close()  # as when the server is killed
