@@ -193,7 +193,7 @@ def _activations(request: RecommendRequest) -> tuple[ActivationChoice, ...]:
     Only the inputs of layers that are all checkpointed are offloaded.
     """
     facts, asked, usual = FRAMEWORKS[request.framework], request.activation_checkpointing, loss_code(request)
-    is_open = request.loss == "auto" and request.task == "sft" and usual == facts.loss
+    is_open = request.loss == "auto" and request.task == "sft" and usual == facts.default_loss
     policies = CHECKPOINTING if facts.takes_functions else ("none", "full")
     return tuple(
         ActivationChoice(loss, policy, offloads)

@@ -68,7 +68,7 @@ def evaluation_of(request: EstimateRequest) -> Evaluation | None:
             hint="leave --eval-strategy out, or rehearse the job",
         )
     keeps = request.compute_metrics and not request.prediction_loss_only
-    if keeps and facts.loss != "full":
+    if keeps and facts.default_loss != "full":
         raise UsageError(
             "TRL runs a second forward with logits for compute_metrics, which is not modelled yet",
             hint="leave --compute-metrics out, or use --framework trainer",

@@ -33,7 +33,7 @@ class FrameworkFacts:
     - `clips_gradients`: gradients are clipped by default. Source: transformers/training_args.py, max_grad_norm = 1.
     - `fsdp1_shards_fully`: FSDP1 always runs with FULL_SHARD. Source: transformers/training_args.py (5.23), fsdp_config.
     - `uses_trainer`: transformers' Trainer runs the loop.
-    - `loss`: the loss if none is chosen. Source: trl 1.16, sft_trainer.py: `add_fused_lm_head`.
+    - `default_loss`: the loss if none is chosen. Source: trl 1.16, sft_trainer.py: `add_fused_lm_head`.
     - `other_losses`: losses that its own options choose instead. Source: transformers 5.23, training_args.py, use_liger_kernel.
     - `takes_functions`: its checkpointing takes a function that says which outputs are kept. The Trainer's arguments are data.
     - `offloads_saved_tensors`: its activation offload takes the tensors that are saved for backward. Source: trl 1.16,
@@ -65,7 +65,7 @@ class FrameworkFacts:
     clips_gradients: bool = False
     fsdp1_shards_fully: bool = False
     uses_trainer: bool = False
-    loss: Literal["full", "trl", "torchtitan"] = "full"
+    default_loss: Literal["full", "trl", "torchtitan"] = "full"
     other_losses: tuple[Literal["liger"], ...] = ()
     takes_functions: bool = True
     checkpointing: Literal["none", "full", "selective"] = "none"
@@ -104,7 +104,7 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
     "trainer": _TRAINER,
     "trl": replace(
         _TRAINER,
-        loss="trl",
+        default_loss="trl",
         other_losses=(),
         takes_functions=True,
         offloads_saved_tensors=True,
@@ -121,7 +121,7 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
         reduce_dtype="fp32",
         sums_gradients=True,
         threads=1,
-        loss="torchtitan",
+        default_loss="torchtitan",
         checkpointing="selective",
         own_models=True,
     ),

@@ -22,7 +22,7 @@ def loss_code(request: EstimateRequest) -> LossCode:
     Source: trl 1.16, sft_trainer.py, which raises ValueError for Liger's fused linear cross entropy and has no loss of whole logits.
     """
     _check_kernels(request)
-    loss, usual = request.loss, FRAMEWORKS[request.framework].loss
+    loss, usual = request.loss, FRAMEWORKS[request.framework].default_loss
     if loss == "auto" or request.task == "reward":
         return usual_loss(request.framework, request.task, use_liger_kernel=request.use_liger_kernel)
     if usual == "trl" and loss != "chunked":
@@ -39,7 +39,7 @@ def loss_code(request: EstimateRequest) -> LossCode:
 
 def usual_loss(framework: Framework, task: TrainingTask, *, use_liger_kernel: bool) -> LossCode:
     """The code that the framework runs if no loss is chosen."""
-    usual = FRAMEWORKS[framework].loss
+    usual = FRAMEWORKS[framework].default_loss
     if task == "reward":
         return "full"
     return "liger" if use_liger_kernel and usual == "full" else usual

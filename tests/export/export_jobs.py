@@ -69,5 +69,5 @@ def jobs(target: str) -> list[Job]:
     """The jobs that the target supports. Every second one is estimated for the target's own framework."""
     found = [j for p in plans() if TARGETS[target].unsupported(j := job(p)) is None]
     own = TARGETS[target].framework
-    values = {"framework": own, "loss_code": FRAMEWORKS[own].loss}
+    values = {"framework": own, "loss_code": FRAMEWORKS[own].default_loss}
     return [replace(j, plan=replace(j.plan, **values)) if i % 2 else j for i, j in enumerate(found)]

@@ -54,7 +54,9 @@ def reductions_per_step(found: Job) -> int:
     )
 
 
-IN_BF16 = [name for name, facts in FRAMEWORKS.items() if facts.reduce_dtype == "compute" and facts.loss == "full"]
+IN_BF16 = [
+    name for name, facts in FRAMEWORKS.items() if facts.reduce_dtype == "compute" and facts.default_loss == "full"
+]
 """Frameworks whose steps the catalog has."""
 
 
