@@ -18,6 +18,7 @@ from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
 from fsdp_advisor.job.choices import Strategy
 from fsdp_advisor.job.compatibility import label
+from fsdp_advisor.job.losses import loss_words
 from fsdp_advisor.units import format_gib
 
 YES, NO, UNKNOWN = "yes", "no", "unknown"
@@ -197,16 +198,15 @@ def _words(activations: ActivationChoice) -> str:
     """An activation choice in the words of a question; empty for a plain step."""
     policy = activations.activation_checkpointing
     checkpointing = {"none": "", "full": "activation checkpointing"}.get(policy, f"{policy} activation checkpointing")
-    loss = "Liger's loss" if activations.loss_code == "liger" else ""
     offload = "activation offload" if activations.activation_offload else ""
-    return " and ".join(filter(None, (loss, checkpointing, offload)))
+    return " and ".join(filter(None, (loss_words(activations.loss_code), checkpointing, offload)))
 
 
 def _id(activations: ActivationChoice) -> str:
     """The id of a question about an activation choice: `checkpointing`, `loss`, `loss_selective`."""
     policy = activations.activation_checkpointing
     checkpointing = {"none": "", "full": "checkpointing"}.get(policy, policy)
-    loss = "loss" if activations.loss_code == "liger" else ""
+    loss = "loss" if loss_words(activations.loss_code) else ""
     offload = "activation_offload" if activations.activation_offload else ""
     return "_".join(filter(None, (loss, checkpointing, offload)))
 

@@ -12,7 +12,7 @@ from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload,
 from fsdp_advisor.job.compatibility import OFFLOADS, combination_refusal, label, mesh_of, shared_fields
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.generation import check_generation
-from fsdp_advisor.job.losses import LossCode, loss_code
+from fsdp_advisor.job.losses import LossCode, loss_code, loss_words
 from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.projection import check_projection
@@ -57,7 +57,7 @@ class ActivationChoice(NamedTuple):
         policy = self.activation_checkpointing
         checkpointing = {"none": (), "full": ("checkpointing",)}.get(policy, (f"checkpointing {policy}",))
         return (
-            *(("Liger's loss",) if self.loss_code == "liger" else ()),
+            *((words,) if (words := loss_words(self.loss_code)) else ()),
             *checkpointing,
             *(("activation offload",) if self.activation_offload else ()),
         )

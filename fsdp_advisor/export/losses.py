@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.losses import LossCode
 
@@ -28,14 +29,22 @@ def loss_limit(job: Job, *possible: LossCode) -> str | None:
         return f"only TRL has the task {job.plan.task}"
     if job.plan.facts.own_models:
         return f"{job.plan.framework} trains its own model, from a function in Python that makes its configuration"
-    match job.plan.loss_code:
-        case "trl" if "trl" not in possible:
+    code = job.plan.loss_code
+    if code in possible:
+        return None
+    match code:
+        case "full":
+            return None
+        case "trl":
             return "only TRL computes the loss in these tiles; use --loss liger"
-        case "liger" if "liger" not in possible:
+        case "torchtitan":
+            return "only torchtitan computes the loss in these chunks; use --loss liger"
+        case "liger":
             return "it does not accept Liger's loss"
-        case "cce" if "cce" not in possible:
+        case "cce":
             return "it has no cut cross entropy; use --loss liger, or the target axolotl"
-    return None
+        case _:
+            return assert_never(code)
 
 
 def script_loss_limit(job: Job) -> str | None:

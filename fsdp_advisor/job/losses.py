@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fsdp_advisor.errors import UsageError
+from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.adaptation import may_adapt
 from fsdp_advisor.job.choices import Framework, Loss, TrainingTask
 from fsdp_advisor.job.frameworks import FRAMEWORKS
@@ -47,7 +47,26 @@ def usual_loss(framework: Framework, task: TrainingTask, *, use_liger_kernel: bo
 
 def loss_option(code: LossCode) -> Loss:
     """The value of the option that chooses this code, for a framework that has it."""
-    return "chunked" if code in ("trl", "torchtitan") else code  # type: ignore[return-value]  # mypy does not narrow it
+    match code:
+        case "trl" | "torchtitan":
+            return "chunked"
+        case "full" | "liger" | "cce":
+            return code
+        case _:
+            return assert_never(code)
+
+
+def loss_words(code: LossCode) -> str:
+    """What answers call a loss that an option chooses; empty for the model's own and for those of TRL and torchtitan."""
+    match code:
+        case "liger":
+            return "Liger's loss"
+        case "cce":
+            return "cut cross entropy"
+        case "full" | "trl" | "torchtitan":
+            return ""
+        case _:
+            return assert_never(code)
 
 
 def _check_kernels(request: EstimateRequest) -> None:

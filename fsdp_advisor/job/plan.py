@@ -127,14 +127,13 @@ class Plan:
         """
         if self.evaluation is None:
             return None
-        keeps_liger = self.loss_code == "liger" and not self.evaluation.kept_batches
         return replace(
             self,
             micro_batch_size=self.evaluation.batch_size,
             gradient_accumulation_steps=1,
             activation_checkpointing="none",
             activation_offload=False,
-            loss_code=self.loss_code if self.loss_code != "liger" or keeps_liger else "full",
+            loss_code="full" if self.loss_code == "liger" and self.evaluation.kept_batches else self.loss_code,
             evaluation=None,
             evaluates=True,
         )

@@ -16,6 +16,7 @@ from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.export.bundle import script_limit, start_command
 from fsdp_advisor.job.fields import dashed
+from fsdp_advisor.job.losses import loss_words
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.tasks import Task, task_of
 from fsdp_advisor.render.parts import PartBytes, bar_parts
@@ -239,7 +240,7 @@ def _saving(saving: Saving) -> str:
 def _checkpointing(plan: Plan) -> str:
     """The checkpointing of a row, with the loss and the offload that were chosen with it."""
     loss, policy, offloads = StrategyChoice.of(plan).activations
-    parts = ("liger" if loss == "liger" else "", policy if policy != "none" else "", "offload" if offloads else "")
+    parts = (loss if loss_words(loss) else "", policy if policy != "none" else "", "offload" if offloads else "")
     return " + ".join(filter(None, parts)) or NONE
 
 

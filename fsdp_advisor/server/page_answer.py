@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 from fsdp_advisor.assumptions import gpu_of
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.job.losses import loss_words
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
@@ -164,7 +165,7 @@ def summary(report: Report, advice: AdviceView, row: RowView, unit: str) -> str:
     plan = winner.plan
     how = f", micro-batch {plan.micro_batch_size}"
     how += f", {plan.gradient_accumulation_steps} accumulation steps" if plan.gradient_accumulation_steps > 1 else ""
-    how += ", with Liger's loss" if plan.loss == "liger" else ""
+    how += f", with {loss_words(plan.loss_code)}" if plan.loss != "auto" and loss_words(plan.loss_code) else ""
     how += ", with activation checkpointing" if plan.activation_checkpointing != "none" else ""
     how += ", with activation offload" if plan.activation_offload else ""
     if need is None:
