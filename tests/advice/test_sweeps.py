@@ -51,7 +51,7 @@ def test_largest_batch_divides_the_global_batch() -> None:
 
 
 def test_longest_sequence_fits_and_a_longer_one_does_not() -> None:
-    job: dict[str, Any] = {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB", "offload": "none", "strategy": "zero3"}
+    job: dict[str, Any] = {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB", "offload": "none", **FSDP2}
     advice = advise(**job, find="sequence", micro_batch_size=8)
     found = advice.sweep
     assert found is not None and found.winner is not None and found.winner.fits

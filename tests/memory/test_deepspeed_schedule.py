@@ -178,6 +178,7 @@ CASES: list[dict[str, Any]] = taken(
         {"stage": 3, "t": 4, "within": 0.06},
         {"stage": 3, "t": 64, "again": True, "within": 0.05},
     ],
+    days=2,
 )
 DEFAULT_CASE: dict[str, Any] = {
     "accumulation": 1, "offload": "none", "again": False, "bucket": 400_000, "within": 0.0,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 
 pytest.importorskip("torch")
 
@@ -57,6 +57,7 @@ def test_no_tape_is_valid_for_every_length(recorder: Recorder) -> None:
         recorder.tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "none"))
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize("seq_len", taken([100], [200]))
 def test_the_tape_of_one_length_gives_the_peak_of_pytorchs_own_step(recorder: Recorder, seq_len: int) -> None:
     profile, plan = recorder.profile, replace(PLAN, seq_len=seq_len)
@@ -66,6 +67,7 @@ def test_the_tape_of_one_length_gives_the_peak_of_pytorchs_own_step(recorder: Re
     assert peak_of_step(profile, tape, plan).phase_peaks == simulate(recorder.source, plan).phase_peaks
 
 
+@in_turn(1, of=2)
 @pytest.mark.parametrize("at", taken([(3, 777)], [(2, 64), (2, 2048)]))
 def test_the_tape_of_a_gpu_is_valid_for_every_length(recorder: Recorder, at: tuple[int, int]) -> None:
     key = TapeKey("fsdp2", "bf16-mixed", "sdpa", "none", device="gpu")

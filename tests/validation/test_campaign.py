@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import ALL, taken, with_all_cases
+from matrix import ALL, in_turn, taken, with_all_cases
 
 from fsdp_advisor.cli import main
 from fsdp_advisor.errors import UsageError
@@ -120,6 +120,7 @@ def predicted_shares(name: str, gpu: str, step: int = 1) -> list[tuple[Predictio
     return [(p, *both) for p, both in zip(found, shares, strict=True)]
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize("gpu", taken(["H100-80GB"], ["A100-80GB"]))
 def test_full_campaign_ranges_from_small_cases_to_cases_beyond_an_80_gb_gpu(gpu: str) -> None:
     """Cases that do not fit exceed the GPU by their tensors alone. No case is so close to full that both verdicts are possible."""
@@ -137,6 +138,7 @@ SMALL = sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS if 23 * 10**9 < gpu.
 _LEAST, *_BETWEEN, _MOST = (name for _, name in SMALL)
 
 
+@in_turn(1, of=2)
 @pytest.mark.parametrize("gpu", taken([_LEAST], [*_BETWEEN, _MOST]))
 def test_quick_campaign_suits_every_24_gb_gpu(gpu: str) -> None:
     """Two cases exceed the GPU; all others are far from full."""
