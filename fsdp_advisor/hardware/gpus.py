@@ -148,6 +148,15 @@ GPUS: tuple[Gpu, ...] = (
         source="NVIDIA A40 datasheet",
     ),
     Gpu(
+        name="RTX-A5000", full_name="NVIDIA RTX A5000", aliases=("A5000", "RTX A5000 24GB", "A5000-24GB"),
+        memory_bytes=24248 * _MIB, nominal_memory_bytes=24 * GIB,
+        memory_source=_LOG + "CUDA:0 (NVIDIA RTX A5000, 24248MiB), Ultralytics 8.3.75",
+        bf16_flops=111.1e12, fp16_flops=111.1e12, tf32_flops=55.6e12, fp32_flops=27.8e12, memory_bytes_per_s=768e9,
+        architecture="ampere", compute_capability=(8, 6), multiprocessors=64, gpus_per_node=4,
+        intra_node=via.PCIE_4_X16, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
+        source="NVIDIA RTX A5000 datasheet; tensor rates without sparsity",
+    ),
+    Gpu(
         name="RTX-A6000", full_name="NVIDIA RTX A6000", aliases=("A6000", "RTX A6000 48GB", "A6000-48GB"),
         memory_bytes=_gib(47.53), nominal_memory_bytes=48 * GIB,
         memory_source=_LOG + "47.53 GiB (ECC off, as delivered)",

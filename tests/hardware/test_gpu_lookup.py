@@ -75,6 +75,7 @@ PRINTED = {
     "NVIDIA L4": "L4",
     "NVIDIA L40": "L40",
     "NVIDIA L40S": "L40S",
+    "NVIDIA RTX A5000": "RTX-A5000",
     "NVIDIA RTX A6000": "RTX-A6000",
     "NVIDIA RTX 6000 Ada Generation": "RTX-6000-Ada",
     "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX-PRO-6000",
