@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 from fsdp_advisor.engines.evaluation import kept_logits
 from fsdp_advisor.engines.fsdp2.units import packed_warnings, unit_warnings
@@ -47,6 +47,10 @@ NO_AUTOCAST = (
     "the casts of autocast, under which accelerate runs FSDP1: they are not recorded here; recording needs torch"
 )
 NO_SCRATCH = "peak_allocated_bytes: the workspace of the attention kernel"
+
+
+remembered = lru_cache(maxsize=1024)
+"""For what takes most of the time of a row: a search, its explanation and a changed question ask about the same plans."""
 
 
 def estimate_plan(
@@ -115,6 +119,7 @@ def peak_of_step(profile: Profile, tape: Tape, plan: Plan) -> StepPeak:
     return step_peak(step_program(profile, tape, plan), *plan.tape_shape)
 
 
+@remembered
 def _peak_bytes(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False) -> int:
     program = step_program(profile, tape, plan)
     return peak_bytes(program, *plan.tape_shape, fused_loss=fused_loss)
@@ -285,6 +290,7 @@ def _allowed_bytes(gpu: Gpu, conf: AllocatorConf | None) -> int:
     return gpu.memory_bytes if conf is None else int(conf.per_process_memory_fraction * gpu.memory_bytes)
 
 
+@remembered
 def allocator_result(
     profile: Profile,
     tape: Tape,
@@ -349,14 +355,29 @@ def runs_in(
     left = memory_bytes - overhead.middle_bytes
     if max(allocator.allocated_peak_bytes, job.bytes_outside_steps) > left:
         return False
-    on_gpu = step_tape(model, plan, gpu)
-    evaluation = _evaluation_tape(model, plan, gpu)
+    on_gpu, evaluation = step_tape(model, plan, gpu), _evaluation_tape(model, plan, gpu)
+    return _completes(profile, on_gpu, plan, gpu, evaluation, job.load_method, left, memory_bytes, conf)
+
+
+@remembered
+def _completes(
+    profile: Profile,
+    tape: Tape,
+    plan: Plan,
+    gpu: Gpu,
+    evaluation: tuple[Plan, Tape] | None,
+    loading: LoadMethod,
+    limit_bytes: int,
+    device_bytes: int,
+    conf: AllocatorConf | None,
+) -> bool:
+    """Whether the plan's steps, and its evaluation if it has one, run in `limit_bytes` of a device with `device_bytes`."""
     operations = (
-        _operations(profile, on_gpu, plan, gpu, None, job.load_method)
+        _operations(profile, tape, plan, gpu, None, loading)
         if evaluation is None
-        else _with_evaluation(profile, on_gpu, plan, gpu, evaluation, job.load_method)
+        else _with_evaluation(profile, tape, plan, gpu, evaluation, loading)
     )
-    return completes(operations, conf=conf, limit_bytes=left, device_bytes=memory_bytes)
+    return completes(operations, conf=conf, limit_bytes=limit_bytes, device_bytes=device_bytes)
 
 
 def _operations(

@@ -17,6 +17,7 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
 from fsdp_advisor.program.accounts import ACCOUNTS
 from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.rows import allocator_result
 from fsdp_advisor.verdict import verdict_text
 
 MODELS = st.sampled_from(
@@ -279,3 +280,26 @@ def test_a_filled_window_takes_a_mask_per_layer_in_half_precision_too() -> None:
     sdpa, flash = (one(**job, attention=attention).peak_tensor_bytes for attention in ("sdpa", "flash_attention_2"))
     assert sdpa is not None and flash is not None
     assert sdpa - flash == 22 * 8192**2 * 2
+
+
+def test_the_allocator_is_simulated_once_for_a_plan_with_the_same_settings_and_gpu() -> None:
+    job: dict[str, Any] = {
+        "model": "openai-community/gpt2",
+        "strategy": "zero3",
+        "gpus": 2,
+        "gpu": "H100",
+        "seq_len": 777,
+    }
+    first = estimate(**job)
+    simulated = allocator_result.cache_info().misses
+    assert estimate(**job).as_dict() == first.as_dict()
+    assert allocator_result.cache_info().misses == simulated
+    for changed in (
+        {"allocator_conf": "expandable_segments:True"},
+        {"gpu": "T4"},
+        {"gpus": 4},
+        {"micro_batch_size": 2},
+    ):
+        estimate(**job | changed)
+        assert allocator_result.cache_info().misses > simulated, changed
+        simulated = allocator_result.cache_info().misses
