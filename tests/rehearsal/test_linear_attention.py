@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import taken
 from rehearsed_jobs import row_of
 
 pytestmark = pytest.mark.slow
@@ -22,10 +23,19 @@ SHAPES: dict[str, Any] = {
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
 }  # fmt: skip
-JOBS: dict[str, tuple[dict[str, Any], str, int, int]] = {
-    "autocast, with a last chunk that is not full": ({"model_type": "qwen3_5_text", **SHAPES}, "bf16-mixed", 4, 200),
-    "half precision, with experts": ({"model_type": "qwen3_next", **SHAPES, **EXPERTS}, "bf16", 4, 256),
-}
+JOBS: dict[str, tuple[dict[str, Any], str, int, int]] = dict(
+    taken(
+        [
+            (
+                "autocast, with a last chunk that is not full",
+                ({"model_type": "qwen3_5_text", **SHAPES}, "bf16-mixed", 4, 200),
+            ),
+            ("half precision, with experts", ({"model_type": "qwen3_next", **SHAPES, **EXPERTS}, "bf16", 4, 256)),
+        ],
+        [],
+        days=2,
+    )
+)
 """Configuration, precision, micro-batch, sequence length."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from rehearsed_jobs import CONFIG, FSDP2_OPTIONS, FSDP2_SETTINGS, LORA_OPTIONS, LORA_SETTINGS, SETTINGS, predicted
 
 from fsdp_advisor.rehearsal.rehearse import Settings, rehearse
@@ -66,6 +66,7 @@ GRPOTrainer(
 """
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize("name", JOBS)
 def test_steps_and_phases_need_what_is_predicted(
     name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
@@ -81,6 +82,7 @@ def test_steps_and_phases_need_what_is_predicted(
         assert row.job.phases[phase].gpu_bytes + libraries == pytest.approx(found[phase], rel=2e-3)
 
 
+@in_turn(1, of=2)
 @pytest.mark.usefixtures("predicts_here")
 def test_a_script_that_generates_is_recognized_and_predicted(rehearsal_python: Path, tmp_path: Path) -> None:
     """Its prompts, completions and rewards are the trainer's own: generation ends at the maximum length."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from framework_jobs import CONFIG, DEEPSPEED
-from matrix import taken
+from matrix import in_turn, taken
 from rehearsed_jobs import row_of
 from test_compiled import ENGINES, SHAPES
 from test_frameworks import rehearsed
@@ -56,7 +56,7 @@ MORE: dict[str, Job] = {
     )
     if not (engine == "fsdp2" and (adapts or code == "axolotl"))
 }  # fmt: skip
-CASES: dict[str, Job] = dict(taken(list(JOBS.items()), list(MORE.items())))
+CASES: dict[str, Job] = dict(taken(list(JOBS.items()), list(MORE.items()), days=3))
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,7 @@ deepspeed.init_distributed()
 """
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize("stage", taken([3], [2]))
 def test_deepspeeds_engine_waits_for_the_last_shard(stage: int, rehearsal_python: Path, tmp_path: Path) -> None:
     text = (
