@@ -55,30 +55,17 @@ def default_seq_len(maximum: int | None) -> int:
     return min(DEFAULT_SEQ_LEN, maximum or DEFAULT_SEQ_LEN)
 
 
-def read_tiled_mlp(text: str) -> str | None:
-    """The normal spelling of `tiled_mlp`, None if it is not possible.
+def read_word_or_number(text: str, *, words: tuple[str, ...], low: int, high: int) -> str | None:
+    """The normal spelling of one of `words` or of a whole number from `low` to `high`; None for another text.
 
-    >>> read_tiled_mlp("Auto"), read_tiled_mlp("08"), read_tiled_mlp("0")
-    ('auto', '8', None)
-    """
-    word = text.strip().lower()
-    digits = word.lstrip("0")
-    if digits.isdecimal() and len(digits) <= len(str(MAX_SHARDS)) and 1 <= int(digits) <= MAX_SHARDS:
-        return str(int(digits))
-    return word if word in ("auto", "none") else None
-
-
-def read_reshard(text: str) -> str | None:
-    """The normal spelling of `reshard_after_forward`, None if it is not possible.
-
-    >>> read_reshard("False"), read_reshard("08"), read_reshard("1")
-    ('false', '8', None)
+    >>> [read_word_or_number(text, words=("auto", "false"), low=2, high=64) for text in ("False", "08", "1", "-4", "on")]
+    ['false', '8', None, None, None]
     """
     word = text.strip().lower()
     digits = word.lstrip("0")  # int() refuses thousands of them
-    if digits.isdecimal() and len(digits) <= len(str(MAX_GPUS)) and 1 < int(digits) <= MAX_GPUS:
+    if digits.isdecimal() and len(digits) <= len(str(high)) and low <= int(digits) <= high:
         return str(int(digits))
-    return word if word in ("auto", "false") else None
+    return word if word in words else None
 
 
 STRATEGY_SYNONYMS = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 from fsdp_advisor.job.choices import (
+    MAX_GPUS,
     STRATEGY_SYNONYMS,
     Backend,
     BackwardPrefetch,
@@ -13,7 +15,7 @@ from fsdp_advisor.job.choices import (
     OffloadDevice,
     Strategy,
     Wrap,
-    read_reshard,
+    read_word_or_number,
 )
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.wrap_policy import WRAP_EXAMPLE, read_wrap
@@ -88,7 +90,7 @@ ReshardAfterForward = Annotated[
         group=GROUP,
         metavar="RESHARD",
         max_length=16,
-        word=read_reshard,
+        word=partial(read_word_or_number, words=("auto", "false"), low=2, high=MAX_GPUS),
         example="auto, false or a number such as 8",
     ),
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fsdp_advisor.job.checkpointing import CHECKPOINTING_EXAMPLE, SYNONYMS, read_checkpointing
 from fsdp_advisor.job.choices import (
+    MAX_SHARDS,
     NEAREST_OPTIMIZERS,
     OPTIMIZER_SYNONYMS,
     OPTIMIZERS_NOT_MODELLED,
@@ -18,7 +20,7 @@ from fsdp_advisor.job.choices import (
     OptimizerName,
     Precision,
     TrainingTask,
-    read_tiled_mlp,
+    read_word_or_number,
 )
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.projection import read_optim_args, read_target_modules
@@ -151,7 +153,7 @@ TiledMlp = Annotated[
         metavar="SHARDS",
         max_length=8,
         synonyms={"true": "auto", "yes": "auto", "false": "none", "no": "none"},
-        word=read_tiled_mlp,
+        word=partial(read_word_or_number, words=("auto", "none"), low=1, high=MAX_SHARDS),
         example="auto, none or a number such as 8",
     ),
 ]
