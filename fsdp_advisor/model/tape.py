@@ -146,7 +146,7 @@ class Category(IntEnum):
     LOSS = 2  # the logits and tensors that the loss computes from them
     CAST_PARAMETER = 3  # autocast's copy of a weight
     INPUT = 4  # the batch
-    UNSHARDED_GRADIENT = 5  # a part of a gradient, which autograd or FSDP1 sums or concatenates into `param.grad`
+    PARTIAL_GRADIENT = 5  # a part of a gradient, which autograd or FSDP1 sums or concatenates into `param.grad`
     SCRATCH = 6  # a kernel's workspace: counts as allocated memory, but not as a tensor
     GRADIENT = 7  # becomes `param.grad`: 7 + 2 * index of the parameter in its unit + (1 if the unit is the root)
 

@@ -39,7 +39,7 @@ _ACCOUNT_OF_CATEGORY = {
     int(Category.LOSS): int(Account.LOSS),
     int(Category.CAST_PARAMETER): int(Account.UNSHARDED_PARAMETERS),
     int(Category.INPUT): int(Account.OTHER),
-    int(Category.UNSHARDED_GRADIENT): int(Account.UNSHARDED_GRADIENTS),
+    int(Category.PARTIAL_GRADIENT): int(Account.UNSHARDED_GRADIENTS),
     int(Category.SCRATCH): int(Account.WORKSPACE),
 }
 """Plain integers, which compare faster than enum members; a category above these is a parameter's gradient."""

@@ -202,7 +202,7 @@ class Step:
             return Category.CAST_PARAMETER
         shape = _weight_gradient_shape(operator, args)
         if (self._phase == "backward" and shape in self._tied_shapes) or (self._chunks and shape == self._chunks.shape):
-            return Category.UNSHARDED_GRADIENT
+            return Category.PARTIAL_GRADIENT
         return Category.LOSS if self._in_loss else None
 
     @property
@@ -374,7 +374,7 @@ class Step:
         if grad is None:
             return
         if (storage := self._alive.get(grad.untyped_storage()._cdata)) is not None:
-            self._category[storage] = Category.UNSHARDED_GRADIENT
+            self._category[storage] = Category.PARTIAL_GRADIENT
 
     def _chunk_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hook a chunk of the loss on what FSDP2 hooks its end: the gradients of the head's inputs."""

@@ -35,7 +35,7 @@ Source: about 1000, measured (forums.developer.nvidia.com/t/68937, stackoverflow
 
 _NEAR, _FAR, _ALLOC = range(3)
 _INPUT, _GRADIENT = int(Category.INPUT), int(Category.GRADIENT)
-_WHOLE_GRADIENT, _WORKSPACE = int(Category.UNSHARDED_GRADIENT), int(Category.SCRATCH)
+_PARTIAL_GRADIENT, _WORKSPACE = int(Category.PARTIAL_GRADIENT), int(Category.SCRATCH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +246,7 @@ class _Reader:
                 operations.append(number * 4)
                 if c < _GRADIENT and c != _INPUT:
                     self._left_over[number] = None
-                if c >= _WHOLE_GRADIENT and c != _WORKSPACE and self.first_weight < 0:
+                if c >= _PARTIAL_GRADIENT and c != _WORKSPACE and self.first_weight < 0:
                     self.first_weight = len(operations)
             elif kind == _NEAR:
                 source = instances if a == 0 else self._layers[_PHASES[a], segment.stack]
@@ -287,7 +287,7 @@ class _Reader:
         for at, (op, a, b) in enumerate(segment.events[span.start : span.end], span.start):
             if op == Op.ALLOC:
                 if sizes[a]:
-                    is_sum = b == _WHOLE_GRADIENT and _sums_gradients(tape, segment, at)
+                    is_sum = b == _PARTIAL_GRADIENT and _sums_gradients(tape, segment, at)
                     stream = self._program.gradient_stream if b >= _GRADIENT or is_sum else Stream.COMPUTE
                     result.append((_ALLOC, sizes[a] | stream, birth, b))
                 birth += 1
