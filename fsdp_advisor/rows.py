@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from fsdp_advisor.engines.evaluation import kept_logits
-from fsdp_advisor.engines.fsdp2.units import packed_warnings, unit_warnings
+from fsdp_advisor.engines.fsdp2.units import unit_warnings
 from fsdp_advisor.engines.host import host_memory
 from fsdp_advisor.engines.job_peaks import job_peaks
 from fsdp_advisor.engines.learned import gradient_warnings, learned
@@ -14,7 +14,7 @@ from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
 from fsdp_advisor.engines.textbook import textbook_states
 from fsdp_advisor.engines.transfer import LoadMethod
-from fsdp_advisor.engines.units_summary import units_text, wrap_warnings
+from fsdp_advisor.engines.units_summary import packed_warnings, units_text, wrap_warnings
 from fsdp_advisor.errors import AdvisorError, MissingExtra, UsageError
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.hardware.links import ETHERNET_100G

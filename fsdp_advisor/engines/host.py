@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fsdp_advisor.engines import fsdp_host
 from fsdp_advisor.engines.ddp import host as ddp
 from fsdp_advisor.engines.deepspeed import host as deepspeed
-from fsdp_advisor.engines.fsdp2 import host as fsdp2
 from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.plan import Plan
@@ -49,7 +49,7 @@ def _offloaded(profile: Profile, plan: Plan) -> HostMemory:
         case "ddp":
             return ddp.host_memory(profile, plan)
         case "fsdp1" | "fsdp2":
-            return fsdp2.host_memory(profile, plan)
+            return fsdp_host.host_memory(profile, plan)
         case "deepspeed":
             return deepspeed.host_memory(profile, plan)
         case _:

@@ -1,4 +1,4 @@
-"""The FSDP units of a plan in words, and warnings about wrapping that is too fine or too coarse."""
+"""The FSDP units of a plan in words, and warnings about what is not sharded and about wrapping that is too fine or too coarse."""
 
 from __future__ import annotations
 
@@ -60,6 +60,17 @@ def _named_units(profile: Profile, plan: Plan) -> tuple[tuple[str, int], ...]:
             name = layer if len(place) == 2 else f"{layer}.{units.within[place[:2]][place[2]]}"
         found += [(name, part.unit.elements)] * units.counts[place]
     return tuple(found)
+
+
+def packed_warnings(profile: Profile, plan: Plan) -> list[str]:
+    """A warning about a GPTQ or AWQ checkpoint: its packed weights are buffers, which FSDP and DeepSpeed do not shard."""
+    whole = sum(b.n_bytes * n for unit, n in profile.counted_units() for b in unit.buffers if b.matrix)
+    if not whole or plan.backend == "ddp" or plan.shard_degree == 1:
+        return []
+    return [
+        f"the packed weights of the checkpoint are buffers, which are not sharded: every rank keeps all {format_bytes(whole)}. To "
+        "shard them, quantize the original model: --load-in-4bit --bnb-4bit-quant-storage bfloat16"
+    ]
 
 
 def wrap_warnings(profile: Profile, plan: Plan) -> list[str]:

@@ -9,7 +9,7 @@ from math import prod
 import pytest
 from matrix import taken, with_all_cases
 
-from fsdp_advisor.engines.fsdp2.units import shard_shape
+from fsdp_advisor.engines.fsdp_shards import shard_shape
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers import bitsandbytes, cpu_offload, muon, stable_adamw, torchao
 from fsdp_advisor.policies.optimizers.interface import Constructor, Optimizer, Shards

@@ -10,8 +10,7 @@ from __future__ import annotations
 from functools import cache
 
 from fsdp_advisor.engines.fsdp1.units import flat_bytes, flat_elements
-from fsdp_advisor.engines.fsdp2.units import shard_shape
-from fsdp_advisor.engines.fsdp_state_dict import DCP_IN_FLIGHT_BYTES, StateDictBytes, dcp_files, shard_bytes
+from fsdp_advisor.engines.fsdp_shards import DCP_IN_FLIGHT_BYTES, StateDictBytes, dcp_files, shard_bytes, shard_shape
 from fsdp_advisor.engines.optimizer_state import saved_state
 from fsdp_advisor.engines.transfer import Files, SaveMethod
 from fsdp_advisor.engines.wrapping import wrapping_for

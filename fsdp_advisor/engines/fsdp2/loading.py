@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from fsdp_advisor.engines.fsdp_state_dict import shard_bytes
+from fsdp_advisor.engines.fsdp_shards import shard_bytes
 from fsdp_advisor.engines.transfer import (
     CPU_RAM_EFFICIENT_LOADING,
     LoadedCheckpoint,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_advisor.engines.fsdp2.units import shard_shape
-from fsdp_advisor.engines.fsdp_state_dict import DCP_IN_FLIGHT_BYTES, StateDictBytes, dcp_files
+from fsdp_advisor.engines.fsdp_shards import DCP_IN_FLIGHT_BYTES, StateDictBytes, dcp_files, shard_shape
 from fsdp_advisor.engines.optimizer_state import saved_state
 from fsdp_advisor.engines.transfer import Files, SaveMethod
 from fsdp_advisor.job.plan import Plan

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from fsdp_advisor.engines.fsdp2.loss_in_chunks import loss_in_chunks
-from fsdp_advisor.engines.fsdp2.units import UnitBytes, fsdp2_units, shard_shape
+from fsdp_advisor.engines.fsdp2.units import UnitBytes, fsdp2_units
+from fsdp_advisor.engines.fsdp_shards import shard_shape
 from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, host_step, optimizer_temporaries, shards_of
 from fsdp_advisor.engines.policy_walk import PolicyWalk
 from fsdp_advisor.engines.wrapping import HEAD, Part, marked_units

@@ -12,6 +12,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from fsdp_advisor.engines.fsdp_shards import shard_shape
 from fsdp_advisor.engines.units import buffers, per_unit, places, root_parts, summed, total_of_policy
 from fsdp_advisor.engines.wrapping import Wrapping, wrapping_for
 from fsdp_advisor.errors import UsageError
@@ -23,16 +24,6 @@ from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.program.instructions import UnitId
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 from fsdp_advisor.units import format_bytes
-
-
-def shard_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
-    """The shape of rank 0's shard of a parameter, the largest one: ceil(rows / shards) rows. A scalar becomes one element.
-
-    Source: torch.distributed.tensor.placement_types.Shard, `_chunk_with_empty` (torch 2.13); FSDP2 splits on dim 0.
-    >>> shard_shape((10, 3), 4)
-    (3, 3)
-    """
-    return (-(-shape[0] // shards), *shape[1:]) if shape else (1,)
 
 
 class ShardBytes(NamedTuple):
@@ -169,17 +160,6 @@ def fsdp2_refusal(profile: Profile, plan: Plan) -> UsageError | None:
         "FSDP2 fails with weights in 8 bits: 'Parameter' object has no attribute 'CB'",
         hint="--load-in-4bit, or --strategy ddp",
     )
-
-
-def packed_warnings(profile: Profile, plan: Plan) -> list[str]:
-    """A warning about a GPTQ or AWQ checkpoint: its packed weights are buffers, which FSDP and DeepSpeed do not shard."""
-    whole = sum(b.n_bytes * n for unit, n in profile.counted_units() for b in unit.buffers if b.matrix)
-    if not whole or plan.backend == "ddp" or plan.shard_degree == 1:
-        return []
-    return [
-        f"the packed weights of the checkpoint are buffers, which are not sharded: every rank keeps all {format_bytes(whole)}. To "
-        "shard them, quantize the original model: --load-in-4bit --bnb-4bit-quant-storage bfloat16"
-    ]
 
 
 def unit_warnings(profile: Profile, plan: Plan) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sizes of FSDP's state dicts and of the files of torch.distributed.checkpoint (DCP). FSDP1 and FSDP2 share them.
+"""Shards of parameters, FSDP's state dicts of them, and the files of torch.distributed.checkpoint (DCP). FSDP1 and FSDP2 share them.
 
 Read in torch 2.13 (distributed/_state_dict_utils.py, distributed/checkpoint). The sizes of the files were compared with real
 checkpoints of two ranks over gloo on the CPU. FSDP saves the masters, so a bf16-mixed checkpoint is in fp32.
@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from fsdp_advisor.engines.fsdp2.units import shard_shape
 from fsdp_advisor.engines.transfer import Files
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
@@ -19,6 +18,16 @@ from fsdp_advisor.policies.dtypes import is_sharded, stored_bytes
 DCP_IN_FLIGHT_BYTES = 10_000_000
 """Bytes that `dcp.save` copies from the GPU ahead of writing. Source: distributed/checkpoint/filesystem.py, FileSystemWriter,
 per_thread_copy_ahead."""
+
+
+def shard_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
+    """The shape of rank 0's shard of a parameter, the largest one: ceil(rows / shards) rows. A scalar becomes one element.
+
+    Source: torch.distributed.tensor.placement_types.Shard, `_chunk_with_empty` (torch 2.13); FSDP2 splits on dim 0.
+    >>> shard_shape((10, 3), 4)
+    (3, 3)
+    """
+    return (-(-shape[0] // shards), *shape[1:]) if shape else (1,)
 
 
 def shard_bytes(parameter: Parameter, plan: Plan) -> int:
@@ -32,7 +41,7 @@ class StateDictBytes:
     """Bytes of a model's state dict. FSDP gathers or shards each entry separately, so a tied tensor counts once per name.
 
     `full`: all tensors, unsharded. `sharded`: rank 0's rows of all tensors. `largest`: the largest tensor, unsharded.
-    `largest_gathered`: the same, padded to N equal shards. `largest_shard`: rank 0's rows of it.
+    `largest_shard`: the largest of rank 0's shards of a tensor. `largest_gathered`: N shards of that size, as an all-gather returns them.
     """
 
     full: int

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_advisor.engines.fsdp2.units import shard_shape
-from fsdp_advisor.engines.fsdp_state_dict import shard_bytes
+from fsdp_advisor.engines.fsdp_shards import shard_bytes, shard_shape
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.host import HostMemory
 from fsdp_advisor.model.profile import Profile
