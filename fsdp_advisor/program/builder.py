@@ -89,7 +89,7 @@ class StepHooks:
 
     def owner_of(self, place: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit] | None:
         """The unit of a gradient that the code of `place` allocates, and the position of its parameter in the unit; None if the
-        engine asks for gradients by `StepBuilder.gradients_of`.
+        engine asks for gradients by `StepBuilder.take_gradients`.
 
         `number`: the real layer. `parameter`: 2 * the parameter's index + (1 if the root's).
         """
@@ -254,7 +254,7 @@ class StepBuilder:
             (self._of_root if parameter & 1 else self._of_layer).append(buffer)
         self.add(Compute(span, layer, tuple(named)))
 
-    def gradients_of(self, unit: UnitId) -> list[Buffer]:
+    def take_gradients(self, unit: UnitId) -> list[Buffer]:
         """The gradients of a unit's parameters since the last call."""
         if unit == AT_ROOT:
             taken, self._of_root = self._of_root, []
@@ -262,11 +262,11 @@ class StepBuilder:
             taken, self._of_layer = self._of_layer, []
         return taken
 
-    def owned_by(self, unit: UnitId) -> list[tuple[OrderInUnit, Buffer]]:
+    def take_owned_gradients(self, unit: UnitId) -> list[tuple[OrderInUnit, Buffer]]:
         """The gradients of a unit (`StepHooks.owner_of`) since the last call, in the order of their allocation."""
         return self._owned.pop(unit, [])
 
-    def fresh_gradients(self) -> list[Buffer]:
+    def take_new_gradients(self) -> list[Buffer]:
         """The gradients since the last call."""
         taken, self._fresh = self._fresh, []
         return taken

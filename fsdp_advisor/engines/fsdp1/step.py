@@ -199,7 +199,9 @@ class Fsdp1Step(StepHooks):
         if self._prefetches_after(unit) and target is not None:
             self._prefetched.add(target)
             self._unshard(step, target, "after compute")
-        gradients = step.gradients_of(unit) if self._policy is None else [b for _, b in step.owned_by(unit)]
+        gradients = (
+            step.take_gradients(unit) if self._policy is None else [b for _, b in step.take_owned_gradients(unit)]
+        )
         if not self._units[unit].trainable_elements:
             return
         if self._one_shard and not self._plan.mixed:  # NO_SHARD keeps the flat gradient itself

@@ -168,10 +168,10 @@ class Fsdp2Step(StepHooks):
         if self._unsharded[unit]:  # a unit without a backward of its own was freed after forward
             self._free(step, unit)
         if self._policy is not None:
-            owned = step.owned_by(unit)
+            owned = step.take_owned_gradients(unit)
             gradients, last = [gradient for _, gradient in owned], max(owned)[1] if owned else NO_BUFFER
         else:
-            gradients, last = self._gradients_of(step, unit), self._last_gradient(step, unit)
+            gradients, last = self._take_gradients(step, unit), self._last_gradient(step, unit)
         if self._plan.defers_reduction:
             if self._is_first:
                 self._unreduced[unit].append(gradients)
@@ -221,7 +221,7 @@ class Fsdp2Step(StepHooks):
             if unit == AT_ROOT and parameter == self._loss.parameter and not self._loss_ended:
                 self._end_loss(step, parameter)
             return
-        fresh = step.fresh_gradients()
+        fresh = step.take_new_gradients()
         if not self._is_first:
             step.free(*fresh)
 
@@ -289,12 +289,12 @@ class Fsdp2Step(StepHooks):
         rest = sorted((unit, len(kept)) for unit, kept in self._unsharded.items() if kept and unit not in first)
         return [*first, *(unit for unit, times in rest for _ in range(times))]
 
-    def _gradients_of(self, step: StepBuilder, unit: UnitId) -> list[Buffer]:
+    def _take_gradients(self, step: StepBuilder, unit: UnitId) -> list[Buffer]:
         """A unit's unsharded gradients, if no wrap policy divides the model."""
         parts = self._wrapping.parts
         part = parts.get(unit)
         if part is None or (HEAD not in parts and not self._wrapping.whole):
-            return step.gradients_of(unit)
+            return step.take_gradients(unit)
         if unit != AT_ROOT or not self._wrapping.whole:
             return self._gradients_of_part(step, part)
         if self._plan.defers_reduction and not self._is_first:
