@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -76,7 +77,7 @@ def estimate_plan(
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and not model.is_catalogued:
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
-        base = _without_step(model.profile, plan, gpu, host_memory_bytes)
+        base = _base_row(model.profile, plan, gpu, host_memory_bytes)
         time = "" if why_unknown(plan, gpu) else f", {TIME_UNKNOWN}"
         return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error.message}", *base.not_modelled))
     return _with_step(model, selected, plan, gpu, explain=explain, conf=conf, host_memory_bytes=host_memory_bytes)
@@ -150,7 +151,7 @@ def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
     return None if step is None else step.seconds
 
 
-def _without_step(
+def _base_row(
     profile: Profile,
     plan: Plan,
     gpu: Gpu,
@@ -159,8 +160,10 @@ def _without_step(
     tape: Tape | None = None,
     evaluation_bytes: int | None = None,
 ) -> StrategyEstimate:
-    """The row of a plan without a tape: states, host memory, loading and saving. `tensors` and `tape`: the step's, if they are known.
-    `evaluation_bytes`: the peak of evaluation, if it is known.
+    """A row's states, host memory, phases and notes, without what the allocator and the time model say of its step.
+
+    `tensors` and `tape`: the step's, if they are known. `evaluation_bytes`: the peak of evaluation, if it is known. `fits` is False if
+    that much already needs too much, else None.
     """
     if tape is not None:
         profile = learned(profile, tape, plan)
@@ -227,7 +230,7 @@ def _with_step(
     conf: AllocatorConf | None,
     host_memory_bytes: int | None,
 ) -> StrategyEstimate:
-    """The row of a plan with its step: tensors, allocator, verdict and time."""
+    """The whole row of a plan: `_base_row`, tensors, allocator, verdict and time."""
     profile, (key, tape) = model.profile, selected
     assert profile is not None
     gpu_key, on_gpu = gpu_tape_key_of(profile, key, plan, gpu), gpu_tape(profile, selected, plan, gpu)
@@ -238,17 +241,9 @@ def _with_step(
     except AdvisorError as error:
         evaluation_unknown = f"the peak of evaluation, and whether the job fits: {error.message}"
     evaluated = _evaluation_bytes(profile, plan, evaluation)
-    base = _without_step(profile, plan, gpu, host_memory_bytes, tensors, on_gpu, evaluated)
-    overhead, job, unknown = base.overhead, base.job, list(base.not_modelled)
+    base = _base_row(profile, plan, gpu, host_memory_bytes, tensors, on_gpu, evaluated)
+    overhead, job = base.overhead, base.job
     assert overhead is not None and job is not None
-    if evaluation_unknown:
-        unknown.insert(0, evaluation_unknown)  # `render.view.why_unknown` reads the first
-    if key.engine != tape_key_of(plan, profile).engine:
-        unknown.append(NO_AUTOCAST)
-    if key.checkpointing != plan.checkpointing:
-        unknown.append(NO_REENTRANT)
-    if key.attention != "eager" and (gpu_key.device == "cpu" or gpu_key.name not in profile.tapes):
-        unknown.append(NO_SCRATCH)
     warnings = base.warnings + gradient_warnings(profile, on_gpu, plan)
     if key.attention != plan.attention:
         warnings += (f"the model has no {plan.attention} attention; {key.attention} is used",)
@@ -279,10 +274,24 @@ def _with_step(
         evaluation=evaluating,
         step=step,
         warnings=warnings + _allocator_warnings(allocator) + (step.warnings if step else ()),
-        not_modelled=tuple(unknown),
+        not_modelled=(
+            *([evaluation_unknown] if evaluation_unknown else ()),  # `render.view.why_unknown` reads the first
+            *base.not_modelled,
+            *_missing_in_tape(profile, plan, key, gpu_key),
+        ),
         simulate_peak=partial(_simulated_peak_bytes, model, key, tape, plan),
         replay_timeline=partial(timeline_of_step, profile, on_gpu, plan),
     )
+
+
+def _missing_in_tape(profile: Profile, plan: Plan, key: TapeKey, gpu_key: TapeKey) -> Iterator[str]:
+    """What the plan's step does and its tape lacks. `key`: of the tape that was found, `gpu_key`: of the one with the GPU's kernels."""
+    if key.engine != tape_key_of(plan, profile).engine:
+        yield NO_AUTOCAST
+    if key.checkpointing != plan.checkpointing:
+        yield NO_REENTRANT
+    if key.attention != "eager" and (gpu_key.device == "cpu" or gpu_key.name not in profile.tapes):
+        yield NO_SCRATCH
 
 
 def _allowed_bytes(gpu: Gpu, conf: AllocatorConf | None) -> int:
