@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fsdp_advisor.model.fsdp_units import Units
+from fsdp_advisor.model.fsdp_units import UnitId, Units
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROOT
 from fsdp_advisor.program.builder import OrderInUnit
-from fsdp_advisor.program.instructions import UnitId
 
 NO_UNIT: UnitId = ()
 """The unit of a hook at which FSDP does nothing."""

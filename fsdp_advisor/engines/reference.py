@@ -22,11 +22,11 @@ from fsdp_advisor.engines.units import buffers
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.choices import Precision
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.parallelism.mesh import ONE_RANK
 from fsdp_advisor.program.accounts import Account
-from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
-from fsdp_advisor.program.instructions import UnitId
+from fsdp_advisor.program.builder import StepBuilder, StepHooks
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 EngineStep = DdpStep | Fsdp1Step | Fsdp2Step | DeepspeedStep

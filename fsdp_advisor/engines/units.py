@@ -8,16 +8,14 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TypeVar
 
-from fsdp_advisor.model.fsdp_units import Units
+from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, Units
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
-from fsdp_advisor.program.builder import AT_ROOT
-from fsdp_advisor.program.instructions import UnitId as Place
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 T = TypeVar("T")
 
 
-def per_unit(profile: Profile, compute: Callable[[Unit], T]) -> dict[Place, T]:
+def per_unit(profile: Profile, compute: Callable[[Unit], T]) -> dict[UnitId, T]:
     """The result of `compute` for the root and for each recorded layer. Equal units are computed once."""
     known: dict[int, T] = {}
     result = {}
@@ -28,7 +26,7 @@ def per_unit(profile: Profile, compute: Callable[[Unit], T]) -> dict[Place, T]:
     return result
 
 
-def places(profile: Profile) -> Iterator[tuple[Place, Unit, int]]:
+def places(profile: Profile) -> Iterator[tuple[UnitId, Unit, int]]:
     """(place, unit, number of real layers it stands for), the root first."""
     yield AT_ROOT, profile.root, 1
     for s, stack in enumerate(profile.stacks):
@@ -36,7 +34,7 @@ def places(profile: Profile) -> Iterator[tuple[Place, Unit, int]]:
             yield (s, layer), unit, count
 
 
-def placed_parameters(profile: Profile) -> Iterator[tuple[Place, int, Parameter]]:
+def placed_parameters(profile: Profile) -> Iterator[tuple[UnitId, int, Parameter]]:
     """Every real parameter in the order of `model.parameters()`, with its place and its index there."""
     done = 0
     root = list(enumerate(profile.root.parameters))
@@ -56,7 +54,7 @@ def total(profile: Profile, held: Callable[[Unit], Storages]) -> Storages:
 
 
 def summed(
-    profile: Profile, by_place: Mapping[Place, object], what: str, root: Sequence[Storages] | None = None
+    profile: Profile, by_place: Mapping[UnitId, object], what: str, root: Sequence[Storages] | None = None
 ) -> Storages:
     """Add up one attribute, such as "gradients", over all units of the model.
 
@@ -66,7 +64,7 @@ def summed(
     return _over_units(profile, lambda place: getattr(by_place[place], what), root)
 
 
-def total_of_policy(units: Units, by_unit: Mapping[Place, object], what: str) -> Storages:
+def total_of_policy(units: Units, by_unit: Mapping[UnitId, object], what: str) -> Storages:
     """The sum of the attribute `what` over all real units of a wrap policy, the root last."""
     result = NO_STORAGES
     for place in sorted(by_unit, key=lambda place: place == AT_ROOT):
@@ -83,7 +81,7 @@ def root_parts(profile: Profile) -> list[Unit]:
     return [*parts[:-1], replace(parts[-1], buffers=profile.root.buffers)]
 
 
-def _over_units(profile: Profile, of: Callable[[Place], Storages], root: Sequence[Storages] | None = None) -> Storages:
+def _over_units(profile: Profile, of: Callable[[UnitId], Storages], root: Sequence[Storages] | None = None) -> Storages:
     """The sum of `of` over the root's parts and all real layers, in the order of `model.parameters()`."""
     parts = root or [of(AT_ROOT), *[NO_STORAGES] * len(profile.stacks)]
     result = NO_STORAGES

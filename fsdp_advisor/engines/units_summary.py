@@ -8,10 +8,9 @@ from functools import lru_cache
 
 from fsdp_advisor.engines.wrapping import effective_wrap, wrapping_for
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.fsdp_units import FIRST_OF_ROOT, GROUP
+from fsdp_advisor.model.fsdp_units import AT_ROOT, FIRST_OF_ROOT, GROUP
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROOT
-from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.units import format_bytes, format_count
 
 EFFICIENT_GATHER_ELEMENTS = 33_000_000

@@ -21,12 +21,10 @@ from functools import lru_cache
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.fsdp_units import GROUP, Units, mark_of, units_of
+from fsdp_advisor.model.fsdp_units import AT_ROOT, GROUP, UnitId, Units, mark_of, units_of
 from fsdp_advisor.model.profile import Parameter, ParameterRole, Profile, Unit
 from fsdp_advisor.model.tape import ROOT, MarkedUnit
 from fsdp_advisor.model.tasks import task_of
-from fsdp_advisor.program.builder import AT_ROOT
-from fsdp_advisor.program.instructions import UnitId
 
 EMBEDDING: UnitId = (ROOT, MarkedUnit.EMBEDDING - 1)
 HEAD: UnitId = (ROOT, MarkedUnit.HEAD - 1)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from fsdp_advisor.model.fsdp_units import AT_ROOT as AT_ROOT
-from fsdp_advisor.model.fsdp_units import unit_at
+from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_at
 from fsdp_advisor.model.profile import Profile, Run
 from fsdp_advisor.model.tape import REFERENCE_PHASES, ROOT, Op, Polynomial, Tape, TapePhase
 from fsdp_advisor.program.accounts import Account, Phase, Stream
@@ -25,7 +24,6 @@ from fsdp_advisor.program.instructions import (
     MicroBatch,
     Reclassify,
     StepProgram,
-    UnitId,
     Visit,
 )
 from fsdp_advisor.program.spans import LayoutPart, Span, Steps, TapeLayout, tape_layout

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fsdp_advisor.model.fsdp_units import UnitId as UnitId
+from fsdp_advisor.model.fsdp_units import UnitId
 from fsdp_advisor.model.tape import Polynomial
 from fsdp_advisor.program.accounts import Account, Phase, Stream
 from fsdp_advisor.program.spans import Span, TapeLayout

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.hardware import Gpu, Link
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.fsdp_units import UnitId
 from fsdp_advisor.program.instructions import (
     AllGather,
     AllReduce,
@@ -28,7 +29,6 @@ from fsdp_advisor.program.instructions import (
     ReduceScatter,
     Start,
     StepProgram,
-    UnitId,
     Visit,
     WaitFor,
 )

@@ -20,10 +20,10 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import step_operations
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK
 from fsdp_advisor.model import catalog
+from fsdp_advisor.model.fsdp_units import AT_ROOT
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape import MarkedUnit, Op
 from fsdp_advisor.model.tape_key import TapeKey
-from fsdp_advisor.program.builder import AT_ROOT
 from fsdp_advisor.rows import peak_of_step
 from fsdp_advisor.tapes import tape_key_of
 

@@ -22,14 +22,14 @@ from fsdp_advisor.engines.optimizer_work import (
 from fsdp_advisor.engines.units import buffers, placed_parameters, total
 from fsdp_advisor.engines.wrapping import OUTPUTS, marked_units
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.fsdp_units import unit_of
+from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_of
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.model.tape import ROOT, Op, Segment, Tape
 from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account
-from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
-from fsdp_advisor.program.instructions import NO_BUFFER, AllReduce, Buffer, Copy, HostTransfer, UnitId
+from fsdp_advisor.program.builder import StepBuilder, StepHooks
+from fsdp_advisor.program.instructions import NO_BUFFER, AllReduce, Buffer, Copy, HostTransfer
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 FIRST_BUCKET_BYTES = 2**20

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings, offloads_parameters
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.fsdp_units import UnitId
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.model.tape import ROOT
 from fsdp_advisor.policies.dtypes import cast_bytes
-from fsdp_advisor.program.instructions import UnitId
 from fsdp_advisor.program.storages import round_up
 
 Change = tuple[int, int]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from fsdp_advisor.engines.deepspeed.coordinator import Change, Gathered, Visit
+from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.tape import ROOT
 from fsdp_advisor.program.accounts import Account, Stream
-from fsdp_advisor.program.builder import AT_ROOT, StepBuilder
-from fsdp_advisor.program.instructions import Buffer, UnitId
+from fsdp_advisor.program.builder import StepBuilder
+from fsdp_advisor.program.instructions import Buffer
 from fsdp_advisor.program.storages import Storages
 
 

@@ -22,10 +22,10 @@ from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import Settings, offloads_parameters, settings_of, stage
 from fsdp_advisor.engines.optimizer_work import host_step, optimizer_bytes
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.fsdp_units import unit_of
+from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_of
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.program.accounts import Account, Stream
-from fsdp_advisor.program.builder import AT_ROOT, StepBuilder, StepHooks
+from fsdp_advisor.program.builder import StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
     NO_BUFFER,
     AllGather,
@@ -37,7 +37,6 @@ from fsdp_advisor.program.instructions import (
     OptimizerStep,
     PythonHooks,
     ReduceScatter,
-    UnitId,
     WaitFor,
 )
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages, round_up

@@ -15,8 +15,8 @@ from fsdp_advisor.engines.optimizer_state import saved_state
 from fsdp_advisor.engines.transfer import Files, SaveMethod
 from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.fsdp_units import AT_ROOT
 from fsdp_advisor.model.profile import Profile, Unit
-from fsdp_advisor.program.builder import AT_ROOT
 
 
 def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:

@@ -15,11 +15,11 @@ from fsdp_advisor.engines.fsdp1.units import UnitBytes, fsdp1_units, total_bytes
 from fsdp_advisor.engines.optimizer_work import host_step, optimizer_bytes
 from fsdp_advisor.engines.wrapping import marked_units
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.fsdp_units import is_within_layer, module_mark, unit_at
+from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, is_within_layer, module_mark, unit_at
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account, Stream
-from fsdp_advisor.program.builder import AT_ROOT, OrderInUnit, StepBuilder, StepHooks
+from fsdp_advisor.program.builder import OrderInUnit, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
     NO_BUFFER,
     AllGather,
@@ -31,7 +31,6 @@ from fsdp_advisor.program.instructions import (
     PythonHooks,
     ReduceScatter,
     Start,
-    UnitId,
     WaitFor,
 )
 from fsdp_advisor.program.storages import NO_STORAGES, Storages

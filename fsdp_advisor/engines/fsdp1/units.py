@@ -13,13 +13,11 @@ from fsdp_advisor.engines.units import buffers, per_unit, summed, total_of_polic
 from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.fsdp_units import Units
+from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, Units
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
 from fsdp_advisor.policies.dtypes import FP32_BYTES, loaded_bytes, upcasts_trained
 from fsdp_advisor.policies.optimizers import optimizer_of
-from fsdp_advisor.program.builder import AT_ROOT
-from fsdp_advisor.program.instructions import UnitId
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 ALIGNMENT_BYTES = 16

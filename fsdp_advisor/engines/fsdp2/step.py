@@ -18,11 +18,11 @@ from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, host_s
 from fsdp_advisor.engines.policy_walk import PolicyWalk
 from fsdp_advisor.engines.wrapping import HEAD, Part, marked_units
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.fsdp_units import unit_of
+from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_of
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROOT
 from fsdp_advisor.program.accounts import Account, Stream
-from fsdp_advisor.program.builder import AT_ROOT, OrderInUnit, StepBuilder, StepHooks
+from fsdp_advisor.program.builder import OrderInUnit, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
     NO_BUFFER,
     AllGather,
@@ -33,7 +33,6 @@ from fsdp_advisor.program.instructions import (
     PythonHooks,
     ReduceScatter,
     Start,
-    UnitId,
     WaitFor,
 )
 from fsdp_advisor.program.storages import ALIGNMENT, NO_STORAGES, Storages

@@ -17,11 +17,10 @@ from fsdp_advisor.engines.units import buffers, per_unit, places, root_parts, su
 from fsdp_advisor.engines.wrapping import Wrapping, wrapping_for
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.policies.dtypes import compute_bytes, gradient_bytes, has_8_bit_weights, is_sharded, stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_of
-from fsdp_advisor.program.builder import AT_ROOT
-from fsdp_advisor.program.instructions import UnitId
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 from fsdp_advisor.units import format_bytes
 
