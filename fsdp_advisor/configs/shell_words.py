@@ -52,13 +52,13 @@ def _divided(text: str) -> tuple[list[str], bool]:
         command.clear()
 
     while position < len(text):
-        char, rest = text[position], text[position + 1 : position + 2]
+        before, char, after = text[position - 1 : position], text[position], text[position + 1 : position + 2]
         position += 1
-        if char == "\\" and rest == "\n":
+        if char == "\\" and after == "\n":
             command.append(" ")
             position += 1
         elif char == "\\" and quote != "'":
-            command.append(char + rest)
+            command.append(char + after)
             position += 1
         elif quote:
             command.append(char)
@@ -66,9 +66,9 @@ def _divided(text: str) -> tuple[list[str], bool]:
         elif char in "'\"":
             command.append(char)
             quote = char
-        elif char == "#" and (position == 1 or text[position - 2].isspace()):
+        elif char == "#" and (not before or before.isspace()):
             position = _find(text, "\n", position)
-        elif char == "(" and (depth or text[position - 2 : position - 1] in ("$", "=", "(")):
+        elif char == "(" and (depth or before in ("$", "=", "(")):
             command.append(char)
             depth += 1
         elif char == ")" and depth:
@@ -79,7 +79,7 @@ def _divided(text: str) -> tuple[list[str], bool]:
         elif char == "<" and (match := _HEREDOC.match(text, position - 1)):
             heredocs.append(match[1])
             position = match.end()
-        elif char == "&" and (rest == ">" or text[position - 2 : position - 1] in ("<", ">")):
+        elif char == "&" and (after == ">" or before in ("<", ">")):
             command.append(char)
         elif char in "\n;&|()":
             end()

@@ -85,14 +85,16 @@ class KnownValues(TorchDispatchMode):
             return func(*args, **kwargs)
         hosted = [values[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         host_args, host_kwargs = tree_unflatten(hosted, tree)
-        if func in _SIZED_BY_VALUES:
+        if func in _SIZED_BY_VALUES:  # fake tensors do not know the size: the values come first
             with _on_host():
                 made = func(*host_args, **host_kwargs)
             result = tree_map(_empty_like, made)
         else:
             result = func(*args, **kwargs)
             new = [t for t in tensors_in(result) if t.untyped_storage()._cdata not in self._known]
-            if not mutated and (not new or not _are_few(new)):
+            if not mutated and (
+                not new or not _are_few(new)
+            ):  # views have their values, and large results are not kept
                 return result
             with _on_host():
                 made = func(*host_args, **host_kwargs)
@@ -141,7 +143,7 @@ class KnownValues(TorchDispatchMode):
         self._known[key] = (weakref.ref(storage, lambda _: self._known.pop(key, None)), held)
 
     def assumes_result_of(self, func: Any) -> bool:
-        """Whether this mode assumes a result of the operator if its inputs are unknown: `equal` is False, and a router chooses by
+        """Whether this mode assumes a result of the operator if its inputs are unknown: `eq` is False, and a router chooses by
         `expert_imbalance`.
         """
         return func is _EQUALS or (func is _CHOICE and self._expert_imbalance is not None)
