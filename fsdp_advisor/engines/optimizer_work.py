@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from fsdp_advisor.engines.units import places, total
+from fsdp_advisor.engines.units import recorded_units, total
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
@@ -141,7 +141,7 @@ def optimizer_temporaries(
         )
 
     if optimizer.steps_one_by_one(plan.framework):
-        each = (of_one(p) for _, unit, _ in places(profile) for p in unit.parameters if p.trainable)
+        each = (of_one(p) for _, unit, _ in recorded_units(profile) for p in unit.parameters if p.trainable)
         return max(each, key=lambda storages: storages.exact, default=NO_STORAGES)
     return total(profile, lambda unit: sum((of_one(p) for p in unit.parameters if p.trainable), NO_STORAGES))
 

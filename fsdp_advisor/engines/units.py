@@ -19,23 +19,23 @@ def per_unit(profile: Profile, compute: Callable[[Unit], T]) -> dict[UnitId, T]:
     """The result of `compute` for the root and for each recorded layer. Equal units are computed once."""
     known: dict[int, T] = {}
     result = {}
-    for place, unit, _ in places(profile):
+    for unit_id, unit, _ in recorded_units(profile):
         if id(unit) not in known:
             known[id(unit)] = compute(unit)
-        result[place] = known[id(unit)]
+        result[unit_id] = known[id(unit)]
     return result
 
 
-def places(profile: Profile) -> Iterator[tuple[UnitId, Unit, int]]:
-    """(place, unit, number of real layers it stands for), the root first."""
+def recorded_units(profile: Profile) -> Iterator[tuple[UnitId, Unit, int]]:
+    """(id, unit, number of real units it stands for) of the root and of each recorded layer, the root first."""
     yield AT_ROOT, profile.root, 1
     for s, stack in enumerate(profile.stacks):
         for layer, (unit, count) in enumerate(zip(stack.units, stack.counts, strict=True)):
             yield (s, layer), unit, count
 
 
-def placed_parameters(profile: Profile) -> Iterator[tuple[UnitId, int, Parameter]]:
-    """Every real parameter in the order of `model.parameters()`, with its place and its index there."""
+def parameters_in_order(profile: Profile) -> Iterator[tuple[UnitId, int, Parameter]]:
+    """Every real parameter in the order of `model.parameters()`, with the id of its unit and its index there."""
     done = 0
     root = list(enumerate(profile.root.parameters))
     for s, (before, stack) in enumerate(zip(profile.order, profile.stacks, strict=True)):
@@ -49,19 +49,19 @@ def placed_parameters(profile: Profile) -> Iterator[tuple[UnitId, int, Parameter
 
 def total(profile: Profile, held: Callable[[Unit], Storages]) -> Storages:
     """The sum over all real units."""
-    by_place = per_unit(profile, held)
-    return _over_units(profile, by_place.__getitem__, [held(part) for part in root_parts(profile)])
+    by_unit = per_unit(profile, held)
+    return _over_units(profile, by_unit.__getitem__, [held(part) for part in root_parts(profile)])
 
 
 def summed(
-    profile: Profile, by_place: Mapping[UnitId, object], what: str, root: Sequence[Storages] | None = None
+    profile: Profile, by_unit: Mapping[UnitId, object], what: str, root: Sequence[Storages] | None = None
 ) -> Storages:
     """Add up one attribute, such as "gradients", over all units of the model.
 
-    `by_place` has an object with that attribute for the root and for each recorded layer, which counts once for each layer that it
+    `by_unit` has an object with that attribute for the root and for each recorded layer, which counts once for each layer that it
     stands for. `root`: what to add for each of the root's parts (`root_parts`) instead of the root's own attribute.
     """
-    return _over_units(profile, lambda place: getattr(by_place[place], what), root)
+    return _over_units(profile, lambda place: getattr(by_unit[place], what), root)
 
 
 def total_of_policy(units: Units, by_unit: Mapping[UnitId, object], what: str) -> Storages:

@@ -19,7 +19,7 @@ from fsdp_advisor.engines.optimizer_work import (
     optimizer_loop,
     optimizer_temporaries,
 )
-from fsdp_advisor.engines.units import buffers, placed_parameters, total
+from fsdp_advisor.engines.units import buffers, parameters_in_order, total
 from fsdp_advisor.engines.wrapping import OUTPUTS, marked_units
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_of
@@ -249,7 +249,7 @@ class DdpStep(StepHooks):
         waiting = {at: list(buffers) for at, buffers in self._of_parameter.items()}
         return [
             waiting[unit, index].pop() if waiting.get((unit, index)) else NO_BUFFER
-            for unit, index, parameter in placed_parameters(self._profile)
+            for unit, index, parameter in parameters_in_order(self._profile)
             if parameter.trainable
         ]
 

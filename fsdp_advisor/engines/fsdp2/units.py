@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp_shards import shard_shape
-from fsdp_advisor.engines.units import buffers, per_unit, places, root_parts, summed, total_of_policy
+from fsdp_advisor.engines.units import buffers, per_unit, recorded_units, root_parts, summed, total_of_policy
 from fsdp_advisor.engines.wrapping import Wrapping, wrapping_for
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
@@ -178,7 +178,7 @@ def _padding_warnings(profile: Profile, shards: int) -> tuple[str, ...]:
     """FSDP2 splits and pads dim 0 only."""
     excess = 0
     worst: Parameter | None = None
-    for _, unit, count in places(profile):
+    for _, unit, count in recorded_units(profile):
         for parameter in unit.parameters:
             if not is_sharded(parameter):
                 continue
