@@ -109,12 +109,12 @@ class Search:
         """The activation choices of all choices, the least costly first."""
         return tuple(sorted({choice.activations for choice in self.choices}, key=lambda activations: activations.rank))
 
-    def plan(self, choice: StrategyChoice, size: int) -> Plan:
-        return choice.plan(self.base, size, self.batches.accumulation(size))
+    def plan(self, choice: StrategyChoice, micro_batch_size: int) -> Plan:
+        return choice.plan(self.base, micro_batch_size, self.batches.accumulation(micro_batch_size))
 
-    def candidate(self, choice: StrategyChoice, size: int) -> Candidate:
+    def candidate(self, choice: StrategyChoice, micro_batch_size: int) -> Candidate:
         """A choice at a micro-batch, with its estimate."""
-        return self.evaluator.candidate(self.plan(choice, size))
+        return self.evaluator.candidate(self.plan(choice, micro_batch_size))
 
     def limited_to(self, allowed: Callable[[Plan], bool]) -> Search:
         """The search over allowed plans only. Plans whose memory is unknown remain only if they certainly do not fit."""
@@ -324,9 +324,9 @@ class Search:
         found = map(self.evaluator.candidate, plans)
         return next((candidate for candidate in found if candidate.fits is not False), None)
 
-    def may_fit(self, choice: StrategyChoice, size: int) -> bool:
+    def may_fit(self, choice: StrategyChoice, micro_batch_size: int) -> bool:
         """Whether the lower bound leaves the margin; without a tape, whether the states do."""
-        plan = self.plan(choice, size)
+        plan = self.plan(choice, micro_batch_size)
         if self.host_lacks(plan):
             return False
         if self.evaluator.model.profile is None or self.why_not_recorded(choice) is not None:

@@ -21,14 +21,14 @@ from functools import lru_cache
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.fsdp_units import AT_ROOT, GROUP, UnitId, Units, mark_of, units_of
+from fsdp_advisor.model.fsdp_units import AT_ROOT, GROUP, UnitId, Units, mark_of, unit_at, units_of
 from fsdp_advisor.model.profile import Parameter, ParameterRole, Profile, Unit
 from fsdp_advisor.model.tape import ROOT, MarkedUnit
 from fsdp_advisor.model.tasks import task_of
 
-EMBEDDING: UnitId = (ROOT, MarkedUnit.EMBEDDING - 1)
-HEAD: UnitId = (ROOT, MarkedUnit.HEAD - 1)
-OUTPUTS: UnitId = (ROOT, MarkedUnit.OUTPUTS - 1)
+EMBEDDING = unit_at(MarkedUnit.EMBEDDING, AT_ROOT)
+HEAD = unit_at(MarkedUnit.HEAD, AT_ROOT)
+OUTPUTS = unit_at(MarkedUnit.OUTPUTS, AT_ROOT)
 """The point at which DDP returns the model's outputs."""
 
 
@@ -146,9 +146,9 @@ def wrapping_of(profile: Profile, apart: bool, whole: bool = False) -> Wrapping:
 def marked_units(profile: Profile, plan: Plan) -> frozenset[int]:
     """The units (`MarkedUnit`) within the root at whose marks on the tape the plan's engine runs hooks."""
     if plan.backend == "ddp" and plan.uses_accelerate:
-        return frozenset({OUTPUTS[1] + 1})
-    places = wrapping_for(profile, plan).parts
-    return frozenset(mark_of(place) for place in places if place != AT_ROOT and GROUP not in place)
+        return frozenset({mark_of(OUTPUTS)})
+    units = wrapping_for(profile, plan).parts
+    return frozenset(mark_of(unit) for unit in units if unit != AT_ROOT and GROUP not in unit)
 
 
 def _of_layers(profile: Profile) -> tuple[Parameter, ...]:
