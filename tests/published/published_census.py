@@ -148,7 +148,7 @@ def _litgpt(row: Mapping[str, Any]) -> str:
         return "the table repeats the figures of one GPU for four"
     if row["measured"].get("oom"):
         return "the model's code is litgpt's own; a run that ran out of memory is not rehearsed"
-    return "the model's code is litgpt's own; its version of October 2023 is not rehearsed"
+    return "the model's code is litgpt's own; this row of October 2023 is not rehearsed"
 
 
 _REASONS = (_by_row, _by_source, _kernel, _megatron, _litgpt, _parallelism, _graph)

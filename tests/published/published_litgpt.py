@@ -1,4 +1,6 @@
-"""LoRA runs of litgpt that its repository publishes: config_hub/finetune/README.md with the YAML files beside it (26857050)."""
+"""LoRA runs of litgpt that its repository publishes (26857050): config_hub/finetune/README.md with the YAML files beside it, and
+tutorials/resource-tables.md.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SCRIPT = Path(__file__).parent / "scripts" / "litgpt_lora.py"
+_TABLES = "https://github.com/Lightning-AI/litgpt/blob/26857050/tutorials/resource-tables.md"
 _SOURCE = "https://github.com/Lightning-AI/litgpt/blob/26857050/config_hub/finetune/README.md"
 _QUERY_AND_VALUE = ("query", "value")
 _ALL = ("query", "key", "value", "projection", "mlp", "head")
@@ -13,7 +16,9 @@ _ALL = ("query", "key", "value", "projection", "mlp", "head")
 
 @dataclass(frozen=True, kw_only=True)
 class LitgptRun:
-    """One row of one A10G: bf16-true, AdamW, Alpaca2k cut to 512 tokens. `model` is a name of litgpt; `gigabytes` are 10^9 bytes."""
+    """One row: bf16-true, AdamW, Alpaca. `model` is a name of litgpt; `gigabytes` are 10^9 bytes. `length`: tokens of the longest
+    sample, which the first micro-batch has.
+    """
 
     id: str
     model: str
@@ -23,6 +28,7 @@ class LitgptRun:
     global_batch: int
     micro_batch: int
     gigabytes: float
+    length: int = 512
     source: str = _SOURCE
     gpu: str = "A10G"
     gpus: int = 1
@@ -34,7 +40,7 @@ class LitgptRun:
 
     @property
     def name(self) -> str:
-        return f"{self.model} {'QLoRA' if self.quantize else 'LoRA'}, 1 x {self.micro_batch} x 512"
+        return f"{self.model} {'QLoRA' if self.quantize else 'LoRA'}, 1 x {self.micro_batch} x {self.length}"
 
     @property
     def measured_bytes(self) -> int:
@@ -47,7 +53,7 @@ class LitgptRun:
             "--precision", "bf16-true",
             *(["--quantize", self.quantize] if self.quantize else []), "--lora_r", str(self.rank),
             *(word for each in _ALL for word in (f"--lora_{each}", str(each in self.targets).lower())),
-            "--data", "Alpaca2k", "--data.num_workers", "0", "--train.max_seq_length", "512",
+            "--data", "Alpaca2k", "--data.num_workers", "0", "--train.max_seq_length", str(self.length),
             "--train.global_batch_size", str(self.global_batch), "--train.micro_batch_size", str(self.micro_batch),
             "--train.epochs", "1", "--train.lr_warmup_steps", "10",
         ]  # fmt: skip
@@ -85,11 +91,35 @@ _ROWS = (
     ("n1062", "tiny-llama-1.1b", None, 32, _ALL, 8, 8, 13.50),
     ("n1063", "tiny-llama-1.1b", "bnb.nf4", 32, _ALL, 8, 8, 16.24),
 )
-LITGPT = tuple(
-    LitgptRun(
-        id=name, model=model, quantize=quantize, rank=rank, targets=targets, global_batch=global_batch, micro_batch=micro_batch,
-        gigabytes=gigabytes,
-    )
-    for name, model, quantize, rank, targets, global_batch, micro_batch, gigabytes in _ROWS
+_TABLE_ROWS = (
+    ("n0980", "stablelm-base-alpha-3b", None, 1, 1034, 9.69),
+    ("n0981", "stablelm-base-alpha-3b", "bnb.nf4", 1, 1034, 6.35),
+    ("n0982", "stablelm-base-alpha-3b", "bnb.nf4-dq", 1, 1034, 6.19),
+    ("n0983", "stablelm-base-alpha-3b", None, 2, 1034, 12.10),
+    ("n0984", "stablelm-base-alpha-3b", None, 4, 1034, 16.92),
+    ("n0985", "Llama-2-7b-hf", None, 1, 1304, 21.30),
+    ("n0986", "Llama-2-7b-hf", "bnb.nf4", 1, 1304, 14.14),
+    ("n0987", "Llama-2-7b-hf", "bnb.nf4-dq", 1, 1304, 13.84),
+    ("n0988", "Llama-2-7b-hf", None, 2, 1304, 29.07),
+    ("n0990", "Llama-2-13b-hf", None, 1, 1304, 38.12),
+    ("n0991", "Llama-2-13b-hf", "bnb.nf4", 1, 1304, 23.14),
+    ("n0992", "Llama-2-13b-hf", "bnb.nf4-dq", 1, 1304, 22.55),
+)
+"""Of the table of October 2023, on an A100: id, model, quantization, micro-batch, length, gigabytes."""
+LITGPT = (
+    *(
+        LitgptRun(
+            id=name, model=model, quantize=quantize, rank=rank, targets=targets, global_batch=global_batch,
+            micro_batch=micro_batch, gigabytes=gigabytes,
+        )
+        for name, model, quantize, rank, targets, global_batch, micro_batch, gigabytes in _ROWS
+    ),
+    *(
+        LitgptRun(
+            id=name, model=model, quantize=quantize, rank=8, targets=_QUERY_AND_VALUE, global_batch=8, micro_batch=micro_batch,
+            gigabytes=gigabytes, length=length, source=_TABLES, gpu="A100-40GB",
+        )
+        for name, model, quantize, micro_batch, length, gigabytes in _TABLE_ROWS
+    ),
 )  # fmt: skip
-"""All rows of LoRA and QLoRA on one GPU that did not run out of memory."""
+"""All rows of LoRA and QLoRA on one GPU that did not run out of memory, but for Falcon 40B and Adapter in the table."""
