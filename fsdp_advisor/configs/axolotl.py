@@ -246,3 +246,8 @@ def _adapters(found: Collector) -> None:
         "bnb_4bit_quant_storage": "bfloat16",
     }
     set_quantization(found, {**config, **usual, **(given if isinstance(given, Mapping) else {})})
+    if config["load_in_4bit"] or config["load_in_8bit"]:
+        found.omits(
+            "axolotl stores norms, embeddings and head in bf16 again after PEFT made them fp32; the estimate has them in fp32, "
+            "which is more memory"
+        )
