@@ -114,6 +114,41 @@ def stays_near(born: Segment, dying: Segment) -> bool:
     return born.stack == dying.stack != ROOT and abs(born.layer - dying.layer) <= 1
 
 
+class Allocated(NamedTuple):
+    """A storage is allocated. `birth`: its number among those of the segment. `at`: the index of the event in the segment."""
+
+    birth: int
+    size: int
+    category: int
+    at: int
+
+
+class Freed(NamedTuple):
+    """A storage is freed, the `birth`-th of `segment`. `is_near`: `stays_near`."""
+
+    segment: int
+    birth: int
+    size: int
+    category: int
+    is_near: bool
+
+
+def storage_events(tape: Tape, index: int, start: int, end: int, is_last: bool) -> Iterator[Allocated | Freed]:
+    """What events `start` to `end` of a segment allocate and free in a real layer. `is_last`: it is the last one of its kind.
+
+    Only the last real layer frees storages from layers beyond its neighbours. If such a storage was allocated in a layer, the
+    storages of all layers are freed there (autocast's cache of weights lives to the end of forward).
+    """
+    segment, births = tape.segments[index], tape.births
+    birth = sum(op == Op.ALLOC for op, _, _ in segment.events[:start])
+    for at, (op, a, b) in enumerate(segment.events[start:end], start):
+        if op == Op.ALLOC:
+            yield Allocated(birth, a, b, at)
+            birth += 1
+        elif op == Op.FREE and ((is_near := stays_near(tape.segments[a], segment)) or is_last):
+            yield Freed(a, b, *births[a][b], is_near)
+
+
 @lru_cache(maxsize=16)  # plans of one model share tapes
 def tape_layout(
     profile: Profile, tape: Tape, *, gradient_hooks: bool, marked_units: frozenset[int] = frozenset()
@@ -175,33 +210,24 @@ class _LayoutReader:
 
     def _span(self, index: int, start: int, end: int, is_last: bool) -> Iterator[Span]:
         """The span of these events, or nothing if it has no allocation and no free."""
-        segment, births = self._tape.segments[index], self._tape.births
         changes: list[Change] = []
         gradients: list[tuple[int, int, int]] = []
-        birth = sum(op == Op.ALLOC for op, _, _ in segment.events[:start])
-        for op, a, b in segment.events[start:end]:
-            if op == Op.ALLOC:
-                changes.append(Change(_account(b), a, 1))
-                if b >= Category.GRADIENT:
-                    gradients.append((birth, b - Category.GRADIENT, self._gradient_bytes(a)))
-                birth += 1
-            elif op == Op.FREE and (times := self._freed(self._tape.segments[a], segment, is_last)):
-                size, category = births[a][b]
-                changes.append(Change(_account(category), size, -times))
+        for event in storage_events(self._tape, index, start, end, is_last):
+            account = _account(event.category)
+            if isinstance(event, Freed):
+                changes.append(Change(account, event.size, -self._real_storages(event)))
+                continue
+            changes.append(Change(account, event.size, 1))
+            if event.category >= Category.GRADIENT:
+                gradients.append((event.birth, event.category - Category.GRADIENT, self._gradient_bytes(event.size)))
         if changes:
             self._spans.append(Span(len(self._spans), index, start, end, is_last, tuple(changes), tuple(gradients)))
             yield self._spans[-1]
 
-    def _freed(self, born: Segment, dying: Segment, is_last: bool) -> int:
-        """The number of real storages that one recorded free stands for.
-
-        The last real layer frees storages from layers beyond its neighbours. If such a storage was allocated in a layer, the
-        storages of all layers are freed there (autocast's cache of weights lives to the end of forward).
-        """
-        near = stays_near(born, dying)
-        if not near and not is_last:
-            return 0
-        return 1 if near or born.stack == ROOT else self._profile.stacks[born.stack].counts[born.layer]
+    def _real_storages(self, freed: Freed) -> int:
+        """The number of real storages that one recorded free stands for: those of all layers if it is one of a distant layer."""
+        born = self._tape.segments[freed.segment]
+        return 1 if freed.is_near or born.stack == ROOT else self._profile.stacks[born.stack].counts[born.layer]
 
     def _gradient_bytes(self, size: int) -> int:
         """Bytes of a gradient. Raises NotRecordable for a sparse gradient, whose size depends on the batch."""

@@ -24,7 +24,7 @@ from fsdp_advisor.program.instructions import (
     StepProgram,
     Visit,
 )
-from fsdp_advisor.program.spans import Span, stays_near, storage_bytes
+from fsdp_advisor.program.spans import Allocated, Span, storage_bytes, storage_events
 from fsdp_advisor.program.storages import Storages, WeightTransfer, round_up
 
 LAUNCH_QUEUE = 1024
@@ -282,25 +282,21 @@ class _Reader:
         birth, 0).
         """
         tape, sizes = self._tape, self._sizes
-        birth = sum(1 for op, _, _ in segment.events[: span.start] if op == Op.ALLOC)
         result = []
-        for at, (op, a, b) in enumerate(segment.events[span.start : span.end], span.start):
-            if op == Op.ALLOC:
-                if sizes[a]:
-                    is_sum = b == _PARTIAL_GRADIENT and _sums_gradients(tape, segment, at)
-                    stream = self._program.gradient_stream if b >= _GRADIENT or is_sum else Stream.COMPUTE
-                    result.append((_ALLOC, sizes[a] | stream, birth, b))
-                birth += 1
-            elif op == Op.FREE:
-                size, _ = tape.births[a][b]
-                if not sizes[size]:
-                    continue
-                born = tape.segments[a]
-                if stays_near(born, segment):
-                    phase = 0 if born.phase == segment.phase else _PHASES.index(born.phase)
-                    result.append((_NEAR, phase, born.layer - segment.layer, b))
-                elif span.is_last:
-                    result.append((_FAR, a, b, 0))
+        for event in storage_events(tape, span.segment, span.start, span.end, span.is_last):
+            if not sizes[event.size]:
+                continue
+            if isinstance(event, Allocated):
+                category = event.category
+                is_sum = category == _PARTIAL_GRADIENT and _sums_gradients(tape, segment, event.at)
+                stream = self._program.gradient_stream if category >= _GRADIENT or is_sum else Stream.COMPUTE
+                result.append((_ALLOC, sizes[event.size] | stream, event.birth, category))
+            elif event.is_near:
+                born = tape.segments[event.segment]
+                phase = 0 if born.phase == segment.phase else _PHASES.index(born.phase)
+                result.append((_NEAR, phase, born.layer - segment.layer, event.birth))
+            else:
+                result.append((_FAR, event.segment, event.birth, 0))
         return result
 
     def _far(self, segment: int, birth: int) -> list[int]:
