@@ -18,7 +18,7 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.resolve import resolve
-from fsdp_advisor.model.tape import ROOT, Category, Divided, Op, Staging, Tape, Tiled, evaluate
+from fsdp_advisor.model.tape import ROOT, Category, Divided, Op, Staging, Tape, Tiled, value_at
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.rows import peak_of_step
 from fsdp_advisor.tapes import gpu_tape_key_of, tape_key_of
@@ -78,7 +78,7 @@ def _allocated(tape: Tape, phase: str, category: Category, *, in_layer: bool) ->
             for op, size, kind in segment.events:
                 of = tape.sizes[size] if op == Op.ALLOC and kind == category else None
                 if of is not None and not isinstance(of, Staging):
-                    found[of.bytes_at(B, T) if isinstance(of, Tiled | Divided) else evaluate(of, B, T)] += 1
+                    found[of.bytes_at(B, T) if isinstance(of, Tiled | Divided) else value_at(of, B, T)] += 1
     return found
 
 

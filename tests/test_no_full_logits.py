@@ -16,7 +16,7 @@ from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
-from fsdp_advisor.model.tape import Divided, Staging, Tiled, evaluate
+from fsdp_advisor.model.tape import Divided, Staging, Tiled, value_at
 from fsdp_advisor.tapes import tape_key_of
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ def _largest_storage(folder: Path, **options: Any) -> tuple[int, int]:
     tape = model.tape(replace(tape_key_of(plan, model.profile), at=plan.tape_shape))
     born = {index for births in tape.births for index, _ in births}  # stored tapes share one table of sizes
     sizes = [
-        size.bytes_at(B, T) if isinstance(size, Tiled | Divided) else evaluate(size, B, T)
+        size.bytes_at(B, T) if isinstance(size, Tiled | Divided) else value_at(size, B, T)
         for size in (tape.sizes[index] for index in born)
         if not isinstance(size, Staging)
     ]

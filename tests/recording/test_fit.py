@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from fsdp_advisor.model.tape import MONOMIALS, Chunked, Polynomial, evaluate
+from fsdp_advisor.model.tape import MONOMIALS, Chunked, Polynomial, value_at
 from fsdp_advisor.recording.fit import fit_terms
 
 POINTS = ((2, 48), (3, 112), (7, 5003))
@@ -30,7 +30,7 @@ def polynomial(**terms: int) -> Polynomial:
     ids=str,
 )
 def test_two_terms_are_found(expected: Polynomial) -> None:
-    assert fit_terms(POINTS, tuple(evaluate(expected, b, t) for b, t in POINTS)) == expected
+    assert fit_terms(POINTS, tuple(value_at(expected, b, t) for b, t in POINTS)) == expected
 
 
 def test_three_points_confirm_two_terms_alone() -> None:

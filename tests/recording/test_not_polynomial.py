@@ -17,7 +17,7 @@ from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
-from fsdp_advisor.model.tape import Chunked, Tape, evaluate
+from fsdp_advisor.model.tape import Chunked, Tape, value_at
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.spans import storage_bytes
@@ -83,7 +83,7 @@ def _events(tape: Tape, b: int, t: int) -> list[object]:
     return [
         (
             [(op, a if op else sizes[a], c) for op, a, c in segment.events],
-            [evaluate(work, b, t) for work in (segment.matmul_flops, segment.attention_flops, segment.traffic_bytes)],
+            [value_at(work, b, t) for work in (segment.matmul_flops, segment.attention_flops, segment.traffic_bytes)],
         )
         for segment in tape.segments
     ]

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from fsdp_advisor import estimate
 from fsdp_advisor.model import cache
-from fsdp_advisor.model.tape import Category, Op, Polynomial, Segment, Staging, Tape, evaluate
+from fsdp_advisor.model.tape import Category, Op, Polynomial, Segment, Staging, Tape, value_at
 from fsdp_advisor.model.tape_key import TapeKey, TapePrecision
 from fsdp_advisor.recording import Recorder, TransformersSource, flash, on_gpu
 from fsdp_advisor.rows import NO_SCRATCH
@@ -256,7 +256,7 @@ def test_cudnn_puts_the_output_where_queries_lie() -> None:
         tape = recorder_of(**model).tape(replace(key, at=at))
         layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "forward")
         born = (tape.sizes[a] for op, a, c in layer.events if op == Op.ALLOC and c == Category.ACTIVATION)
-        kept.append(sum(evaluate(size, *at) for size in born))
+        kept.append(sum(value_at(size, *at) for size in born))
     assert kept[1] - kept[0] == 2 * SMALL["hidden_size"] * 3 * 56
 
 

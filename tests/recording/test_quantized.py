@@ -26,7 +26,7 @@ from fsdp_advisor.hardware.lookup import find_gpu
 from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
 from fsdp_advisor.model.quantization import PACKED_NOTE, Quantization
 from fsdp_advisor.model.store import dump, load
-from fsdp_advisor.model.tape import Category, Op, Staging, evaluate
+from fsdp_advisor.model.tape import Category, Op, Staging, value_at
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.reduction_workspace import reduction_workspace_bytes
 from fsdp_advisor.recording import quantized, source_of
@@ -287,9 +287,9 @@ def peaks(recorder: Recorder, key: TapeKey, b: int, t: int) -> dict[str, int]:
 
     def bytes_of(size: Any) -> int:
         if isinstance(size, Staging):
-            rows, columns = evaluate(size.rows, b, t), evaluate(size.columns, b, t)
+            rows, columns = value_at(size.rows, b, t), value_at(size.columns, b, t)
             return reduction_workspace_bytes(rows, columns, find_gpu("H100-80GB").resident_threads)
-        return evaluate(size, b, t)
+        return value_at(size, b, t)
 
     tape = recorder.tape(replace(key, at=(b, t)))
     live, found = 0, {"forward": 0, "backward": 0}
@@ -323,7 +323,7 @@ def test_fsdp1_makes_gradients_of_packed_weights_too():
     recorder = Recorder(QuantizedSource(LLAMA, settings, prepare=False))
     tape = recorder.tape(TapeKey("fsdp1", "bf16-mixed", "sdpa", "none", device="gpu", kernel="cudnn", at=(1, 16)))
     gradients = {
-        evaluate(tape.sizes[size], 1, 1)
+        value_at(tape.sizes[size], 1, 1)
         for births in tape.births
         for size, category in births
         if category >= Category.GRADIENT and (category - Category.GRADIENT) % 2 == 0  # the layer's, not the root's

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.tape import ROOT, Category, MarkedUnit, Op, Segment, Staging, Tape, evaluate
+from fsdp_advisor.model.tape import ROOT, Category, MarkedUnit, Op, Segment, Staging, Tape, value_at
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.spans import span_bytes, storage_bytes, tape_layout
 from fsdp_advisor.recording import Recorder, TransformersSource
@@ -167,7 +167,7 @@ def test_the_embedding_of_vit_is_that_of_its_patches(precision: str, checkpointi
     begin, end = marks[Op.PRE_FORWARD, MarkedUnit.EMBEDDING][1], marks[Op.POST_FORWARD, MarkedUnit.EMBEDDING][1]
     made = [tape.sizes[a] for op, a, _ in tape.segments[0].events[begin:end] if op == Op.ALLOC]
     patches = (32 // 8) ** 2
-    assert [evaluate(size, *AT) for size in made] == [AT[0] * 2 * 64 * patches]
+    assert [value_at(size, *AT) for size in made] == [AT[0] * 2 * 64 * patches]
 
 
 @pytest.mark.parametrize("config", taken([BERT], [T5]), ids=lambda c: str(c["model_type"]))

@@ -6,7 +6,7 @@ import pytest
 from jobs import job
 
 from fsdp_advisor.hardware import find_gpu
-from fsdp_advisor.model.tape import ROOT, evaluate
+from fsdp_advisor.model.tape import ROOT, value_at
 from fsdp_advisor.timing.achieved import KERNEL_GAP_S, LAUNCH_S
 from fsdp_advisor.timing.operators import device_of
 from fsdp_advisor.timing.work import WorkOptions, tape_work
@@ -25,7 +25,7 @@ def test_work_covers_the_traffic_and_launches_of_each_segment(model: str, checkp
     found = tape_work(profile, tape, b, t, device, WorkOptions(checkpointing=checkpointing == "full"))
     flops = 0
     for segment, work in zip(tape.segments, found.by_segment, strict=True):
-        moved = evaluate(segment.traffic_bytes, b, t) / device.memory_bytes_per_s
+        moved = value_at(segment.traffic_bytes, b, t) / device.memory_bytes_per_s
         gaps = segment.operators * KERNEL_GAP_S
         assert work.cpu == pytest.approx(segment.operators * LAUNCH_S)
         assert work.pointwise + work.loss + work.recomputation >= moved + gaps - 1e-12
@@ -34,5 +34,5 @@ def test_work_covers_the_traffic_and_launches_of_each_segment(model: str, checkp
         assert (work.recomputation > 0) == repeats
         if segment.phase == "forward":
             layers = 1 if segment.stack == ROOT else profile.stacks[segment.stack].counts[segment.layer]
-            flops += layers * (evaluate(segment.matmul_flops, b, t) + evaluate(segment.attention_flops, b, t))
+            flops += layers * (value_at(segment.matmul_flops, b, t) + value_at(segment.attention_flops, b, t))
     assert found.model_flops == pytest.approx(3 * flops, rel=1e-12)

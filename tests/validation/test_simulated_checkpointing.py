@@ -24,7 +24,7 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model.resolve import resolve
-from fsdp_advisor.model.tape import ROOT, evaluate
+from fsdp_advisor.model.tape import ROOT, value_at
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.tapes import tape_key_of
 
@@ -107,7 +107,7 @@ def test_selective_checkpointing_repeats_every_second_matrix_product(tmp_path: P
         if segment.recomputed is None:
             continue
         products = (hidden * keys, hidden * hidden, hidden * width)  # keys, attention's output, up
-        assert evaluate(segment.recomputed.matmul_flops, 3, 100) == 2 * 300 * sum(products)
+        assert value_at(segment.recomputed.matmul_flops, 3, 100) == 2 * 300 * sum(products)
     assert sum(segment.recomputed is not None for segment in tape.segments) == 5
 
 
@@ -131,6 +131,6 @@ def test_activation_offload_copies_the_input_of_each_layer(tmp_path: Path) -> No
     (plan,) = plans(request, seq_len=100)
     tape = model.tape(tape_key_of(plan, model.profile))
     for segment in tape.segments:
-        copies = [evaluate(n_bytes, 3, 100) for n_bytes in segment.host_copies]
+        copies = [value_at(n_bytes, 3, 100) for n_bytes in segment.host_copies]
         assert copies == ([] if segment.stack == ROOT else [3 * 100 * 128 * 4])
     assert host_memory(model.profile, plan, tape).pinned == 4 * 7 * 2**18
