@@ -10,6 +10,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -19,6 +20,9 @@ from tiny_llama import LLAMA, OTHER, PARAMETERS, SHIPPED, with_tapes
 from fsdp_advisor.model import cache, catalog
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import dump
+
+if TYPE_CHECKING:
+    from fastapi.testclient import TestClient
 
 settings.register_profile("any speed", settings(), deadline=None, max_examples=examples(100))  # a busy machine is slow
 settings.load_profile("any speed")
@@ -86,6 +90,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model") / "config.json"
     path.write_text(json.dumps(LLAMA))
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def client() -> Iterator[TestClient]:
+    """The application without a network, in this process, and one worker: tests ask one question after the other."""
+    from fastapi.testclient import TestClient
+
+    from fsdp_advisor.server import Settings, create_app
+
+    with TestClient(create_app(Settings(workers=1, log_level="error"))) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +14,10 @@ from fsdp_advisor import estimate
 from fsdp_advisor.cli import main
 from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.render.view import report_view
-from fsdp_advisor.server import Settings, create_app
 
 JOBS = list(random_jobs(100 if ALL else 40, seed=2024))
 BATCHES = [JOBS[i : i + 10] for i in range(0, len(JOBS), 10)]
 FIGURES = ("needed_bytes", "headroom_bytes", "fits", "states", "tokens_per_second_per_gpu", "host_bytes_per_node")
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[TestClient]:
-    with TestClient(create_app(Settings(log_level="error"))) as running:
-        yield running
 
 
 def figures(document: dict[str, Any]) -> list[dict[str, Any]]:

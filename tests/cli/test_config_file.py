@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import pytest
 from fastapi.testclient import TestClient
 
 from fsdp_advisor import estimate, recommend
-from fsdp_advisor.server import Settings, create_app
 
 Cli = Callable[..., Any]
 LLAMA = "meta-llama/Llama-2-7b-hf"
@@ -34,12 +33,6 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "axolotl.yaml"
     path.write_text(TEXT)
     return path
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[TestClient]:
-    with TestClient(create_app(Settings(log_level="error"))) as running:
-        yield running
 
 
 def test_estimate_lists_what_was_read_ignored_and_not_modelled(cli: Cli, config: Path) -> None:

@@ -14,6 +14,7 @@ from fsdp_advisor.server.settings import Settings
 @pytest.fixture(scope="session")
 def client() -> Iterator[TestClient]:
     with TestClient(
-        create_app(Settings(log_level="error", record_seconds=3600, answer_seconds=3600)), raise_server_exceptions=False
+        create_app(Settings(workers=1, log_level="error", record_seconds=3600, answer_seconds=3600)),
+        raise_server_exceptions=False,
     ) as client:
         yield client

@@ -8,19 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
-
-from fsdp_advisor.server import Settings, create_app
 
 SHOTS = Path(__file__).parents[2] / ".screenshots"
 """Pictures of the pages as the tests saw them; git ignores the folder."""
-
-
-@pytest.fixture(scope="session")
-def client() -> Iterator[TestClient]:
-    """The application without a network."""
-    with TestClient(create_app(Settings(log_level="error"))) as running:
-        yield running
 
 
 @pytest.fixture(scope="session")

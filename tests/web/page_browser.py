@@ -46,7 +46,9 @@ def server() -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     running = uvicorn.Server(
-        uvicorn.Config(create_app(Settings(log_level="error")), host="127.0.0.1", port=port, log_level="error")
+        uvicorn.Config(
+            create_app(Settings(workers=1, log_level="error")), host="127.0.0.1", port=port, log_level="error"
+        )
     )
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()

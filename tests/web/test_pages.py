@@ -129,7 +129,7 @@ def test_static_files_change_their_address_with_their_content(client: TestClient
 
 
 def test_every_link_has_the_root_path() -> None:
-    with TestClient(create_app(Settings(log_level="error", root_path="/advisor"))) as client:
+    with TestClient(create_app(Settings(workers=1, log_level="error", root_path="/advisor"))) as client:
         page = read(client.get("/").text)
         for path in ("/advisor", "/advisor/"):  # where the proxy leaves it on
             assert client.get(path).text == client.get("/").text
