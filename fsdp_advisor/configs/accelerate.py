@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_advisor.configs.collect import Collector
-from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
+from fsdp_advisor.configs.fsdp import OF_ACCELERATE, read_fsdp, read_replicas
 from fsdp_advisor.errors import UsageError
 
 OF_TRL: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     match kind:
         case "FSDP":
             version = found.number("fsdp_version")
-            read_fsdp(found, "fsdp_", version or 1, "none")
+            read_fsdp(found, OF_ACCELERATE, version or 1, "none")
             _parallelism(found)
         case "DEEPSPEED":
             _deepspeed(found)

@@ -23,6 +23,8 @@ HYBRID_ZERO2 = ("hybrid_shard_zero2", "5")
 """Those that keep gathered parameters after forward."""
 PREFETCH = {"backward_pre": "pre", "backward_post": "post", "no_prefetch": "none"}
 NO_SHARD = ("no_shard", "3")
+OF_ACCELERATE = "fsdp_"
+"""How the keys of accelerate's own configuration begin."""
 WRAP = ("transformer_based_wrap", "no_wrap")
 
 
@@ -64,17 +66,31 @@ def read_fsdp(found: Collector, prefix: str, version: int, units: str = "layer")
         options["offload"] = "parameters"
     else:
         found.default("offload", "none")
-    if found.flag(f"{prefix}activation_checkpointing"):
-        options["activation_checkpointing"] = "full"
-    found.lacks_active(
-        "checkpoints in host memory; the estimate keeps them on the GPU", f"{prefix}activation_checkpointing_offload"
-    )
+    _checkpoints(found, prefix, version)
     if strategy == "ddp":
         options["backend"] = "ddp"
     else:
         _wrap(found, prefix, units)
         _prefetch(found, prefix, version)
     _original_parameters(found, f"{prefix}use_orig_params", version)
+
+
+def _checkpoints(found: Collector, prefix: str, version: int) -> None:
+    """Checkpoints of the units, and their inputs in host memory, which accelerate has with FSDP2. The Trainer passes on only the former.
+
+    Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_apply_ac`; utils/dataclasses.py, FullyShardedDataParallelPlugin; transformers
+    5.23, training_args.py, _process_fsdp_args.
+    """
+    checkpoints, offload = found.flag(f"{prefix}activation_checkpointing"), f"{prefix}activation_checkpointing_offload"
+    if checkpoints:
+        found.options["activation_checkpointing"] = "full"
+    if prefix == OF_ACCELERATE and checkpoints and version == 2:
+        if found.flag(offload):
+            found.options["activation_offload"] = True
+    elif prefix == OF_ACCELERATE:
+        found.lacks_active("accelerate refuses it without checkpoints and FSDP2; the estimate leaves it out", offload)
+    else:
+        found.lacks_active("the Trainer does not pass it on; the estimate keeps checkpoints on the GPU", offload)
 
 
 def _prefetch(found: Collector, prefix: str, version: int) -> None:

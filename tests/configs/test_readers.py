@@ -660,3 +660,22 @@ def test_the_size_of_images_is_read_and_their_number_asked_for(text: str, size: 
     found = read("job.yaml", text)
     assert found.options["image_size"] == size
     assert "images_per_sample" in said(found, "assumed")
+
+
+@pytest.mark.parametrize(
+    ("version", "offloads", "is_said"), [(2, True, False), (1, None, True)], ids=["fsdp2", "fsdp1 refuses it"]
+)
+def test_accelerates_checkpoints_in_host_memory(version: int, offloads: bool | None, is_said: bool) -> None:
+    found = read(
+        "fsdp.yaml",
+        f"""
+        distributed_type: FSDP
+        num_processes: 8
+        fsdp_config:
+          fsdp_version: {version}
+          fsdp_activation_checkpointing: true
+          fsdp_activation_checkpointing_offload: true
+        """,
+    )
+    assert found.options["activation_checkpointing"] == "full" and found.options.get("activation_offload") == offloads
+    assert ("accelerate refuses it" in said(found, "not_modelled")) == is_said

@@ -67,3 +67,14 @@ def test_the_policy_of_the_library_needs_what_is_predicted(name: str, peaks: dic
         attention=attention, framework={"trl": "trl", "torch": "torch"}.get(by, "trainer"), **OPTIONS[policy],
     )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-3)
+
+
+def test_checkpoints_that_accelerate_keeps_on_the_host_need_what_is_predicted(
+    run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
+) -> None:
+    found = run_on_ranks("accelerate_offload.py", json.dumps(CONFIG), "4", "2048", gpus=2)
+    row = row_of(
+        tmp_path, {**CONFIG, "architectures": ["LlamaForCausalLM"]}, precision="bf16-mixed", micro_batch_size=4, seq_len=2048,
+        framework="accelerate", gpus=2, strategy="zero3", backend="fsdp2", activation_checkpointing="full", activation_offload=True,
+    )  # fmt: skip
+    assert row.peak_allocated_bytes == pytest.approx(found["allocated"], rel=1e-3)
