@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from fsdp_advisor.engines.evaluation import kept_logits
 from fsdp_advisor.engines.fsdp2.units import unit_warnings
 from fsdp_advisor.engines.host import host_memory
-from fsdp_advisor.engines.job_peaks import job_peaks
+from fsdp_advisor.engines.job_peaks import bytes_between_steps, job_peaks
 from fsdp_advisor.engines.learned import gradient_warnings, learned
 from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
@@ -98,14 +98,17 @@ def _evaluation_tape(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Plan, Tape]
     return own, gpu_tape(profile, select_tape(model, own, gpu), own, gpu)
 
 
-def _evaluation_bytes(profile: Profile, plan: Plan, evaluation: tuple[Plan, Tape] | None) -> int | None:
-    """Peak tensor bytes of the evaluation; None if it is unknown."""
+def _evaluation_bytes(profile: Profile, trained: Tape, plan: Plan, evaluation: tuple[Plan, Tape] | None) -> int | None:
+    """Peak tensor bytes of the evaluation; None if it is unknown. `trained`: the tape of a step."""
     if evaluation is None:
         return None
     own, tape = evaluation
-    points = timeline_of_step(profile, tape, own)
-    highest = max(point.high_bytes for point in points)
-    return kept_logits(profile, plan).peak(forward=highest, left=points[-1].live_bytes)
+    forward = peak_of_step(profile, tape, own).peak
+    left = timeline_of_step(profile, tape, own)[-1].live_bytes
+    # a program in which nothing learns has no states of training
+    kept = bytes_between_steps(plan, states_of(learned(profile, trained, plan), plan))
+    of_training = kept - bytes_between_steps(own, states_of(learned(profile, tape, own), own))
+    return of_training + kept_logits(profile, plan).peak(forward=forward, left=left)
 
 
 def logits_bytes_at_peak(model: Resolved, plan: Plan, gpu: Gpu) -> int:
@@ -240,7 +243,7 @@ def _with_step(
         evaluation = _evaluation_tape(model, plan, gpu)
     except AdvisorError as error:
         evaluation_unknown = f"the peak of evaluation, and whether the job fits: {error.message}"
-    evaluated = _evaluation_bytes(profile, plan, evaluation)
+    evaluated = _evaluation_bytes(profile, on_gpu, plan, evaluation)
     base = _base_row(profile, plan, gpu, host_memory_bytes, tensors, on_gpu, evaluated)
     overhead, job = base.overhead, base.job
     assert overhead is not None and job is not None

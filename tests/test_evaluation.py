@@ -36,11 +36,10 @@ def row(model: str, **options: Any) -> StrategyEstimate:
     ("options", "message"),
     [
         ({"framework": "torch"}, "the evaluation of framework torch is not modelled"),
-        ({"framework": "trl", "task": "reward"}, "task reward is not modelled"),
         ({"framework": "trl", "compute_metrics": True, "eval_samples": 8}, "a second forward with logits"),
         ({"eval_strategy": "no", "compute_metrics": True}, "the job does not evaluate"),
         ({"compute_metrics": True}, "whose size is unknown"),
-        ({"compute_metrics": True, "eval_samples": 8, "gpus": 2}, "logits that several GPUs gather"),
+        ({"framework": "trl", "task": "grpo", "max_completion_length": 8, "micro_batch_size": 8}, "task grpo"),
     ],
 )
 def test_evaluations_that_are_not_modelled_are_refused(options: dict[str, Any], message: str, model: str) -> None:
@@ -101,6 +100,23 @@ def test_logits_are_kept_in_fp32_and_copied_when_they_are_appended(model: str) -
     assert found.before == (2 * batch, batch)
     assert found.after == (-batch, batch, 3 * batch)
     assert found.peak(forward=0, left=0) == (2 + 1 + 3) * batch
+
+
+def test_each_of_several_gpus_keeps_the_logits_of_all(model: str) -> None:
+    options = {"eval_strategy": "steps", "compute_metrics": True, "eval_samples": 48, "gpus": 2}
+    found = kept_logits(_profile(model), estimate(**{"model": model, **JOB, **options}).estimates[0].plan)
+    batch = 4 * 8 * 256 * 1000  # bytes of the logits of one batch of a rank
+    assert found.before == (4 * batch, 2 * batch)
+    assert found.after == (-2 * batch, batch, 2 * batch, -batch, 6 * batch)
+    assert found.peak(forward=0, left=0) == (4 + 2 + 6) * batch
+
+
+def test_reward_models_evaluate(model: str) -> None:
+    found = row(model, framework="trl", task="reward")
+    assert found.evaluation is not None and found.job is not None
+    evaluates, saves = found.job.phases["evaluate"].gpu_bytes, found.job.phases["save"].gpu_bytes
+    assert saves is not None and evaluates is not None
+    assert saves < evaluates <= found.evaluation.allocated_peak_bytes, "the optimizer's state stays"
 
 
 def _profile(model: str) -> Any:

@@ -1,6 +1,7 @@
-"""What the Trainer keeps on a GPU while it evaluates: the logits of batches.
+"""What the Trainer keeps on a GPU while it evaluates: the logits of batches, of all ranks.
 
-Source: transformers 5.23, trainer.py, `evaluation_loop`; trainer_pt_utils.py, `EvalLoopContainer`, `torch_pad_and_concatenate`.
+Source: transformers 5.23, trainer.py, `evaluation_loop`; trainer_pt_utils.py, `EvalLoopContainer`, `torch_pad_and_concatenate`;
+accelerate 1.15, utils/operations.py, `_gpu_gather`.
 """
 
 from __future__ import annotations
@@ -32,22 +33,24 @@ class KeptLogits:
 
 
 def kept_logits(profile: Profile, plan: Plan) -> KeptLogits:
-    """What the evaluation keeps. Each batch's logits are appended to those before, which copies all of them;
-    the loop's variable holds the last batch's until the next ones are there.
+    """What the evaluation keeps. Several ranks gather each batch's logits, so each keeps those of all. They are appended to those
+    before, which copies all of them; the loop's variable holds the last batch's until the next ones are there.
     """
     assert plan.evaluation is not None
     count = plan.evaluation.kept_batches
     if not count:
         return KeptLogits()
-    one = logits_bytes(profile, plan, 1)
-    kept = () if count == 1 else (logits_bytes(profile, plan, count - 1),)
+    ranks = plan.world_size
+    own, one = logits_bytes(profile, plan, 1), logits_bytes(profile, plan, ranks)
+    kept = () if count == 1 else (logits_bytes(profile, plan, ranks * (count - 1)),)
     of_loop = (one,) if count > 2 else ()  # the first batch's are what the container holds
-    appended = (logits_bytes(profile, plan, count),) if count > 1 else ()
-    return KeptLogits(before=(*kept, *of_loop), after=(*(-each for each in of_loop), one, *appended))
+    gathered = (one, -own) if ranks > 1 else ()
+    appended = (logits_bytes(profile, plan, ranks * count),) if count > 1 else ()
+    return KeptLogits(before=(*kept, *of_loop), after=(*(-each for each in of_loop), own, *gathered, *appended))
 
 
 def logits_bytes(profile: Profile, plan: Plan, batches: int) -> int:
-    """Bytes of the logits of so many batches of a rank. accelerate returns them in fp32 under mixed precision, but for DeepSpeed.
+    """Bytes of the logits of so many batches of one rank. accelerate returns them in fp32 under mixed precision, but for DeepSpeed.
 
     Source: accelerate 1.15, accelerator.py, `prepare_model`, convert_outputs_to_fp32.
     """

@@ -128,7 +128,7 @@ def job_peaks(
     loads = load_methods(profile, plan, gpu_memory_bytes=gpu.memory_bytes)
     saves = save_methods(profile, plan)
     load = choose_load_method(loads, gpu_memory_bytes=available, host_memory_bytes=host_memory_bytes)
-    kept = _bytes_between_steps(plan, states)
+    kept = bytes_between_steps(plan, states)
     save = choose_save_method(
         saves,
         gpu_memory_bytes=available - kept,
@@ -179,7 +179,7 @@ def _loading_peak(profile: Profile, plan: Plan, load: LoadMethod) -> int:
     return max(load.gpu_bytes + kept, loading_bytes(profile, plan))
 
 
-def _bytes_between_steps(plan: Plan, states: States) -> int:
+def bytes_between_steps(plan: Plan, states: States) -> int:
     """Bytes that a rank keeps on the GPU between two steps. DeepSpeed never frees its gradient buffers."""
     kept = states.parameters + states.optimizer + states.communication + states.buffers
     match plan.backend:

@@ -62,9 +62,9 @@ def evaluation_of(request: EstimateRequest) -> Evaluation | None:
         raise UsageError(
             f"the evaluation of framework {request.framework} is not modelled", hint="--framework trainer or trl has it"
         )
-    if request.task not in ("sft", "dpo", "kto"):
+    if request.task == "grpo":
         raise UsageError(
-            f"the evaluation of --task {request.task} is not modelled yet",
+            "the evaluation of --task grpo, which generates completions, is not modelled yet",
             hint="leave --eval-strategy out, or rehearse the job",
         )
     keeps = request.compute_metrics and not request.prediction_loss_only
@@ -72,11 +72,6 @@ def evaluation_of(request: EstimateRequest) -> Evaluation | None:
         raise UsageError(
             "TRL runs a second forward with logits for compute_metrics, which is not modelled yet",
             hint="leave --compute-metrics out, or use --framework trainer",
-        )
-    if keeps and request.gpus > 1:
-        raise UsageError(
-            "logits that several GPUs gather in evaluation are not modelled yet",
-            hint="--prediction-loss-only keeps none; rehearse runs the job's own evaluation",
         )
     return Evaluation(
         batch_size=request.per_device_eval_batch_size,
@@ -89,7 +84,7 @@ def evaluation_of(request: EstimateRequest) -> Evaluation | None:
 def _kept_batches(request: EstimateRequest) -> int:
     every = request.eval_accumulation_steps
     if request.eval_samples is not None:
-        batches = -(-request.eval_samples // request.per_device_eval_batch_size)
+        batches = -(-request.eval_samples // (request.per_device_eval_batch_size * request.gpus))
         return batches if every is None else min(batches, every)
     if every is None:
         raise UsageError(

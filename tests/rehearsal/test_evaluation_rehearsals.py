@@ -18,6 +18,7 @@ SETTINGS = {
     "length": 1024, "keeps": False, "batches": 3,
 }  # fmt: skip
 KEPT = {"compute_metrics": True, "eval_samples": 12}
+SMALL = {"per_device_eval_batch_size": 2}
 JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
     taken(
         [
@@ -26,6 +27,12 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
         ],
         [
             ("losses alone", ({}, {})),
+            ("logits that two ranks gather", (
+                {"keeps": True, **SMALL, "arguments": {"ddp_find_unused_parameters": False}}, {**KEPT, **SMALL, "gpus": 2},
+            )),
+            ("logits that two ranks of FSDP2 gather", (
+                {"keeps": True, **SMALL, "arguments": FSDP2_SETTINGS}, {**KEPT, **SMALL, **FSDP2_OPTIONS},
+            )),
             ("losses alone in half precision", ({"precision": "bf16"}, {"precision": "bf16"})),
             ("logits of two batches at a time", (
                 {"keeps": True, "batches": 4, "arguments": {"eval_accumulation_steps": 2}},

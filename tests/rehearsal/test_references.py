@@ -62,6 +62,7 @@ EVALUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
             ("a copy", ({}, {})),
             ("adapters that are switched off", (LORA_SETTINGS, LORA_OPTIONS)),
             ("KTO with a copy", ({"task": "kto"}, {"task": "kto"})),
+            ("a reward model", ({"task": "reward"}, {"task": "reward"})),
             (
                 "log-probabilities in the batch",
                 ({"precompute_ref_log_probs": True}, {"precompute_ref_log_probs": True}),
