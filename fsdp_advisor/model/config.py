@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_advisor.errors import UnreadableConfig
-from fsdp_advisor.model.multimodal import TRAINED_WHOLE, trained_on_text
+from fsdp_advisor.model.multimodal import TRAINED_WHOLE, TRAINED_WITH_IMAGES, trained_on_images, trained_on_text
 from fsdp_advisor.model.quantization import PACKED_NOTE, packed_checkpoint
 
 Config = dict[str, Any]
@@ -156,9 +156,9 @@ def _text_part(config: Config) -> tuple[Config, tuple[str, ...]]:
     quantized = config.get("quantization_config")
     inner = _language_part(config)
     outer_type = config.get("model_type")
-    if inner and outer_type in TRAINED_WHOLE:
+    if inner and (outer_type in TRAINED_WHOLE or outer_type in TRAINED_WITH_IMAGES):
         quantized = quantized or inner.get("quantization_config")
-        notes += (trained_on_text(str(outer_type)),)
+        notes += ((trained_on_text if outer_type in TRAINED_WHOLE else trained_on_images)(str(outer_type)),)
     elif inner:
         guessed = f"{outer_type}_text" if isinstance(outer_type, str) else None
         tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}

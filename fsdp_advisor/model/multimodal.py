@@ -6,18 +6,22 @@ from fsdp_advisor.model.images import has_images
 from fsdp_advisor.model.profile import Profile
 
 TRAINED_WHOLE = frozenset({
-    "aria", "aya_vision", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid",
-    "ernie4_5_vl_moe", "exaone4_5", "gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
-    "granite_docling", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr",
-    "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3", "mistral_large4",
-    "mllama", "muse_glimmer", "ovis2", "paddleocr_vl", "paligemma", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl",
-    "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "shieldgemma2", "smolvlm", "video_llama_3",
-    "video_llava", "vipllava",
+    "aria", "aya_vision", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid",
+    "diffusion_gemma", "emu3", "ernie4_5_vl_moe", "exaone4_5", "gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v",
+    "glm4v_moe", "glm5_next", "glm_ocr", "glmga", "granite4_vision", "granite_docling", "hunyuan_vl", "hyperclovax_vision_v2",
+    "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llama4", "llava", "llava_next", "llava_next_video",
+    "llava_onevision", "minimax_m3_vl", "mistral3", "mistral_large4", "mllama", "molmo2", "muse_glimmer", "muse_spark", "ovis2",
+    "paddleocr_vl", "paligemma", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe",
+    "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "shieldgemma2", "smolvlm", "step3p7", "unlimited_ocr",
+    "video_llama_3", "video_llava", "vipllava",
 })  # fmt: skip
 """Model types that AutoModelForImageTextToText builds from a configuration with a `text_config`, and whose forward needs no images.
 
 Of others, such as BLIP-2, only the text part is recorded. Source: transformers 5.23, whose classes were run without images.
 """
+
+TRAINED_WITH_IMAGES = frozenset({"blip", "kosmos-2", "kosmos-2.5", "pix2struct", "pp_formulanet"})
+"""Model types with a `text_config` that are recorded whole with an image in each sample: no token of their text stands for an image."""
 
 
 _PARTS = (
@@ -40,6 +44,11 @@ def is_tower(path: str) -> bool:
     (True, False)
     """
     return any("vis" in name or "audio" in name for name in path.split("."))
+
+
+def trained_on_images(model_type: str) -> str:
+    """The note that a multimodal model of this type is estimated with an image in each sample."""
+    return f"{model_type} is recorded with one image in each sample, of the size that its configuration or its processor names"
 
 
 def trained_on_text(model_type: str) -> str:

@@ -19,6 +19,8 @@ FRAMES_PER_SECOND = 100
 """Spectrograms have a frame for each 10 ms."""
 USUAL_IMAGE_SIZE = 224
 """Pixels of an image's sides, for models whose configuration does not fix them, such as ResNet."""
+FLATTENED_PATCHES = 2048
+"""Patches of an image in which the processor does not keep its size. Source: pix2struct/image_processing_pix2struct.py, `max_patches`."""
 
 
 def batch_of_task(task: str, config: Any, names: Collection[str], b: int, t: int) -> Batch:
@@ -38,10 +40,50 @@ def batch_of_task(task: str, config: Any, names: Collection[str], b: int, t: int
                 "attention_mask": torch.ones(b, t, dtype=torch.long),
                 "labels": _labels(b),
             }
-    return {
+    batch = {
         "inputs" if "inputs" in names and "input_ids" not in names else "input_ids": _tokens(b, t),
         "labels": _tokens(b, t),
     }
+    if config.model_type in _ASKS_FOR_KINDS:
+        batch["mm_token_type_ids"] = _tokens(b, t)
+    return (
+        _with_image(batch, config, names, b, t) if task in _MAY_SHOW_IMAGES and _needs_image(config, names) else batch
+    )
+
+
+_ASKS_FOR_KINDS = ("molmo2",)
+"""Types of models that train only if each token's kind, such as text, is passed. Source: molmo2/modeling_molmo2.py, Molmo2Model.forward."""
+_MAY_SHOW_IMAGES = ("causal-lm", "image-text-to-text")
+
+
+def _needs_image(config: Any, names: Collection[str]) -> bool:
+    """Whether every sample has an image: the model reads images, and no token of its text stands for one, which a sample might lack."""
+    placeholders = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+    return ("pixel_values" in names or "flattened_patches" in names) and not any(p is not None for p in placeholders)
+
+
+def _with_image(batch: Batch, config: Any, names: Collection[str], b: int, t: int) -> Batch:
+    """The batch with an image in each sample. If an encoder reads the image alone, the labels are the only tokens."""
+    vision = _vision(config)
+    if "flattened_patches" in names:  # each with its row and column
+        patches = getattr(vision, "max_num_patches", FLATTENED_PATCHES)
+        image = {"flattened_patches": torch.zeros(b, patches, 2 + vision.patch_embed_hidden_size)}
+    else:
+        image = _image(config, names, b)
+    if "image_attention_mask" in names:  # of IDEFICS, whose samples may have several images
+        image = {
+            "pixel_values": image["pixel_values"][:, None],
+            "image_attention_mask": torch.ones(b, t, 1, dtype=torch.long),
+        }
+    if "image_embeds_position_mask" in names:
+        at = torch.arange(t) < config.latent_query_num
+        image["image_embeds_position_mask"] = at.long().repeat(b, 1)
+    return {**{name: tokens for name, tokens in batch.items() if name in names}, **image}
+
+
+def _vision(config: Any) -> Any:
+    """The configuration of what reads images."""
+    return getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
 
 
 def _tokens(b: int, t: int) -> torch.Tensor:
@@ -55,7 +97,7 @@ def _labels(b: int) -> torch.Tensor:
 def _image(config: Any, names: Collection[str], b: int) -> Batch:
     if "pixel_values" not in names:  # ImageGPT reads pixels as words
         return {"input_ids": _tokens(b, config.n_positions)}
-    vision = getattr(config, "vision_config", config)
+    vision = _vision(config)
     channels = getattr(vision, "num_channels", 3)
     if "spatial_shapes" in names:
         side = int(vision.num_patches**0.5)

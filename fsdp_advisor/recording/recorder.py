@@ -58,6 +58,7 @@ from fsdp_advisor.recording.take import (
     tape_of,
 )
 from fsdp_advisor.recording.tiled_mlp import tile_mlps
+from fsdp_advisor.recording.values import needs_values
 from fsdp_advisor.recording.wrapping import units_to_record, with_whole_gradients
 
 GRID_B = (2, 3)
@@ -150,6 +151,9 @@ class Recorder:
         except AdvisorError:
             raise
         except Exception as error:
+            if needs_values(error) and not self.source.needs_values:
+                self.source.needs_values = True
+                return self._tape(key, sums_in_place=sums_in_place)
             raise NotRecordable(
                 f"{self.source.name} could not be run to record it: {type(error).__name__}: {str(error)[:200]}",
                 hint="the recorder runs the model's own code under fake tensors, which this code does not support",

@@ -16,7 +16,7 @@ import huggingface_hub.constants  # noqa: F401  # reads the environment before t
 import torch
 from torch import nn
 
-from fsdp_advisor.errors import AdvisorError, NoSuchAttention, UnreadableConfig
+from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotRecordable, UnreadableConfig
 from fsdp_advisor.model.tape_key import TapeCheckpointing
 from fsdp_advisor.recording.checkpointing import arguments as checkpointing_arguments
 from fsdp_advisor.recording.inputs import batch_of_task
@@ -138,7 +138,9 @@ class TransformersSource:
 
     def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
         own = {path: _nearest_config(module, path) for path in kept}
-        configs = list({id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}.values())
+        configs = list(
+            {id(c): c for m in module.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}.values()
+        )
         for path, indices in kept.items():
             layers = module.get_submodule(path)
             assert isinstance(layers, nn.ModuleList)
@@ -182,7 +184,12 @@ class TransformersSource:
                 module.enable_input_require_grads()  # type: ignore[operator]  # of every PreTrainedModel
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss: torch.Tensor = module(**batch).loss
+        loss: torch.Tensor | None = getattr(module(**batch), "loss", None)
+        if loss is None:
+            raise NotRecordable(
+                f"{type(module).__name__} returns no loss, so transformers cannot train it",
+                hint="record it as a module with a loss of your own (fsdp_advisor.record_module)",
+            )
         return loss
 
     def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:

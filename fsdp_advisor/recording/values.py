@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -174,6 +175,11 @@ class KnownValues(TorchDispatchMode):
                 count = _selected(value, value.shape)
                 places += [torch.empty(count, dtype=torch.long, device="cpu") for _ in value.shape]
         return places
+
+
+def needs_values(error: Exception) -> bool:
+    """Whether an error of a step under fake tensors says that the model's code reads values of tensors."""
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
 
 
 class _Current:

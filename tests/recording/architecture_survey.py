@@ -31,7 +31,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotPolynomial, NotRecordable
+from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotPolynomial, NotRecordable, UnreadableConfig
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.config import trained_part
 from fsdp_advisor.model.tape import Tape
@@ -56,26 +56,50 @@ SMALL = {
 """The values that are set where the configuration's class has them."""
 HEAD = {"head_dim": 128}
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+GLM_ROPE = {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
 EXTRA: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False, "local_attn_chunk_length": 16, "lsh_attn_chunk_length": 16},
+    "chameleon": {"vocabulary_map": {"<image>": 8711}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "dbrx": {"n_layers": 2, "attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 8, "clip_qkv": 8}},
     "deepseek_v2": {
         "topk_method": "greedy", "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 1408,
     },
+    "deepseek_ocr2_text": {
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 896, "mlp_layer_types": ["dense", "sparse"],
+    },
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 704},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "emu3": {"vocabulary_map": {"<image>": 151655}},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "glm4v_text": {"rope_parameters": GLM_ROPE},
+    "glm4v_moe_text": {**HEAD, "rope_parameters": GLM_ROPE},
+    "granite4_vision": {
+        "downsample_rate": "4/8", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1],
+    },
     "hunyuan_v1_dense": HEAD,
     "hunyuan_v1_moe": HEAD,
+    "hunyuan_vl_text": {**HEAD, "rope_parameters": {**ROPE, "mrope_section": [16, 16, 16, 16]}},
+    "kosmos-2.5": {"latent_query_num": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "ministral": HEAD,
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "moonshine_streaming": {"num_key_value_heads": 8},
+    "muse_spark_audio": {"num_hidden_layers": 4},
     "nemotron": {"num_key_value_heads": 8},
+    "perceiver": {"max_position_embeddings": PLAN.seq_len},
+    "qwen3_omni_moe_text": {**HEAD, "num_attention_heads": 32},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 64, "indexer_compress_ratio": 4,
+    },
+    "step3p5": {"sliding_window": 512},
+    "udop": {"decoder_start_token_id": 0},
     "wav2vec2-bert": {"vocab_size": 32},
     "wav2vec2-conformer": {"vocab_size": 32},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"]},
     "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"]},
 }  # fmt: skip
 """What single architectures need besides: values that their classes leave to the configuration, or that two layers contradict."""
@@ -204,7 +228,7 @@ def _compared(task: str, model_type: str) -> Line:
     config = task_config(task, model_type)
     if task != "causal-lm":
         config, _ = trained_part(config, model_type)
-    recorder, plan = Recorder(TransformersSource(config, name=model_type, task=_task_of(config, task))), PLAN
+    recorder, plan = _recorder(config, task, model_type), PLAN
     whole = task == "causal-lm"
     try:
         tape, any_batch, plan = _tape_of_attention(recorder, plan, any_batch=whole)
@@ -222,6 +246,17 @@ def _compared(task: str, model_type: str) -> Line:
         peak_bytes=peak,
         reason=", ".join(f"{phase} {n_bytes:+d} B" for phase, n_bytes in off.items()),
     )
+
+
+def _recorder(config: dict[str, Any], task: str, model_type: str) -> Recorder:
+    """A recorder of the model; of its text part if it is a multimodal model that cannot be built as a language model."""
+    try:
+        return Recorder(TransformersSource(config, name=model_type, task=_task_of(config, task)))
+    except UnreadableConfig:
+        if task != "causal-lm" or model_type not in REGISTERED["image-text-to-text"]:
+            raise
+        config, _ = trained_part(config, model_type)
+        return Recorder(TransformersSource(config, name=model_type, task=_task_of(config, task)))
 
 
 def _task_of(config: Mapping[str, Any], task: str) -> str:
