@@ -17,6 +17,8 @@ causal_conv1d_update = None  # for generation
 class CausalConv1d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if 1 not in x.stride()[1:]:
+            x = x.contiguous()
         ctx.save_for_backward(x, weight, bias)
         return causal_conv1d_fwd_function(x)
 

@@ -10,7 +10,8 @@ causal_conv1d_update_function = None  # for generation
 
 
 def causal_conv1d_fwd_function(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    assert 1 in x.stride()[1:], "a layout without a copy"
+    """The output. x: (B, channels, T)."""
+    assert 1 in x.stride()[1:], "the extension refuses other layouts"
     return torch.empty_like(x)
 
 
@@ -25,10 +26,11 @@ def causal_conv1d_bwd_function(
     dx: torch.Tensor | None = None,
     *_: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of input, weight and bias, and of the first states, which there are none of."""
-    contiguous = 1 if x.stride(1) == 1 else 2
-    assert grad.stride(contiguous) == 1, "the C++ code would copy the gradient"
+    """The gradients of input, weight and bias, and None for the first states. A gradient of another layout is copied, as in C++."""
     dx = torch.empty_like(x) if dx is None else dx
     dweight = torch.zeros_like(weight, dtype=torch.float32)
     dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+    channels_last = x.stride(1) == 1 and x.stride(2) > 1
+    grad = grad.transpose(1, 2).contiguous().transpose(1, 2) if channels_last else grad.contiguous()
+    del grad
     return dx, dweight.type_as(weight), None if dbias is None or bias is None else dbias.type_as(bias), None
