@@ -165,11 +165,26 @@ def _rehearsed(given: dict[str, Any], options: ValidateOptions) -> int:
     from fsdp_advisor.hardware.lookup import find_gpu
     from fsdp_advisor.rehearsal.environment import environment
 
-    variables = environment(Path(sys.executable), find_gpu(str(given.get("gpu") or DEFAULT_GPU)), gpus_per_node=1)
+    variables = environment(Path(sys.executable), find_gpu(_gpu_to_simulate(given, options)), gpus_per_node=1)
     own = {field.name: getattr(options, field.name) for field in fields(options)} | {"mode": "stand-in"}
     job = {name: value for name, value in given.items() if name != "gpu"}  # the attached GPU is the simulated one
     words = [word for name, value in (job | own).items() for word in as_words(name, value)]
     return subprocess.run([sys.executable, "-m", "fsdp_advisor", "validate", *words], env=variables).returncode
+
+
+def _gpu_to_simulate(given: dict[str, Any], options: ValidateOptions) -> str:
+    """The name of the GPU that is asked for, by the option or by all cases of a campaign. Raises UsageError if they ask for several."""
+    from fsdp_advisor.validation import campaign
+
+    if "gpu" in given or options.campaign is None:
+        return str(given.get("gpu") or DEFAULT_GPU)
+    names = sorted({request.gpu or DEFAULT_GPU for request in campaign.load(options.campaign, **given)})
+    if len(names) > 1:
+        raise UsageError(
+            f"the cases of {options.campaign} name several GPUs: {', '.join(names)}",
+            hint="a rehearsal simulates one: give --gpu, or a campaign for each",
+        )
+    return names[0]
 
 
 def _sbatch(request: EstimateRequest, options: ValidateOptions) -> str:

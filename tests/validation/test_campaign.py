@@ -231,3 +231,11 @@ def test_refusals_are_one_line_and_a_hint(
     printed = capsys.readouterr()
     lines = [line for line in printed.err.splitlines() if not line.startswith("note:")]
     assert said in lines[0] and len(lines) <= 2 and not printed.out
+
+
+def test_rehearsal_of_cases_for_several_gpus_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps({**BASE, "gpu": gpu}) + "\n" for gpu in ("B300", "A100-80GB")))
+    files = ["--campaign", str(path), "--records", str(tmp_path / "r.jsonl")]
+    assert main(["validate", "--mode", "rehearse", *files]) == 2
+    assert "several GPUs: A100-80GB, B300" in capsys.readouterr().err
