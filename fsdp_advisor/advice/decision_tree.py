@@ -369,7 +369,12 @@ def _fastest(search: Search, winner: Candidate) -> Node:
     speed = winner.tokens_per_second_per_gpu
     if winner.fits is None:
         question = "Which is the simplest choice whose states fit?"
-        because = "a parameter count says nothing about the rest of the memory or the time"
+        is_count = search.evaluator.model.profile is None
+        because = (
+            "a parameter count says nothing about the rest of the memory or the time"
+            if is_count
+            else "the peak of a step is unknown, because it could not be recorded"
+        )
     elif speed is None:
         question = "Which is the simplest plan that fits?"
         because = "the time of a step is unknown on this GPU"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 
 from fsdp_advisor.advice.result import Advice, Method
 from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.job.adaptation import LORA_OPTIONS, QUANTIZATION_OPTIONS
+from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.search_request import RecommendRequest
 
 FULL, LORA, QLORA = "full fine-tuning", "LoRA", "QLoRA"
@@ -41,8 +42,15 @@ def advice_of_methods(request: RecommendRequest, advise: Callable[[RecommendRequ
 
 
 def _requests(request: RecommendRequest) -> Iterator[tuple[str, RecommendRequest]]:
+    """The request of each method. What is assumed for a frozen base, such as its dtype, is left to each method's own request."""
     adapters, quantization = {"use_peft", *LORA_OPTIONS.values()}, {"load_in_4bit", *QUANTIZATION_OPTIONS}
-    base = request.but(method="fixed")
-    yield FULL, replace(base, use_peft=False, load_in_4bit=False, given=base.given - adapters - quantization)
-    yield LORA, replace(base, use_peft=True, load_in_4bit=False, given=base.given - quantization)
+    base = _without(request.but(method="fixed"), request.assumed & {"dtype", "bnb_4bit_quant_storage"})
+    yield FULL, _without(base, adapters | quantization)
+    yield LORA, replace(_without(base, quantization), use_peft=True)
     yield QLORA, base.but(use_peft=True, load_in_4bit=True)
+
+
+def _without(request: RecommendRequest, names: Set[str]) -> RecommendRequest:
+    """The request as if these options had been neither given nor assumed."""
+    defaults = {name: option.default for name, option in fields_of(RecommendRequest).items() if name in names}
+    return replace(request, **defaults, given=request.given - names, assumed=request.assumed - names)

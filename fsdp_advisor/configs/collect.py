@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from reprlib import Repr
@@ -13,6 +14,9 @@ from fsdp_advisor.job.unknown_options import topic_of
 
 INACTIVE: tuple[Any, ...] = (None, False, "", "none", "None", "no", "false", "auto", "default", 0, 1, [], {})
 """Values with which a key switches nothing on. 1 is the degree of a parallelism that is not used."""
+
+MISSPELT = 0.92
+"""The least similarity (difflib's ratio) of a key that nobody reads to one that a reader asks for, to be taken for its misspelling."""
 
 UNRESOLVED = re.compile(r"\$[\w{@*]")
 """Begins a variable whose value is not known: of a shell, or of an interpolation in YAML."""
@@ -32,6 +36,7 @@ class Collector:
         whole = [str(key) for key in keys if optional_prefix and str(key).startswith(optional_prefix)]
         self._whole = {key.removeprefix(optional_prefix): key for key in whole}
         self._pending = {str(key).removeprefix(optional_prefix): value for key, value in keys.items()}
+        self._given = set(self._pending)
         self._asked: set[str] = set()
         self.options: dict[str, Any] = {}
         self.defaults: dict[str, tuple[Any, str]] = {}
@@ -120,6 +125,7 @@ class Collector:
         self._whole |= {short[name]: f"{key}.{name}" for name in value}
         inner = {short[name]: item for name, item in value.items()}
         self._pending |= inner
+        self._given |= set(inner)
         return inner
 
     def default(self, option: str, value: Any, why: str = "") -> None:
@@ -162,7 +168,10 @@ class Collector:
                 self._not_modelled.append(f"{self._written(key)}: {brief(value)} (a variable whose value is not known)")
                 continue
             topic = topic_of(key.rsplit(".", 1)[-1])
-            if topic is not None and active(value):
+            near = difflib.get_close_matches(key, self._asked - self._given, n=1, cutoff=MISSPELT)
+            if near and active(value):
+                self._not_modelled.append(f"{self._written(key)}: {brief(value)} (did you mean {near[0]}?)")
+            elif topic is not None and active(value):
                 self._not_modelled.append(f"{self._written(key)}: {brief(value)} ({topic})")
             else:
                 self._ignored.append(self._written(key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -138,7 +139,9 @@ def _strategy_1(found: Collector, name_key: str, reshard_key: str) -> str | None
     if name in NO_SHARD:
         found.lacks(name_key, "the estimate is of DDP, which keeps everything on each rank too")
         return "ddp"
-    found.lacks(name_key, "the estimate assumes full sharding")
+    near = difflib.get_close_matches(name, SHARDING, n=1)
+    meant = f"did you mean {near[0].upper()}? " if near else ""
+    found.lacks(name_key, f"{meant}the estimate assumes full sharding")
     return None
 
 

@@ -9,7 +9,7 @@ from fsdp_advisor.report import Report
 def way_out(report: Report) -> str:
     """The options that save memory without offload, and the command that searches.
 
-    Empty if a row without offload fits, if nothing is known, and for a bare parameter count.
+    Empty if a row without offload fits, if one fits and all rows offload, if nothing is known, and for a bare parameter count.
     """
     known = [row for row in report.estimates if row.fits is not None]
     if not known or report.model_source == "count" or any(row.fits and row.plan.offload == "none" for row in known):
@@ -24,6 +24,11 @@ def way_out(report: Report) -> str:
         options.append("--use-bnb-nested-quant (scales in 8 bits)")
     if request.activation_checkpointing == "none":
         options.append("--activation-checkpointing full")
-    what = "Only offload fits" if any(row.fits for row in known) else "Nothing fits"
+    if not any(row.fits for row in known):
+        what = "Nothing fits"
+    elif any(row.plan.offload == "none" for row in known):
+        what = "Only offload fits"
+    else:
+        return ""  # nothing else was asked for
     less = f" Options that save memory: {', '.join(options)}." if options else ""
     return f"{what}.{less} fsdp-advisor recommend, with the same options, searches for the fastest plan that fits."

@@ -124,8 +124,11 @@ class _Body(RequestModel):
 
     @model_validator(mode="after")
     def _names_one_model(self) -> _Body:
-        if (self.config is None) == ("model" not in self.model_fields_set):
-            raise ValueError("give model or config, one of them")
+        has_model = "model" in self.model_fields_set
+        if has_model and self.config is not None:
+            raise ValueError("give model or config, not both")
+        if not has_model and self.config is None:
+            raise ValueError("model is missing: give its name, or its config.json as config")
         return self
 
     def source(self) -> ModelSource:

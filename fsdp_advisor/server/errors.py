@@ -106,7 +106,7 @@ def validation_error(errors: Sequence[Any]) -> AdvisorError:
     if first["type"] == "json_invalid":
         return AdvisorError("the body is not valid JSON", hint='send an object such as {"model": "7B", "gpus": 8}')
     place, *names = first["loc"]
-    if not names and place == "body":
+    if not names and place == "body" and first["type"] != "value_error":
         return AdvisorError("the body is not a JSON object", hint="with Content-Type: application/json")
     return complaint({**first, "loc": tuple(n for n in names if isinstance(n, (str, int)))})
 

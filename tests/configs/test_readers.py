@@ -303,6 +303,14 @@ def test_trainer_through_accelerate_in_a_launch_script() -> None:
     assert "gpus 16 as here, not 8 as in fsdp.yaml" in said(found, "assumed")
 
 
+def test_misspelt_keys_and_strategies_are_named() -> None:
+    keys = "fsdp_version: 1, fsdp_sharding_strategy: FULL_SHRAD, fsdp_activation_chekpointing: true, fsdp_state_dict_typ: X"
+    found = read("fsdp.yaml", f"distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {{{keys}}}")
+    assert "did you mean FULL_SHARD?" in said(found, "not_modelled")
+    assert "chekpointing: True (did you mean fsdp_activation_checkpointing?)" in said(found, "not_modelled")
+    assert "fsdp_state_dict_typ" in said(found, "ignored")
+
+
 def test_keys_of_a_section_are_reported_as_the_file_writes_them() -> None:
     """The Trainer and axolotl accept the keys of `fsdp_config` with and without the prefix fsdp_."""
     section = "{fsdp_version: 2, fsdp_reshard_after_forward: false, state_dict_type: FULL_STATE_DICT, fsdp_unknown: 1}"

@@ -57,6 +57,20 @@ def test_a_search_of_methods_needs_no_torch() -> None:
     assert found.winner is not None
 
 
+def test_full_fine_tuning_is_the_same_whether_the_job_has_adapters_or_not() -> None:
+    job: dict[str, Any] = {"model": "meta-llama/Llama-3.1-8B", "gpus": 8, "gpu": "H100", "method": "any"}
+    job |= {
+        "strategy": "zero3",
+        "backend": "fsdp2",
+        "micro_batch_size": 1,
+        "activation_checkpointing": "full",
+        "offload": "none",
+    }
+    (full, *_), (same, *_) = (recommend(**job, use_peft=peft).recommendation.methods for peft in (False, True))
+    assert full.advice is not None and same.advice is not None
+    assert full.advice.recommendation.as_dict() == same.advice.recommendation.as_dict()
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_other_adapters_name_what_to_install() -> None:
     with pytest.raises(Exception, match="recording it needs torch and transformers") as found:

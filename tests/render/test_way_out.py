@@ -12,8 +12,15 @@ from fsdp_advisor.render.view import report_view
 SEARCH = "fsdp-advisor recommend, with the same options, searches for the fastest plan that fits."
 
 
-def test_a_plan_that_fits_needs_no_way_out() -> None:
-    assert report_view(estimate(model="gpt2", gpus=1, strategy="ddp", gpu="H100")).way_out == ""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model": "gpt2", "strategy": "ddp", "gpu": "H100"},
+        {"model": "meta-llama/Llama-2-7b-hf", "strategy": "zero3", "offload": "parameters", "gpu": "rtx4090"},
+    ],
+)
+def test_a_plan_that_fits_as_it_was_asked_for_needs_no_way_out(options: dict[str, Any]) -> None:
+    assert report_view(estimate(gpus=1, **options)).way_out == ""
 
 
 @pytest.mark.parametrize(
@@ -21,7 +28,7 @@ def test_a_plan_that_fits_needs_no_way_out() -> None:
     [
         ({"strategy": "ddp"}, "Nothing fits. Options that save memory: --activation-checkpointing full."),
         ({"strategy": "ddp", "activation_checkpointing": "full"}, "Nothing fits."),
-        ({"offload": "parameters", "strategy": "zero3"}, "Only offload fits. Options that save memory: --activation-checkpointing full."),
+        ({"strategy": "all"}, "Only offload fits. Options that save memory: --activation-checkpointing full."),
     ],
 )  # fmt: skip
 def test_the_line_names_options_that_the_job_does_not_use(options: dict[str, Any], expected: str) -> None:

@@ -135,6 +135,9 @@ def test_a_missing_model_is_named_in_the_error(client: TestClient) -> None:
     refused = client.get("/api/v1/estimate")
     assert refused.status_code == 422
     assert refused.json()["error"] == "model is missing"
+    for body, said in (({"gpus": 4}, "model is missing"), ({"model": "7B", "config": {}}, "model or config, not both")):
+        posted = client.post("/api/v1/estimate", json=body)
+        assert posted.status_code == 422 and said in posted.json()["error"]
 
 
 def test_the_hint_for_an_unknown_model_mentions_no_path(client: TestClient) -> None:
