@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from fsdp_advisor.engines.fsdp2.loss_in_chunks import loss_in_chunks
-from fsdp_advisor.engines.fsdp2.units import UnitBytes, fsdp2_units
+from fsdp_advisor.engines.fsdp2.units import UnitBytes, fsdp2_units, managed_order
 from fsdp_advisor.engines.fsdp_shards import shard_shape
 from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, host_step, optimizer_temporaries, shards_of
 from fsdp_advisor.engines.policy_walk import PolicyWalk
@@ -313,7 +313,7 @@ class Fsdp2Step(StepHooks):
         part = self._wrapping.parts.get(unit)
         parameters = (part.unit if part is not None else unit_of(self._profile, unit)).parameters
         indices = part.indices if part is not None else range(len(parameters))
-        trainable = [index for index, p in zip(indices, parameters, strict=False) if p.trainable]
+        trainable = [indices[at] for at in managed_order(parameters[: len(indices)]) if parameters[at].trainable]
         found = (step.gradient(index, at_root=unit[0] == ROOT) for index in reversed(trainable))
         return next((gradient for gradient in found if gradient not in (NO_BUFFER, self._head_gradient)), NO_BUFFER)
 

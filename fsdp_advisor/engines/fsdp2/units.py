@@ -6,10 +6,10 @@ Source: torch.distributed.fsdp._fully_shard (torch 2.13): `FSDPParam._init_shard
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp_shards import shard_shape
@@ -192,4 +192,30 @@ def _padding_warnings(profile: Profile, shards: int) -> tuple[str, ...]:
     return (
         f"FSDP2 splits {worst.name} {list(worst.shape)} along dim 0, which has {rows} rows for {shards} ranks: "
         f"with padding every rank keeps and gathers {times:.1f} times its fair share",
+    )
+
+
+def managed_order(parameters: Sequence[Parameter]) -> list[int]:
+    """The places of a unit's parameters, which are in the order of `named_parameters`, in the order in which FSDP2 manages them.
+
+    A module's own parameters follow those of its children, and a tied parameter is at its first name. A child all of whose parameters
+    are tied to others has no known place among its siblings; it is taken to be the last, as the decoder of a masked language model is.
+    Source: torch.distributed.fsdp._fully_shard._fsdp_init (torch 2.13), _get_managed_modules and _get_managed_states.
+    >>> [managed_order([Parameter(name, (1,)) for name in names])[-1] for names in (["bias", "dense.weight"], ["a.weight", "b.weight"])]
+    [0, 1]
+    """
+    children: dict[tuple[str, ...], dict[str, int]] = {}
+    for parameter in parameters:
+        path = parameter.name.split(".")[:-1]
+        for depth, child in enumerate(path):
+            siblings = children.setdefault(tuple(path[:depth]), {})
+            siblings.setdefault(child, len(siblings))
+
+    def visit(name: str) -> tuple[float, ...]:
+        path = name.split(".")[:-1]
+        ranks = (children.get(tuple(path[:depth]), {}) for depth in range(len(path)))
+        return (*(of.get(child, len(of)) for of, child in zip(ranks, path, strict=True)), inf)
+
+    return sorted(
+        range(len(parameters)), key=lambda at: (min(map(visit, (parameters[at].name, *parameters[at].tied))), at)
     )
