@@ -103,12 +103,12 @@ def _evaluation_bytes(profile: Profile, trained: Tape, plan: Plan, evaluation: t
     if evaluation is None:
         return None
     own, tape = evaluation
-    forward = peak_of_step(profile, tape, own).peak
-    left = timeline_of_step(profile, tape, own)[-1].live_bytes
+    points = timeline_of_step(profile, tape, own)
     # a program in which nothing learns has no states of training
     kept = bytes_between_steps(plan, states_of(learned(profile, trained, plan), plan))
     of_training = kept - bytes_between_steps(own, states_of(learned(profile, tape, own), own))
-    return of_training + kept_logits(profile, plan).peak(forward=forward, left=left)
+    highest = max(point.high_bytes for point in points)
+    return of_training + kept_logits(profile, plan).peak(forward=highest, left=points[-1].live_bytes)
 
 
 def logits_bytes_at_peak(model: Resolved, plan: Plan, gpu: Gpu) -> int:
