@@ -22,9 +22,8 @@ from fsdp_advisor.model.resolve import is_count
 from fsdp_advisor.model.tasks import Task, task_of
 from fsdp_advisor.render.parts import PartBytes, bar_parts
 from fsdp_advisor.render.sizes import NONE, UNKNOWN, format_rate
-from fsdp_advisor.render.view import model_text, omitted_effects
+from fsdp_advisor.render.view import model_text, omitted_effects, why_unknown
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.rows import PEAKS_UNKNOWN
 from fsdp_advisor.units import format_count, format_gib
 
 _FIND_TITLES = {"batch": "micro-batch", "sequence": "sequence length", "gpus": "GPUs", "gpu-type": "GPU"}
@@ -356,16 +355,9 @@ def _figures(r: Recommendation, task: Task) -> str:
     if winner.allocator_conf is not None:
         items.append(f"with PYTORCH_ALLOC_CONF={winner.allocator_conf}")
     if winner.needed_bytes is None:
-        items.append(_why_unknown(r, winner))
+        reason = f"The peak is unknown: {why_unknown(winner.estimate)}"
+        items.append(PEAK_UNKNOWN if is_count(r.request.model) else reason)
     return "; ".join(items)
-
-
-def _why_unknown(r: Recommendation, winner: Candidate) -> str:
-    """Why the peak is unknown: the model is a bare parameter count, or its step could not be recorded."""
-    if is_count(r.request.model):
-        return PEAK_UNKNOWN
-    why = next((note.partition(": ")[2] for note in winner.estimate.not_modelled if note.startswith(PEAKS_UNKNOWN)), "")
-    return f"The peak is unknown: {why}"
 
 
 def _training(r: Recommendation) -> str:
