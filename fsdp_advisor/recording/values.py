@@ -93,9 +93,8 @@ class KnownValues(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
             new = [t for t in tensors_in(result) if t.untyped_storage()._cdata not in self._known]
-            if not mutated and (
-                not new or not _are_few(new)
-            ):  # views have their values, and large results are not kept
+            # views have their values, and large results are not kept
+            if not mutated and (not new or not _are_few(new)):
                 return result
             with _on_host():
                 made = func(*host_args, **host_kwargs)
