@@ -92,7 +92,7 @@ def compare(a: EstimateRequest, b: EstimateRequest) -> Comparison:
 
 
 def compare_resolved(a: tuple[EstimateRequest, Resolved], b: tuple[EstimateRequest, Resolved]) -> Comparison:
-    """The same for jobs whose models are found."""
+    """The comparison of two jobs, each with the model that `resolve` found for it."""
     left, right = _side(*a), _side(*b)
     models = {left.request.model: a[1], right.request.model: b[1]}
     found: list[Difference] = [

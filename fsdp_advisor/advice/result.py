@@ -105,7 +105,7 @@ class Recommendation:
         return None if simpler is None else f"{simpler.label} was not chosen: {reasons[simpler]}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The contract's `recommendation`."""
+        """The object `recommendation` of the JSON answer."""
         chosen: dict[str, Any] = self.winner.as_dict() if self.winner else dict.fromkeys(_KEYS)
         if self.winner is None:
             chosen |= {"fits": False, "available_bytes": self.available_bytes}

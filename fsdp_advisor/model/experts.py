@@ -18,7 +18,7 @@ def code_of(model_type: object, wanted: ExpertsImplementation) -> ExpertsImpleme
 
 
 def experts_code(profile: Profile, wanted: ExpertsImplementation) -> ExpertsImplementation | None:
-    """`code_of` a model; None if it has no routed experts."""
+    """The code that runs a model's experts if `wanted` is asked for; None if the model has no routed experts."""
     return None if profile.experts is None else code_of(profile.config.get("model_type"), wanted)
 
 
