@@ -18,11 +18,13 @@ from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.adapter_fields import QuantStorage
 from fsdp_advisor.job.batch_layout import flattens
 from fsdp_advisor.job.choices import Precision, default_seq_len
+from fsdp_advisor.job.fp8 import FP8_FROM
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS
 from fsdp_advisor.job.images import images_of
 from fsdp_advisor.job.parsing import make_request as make_request
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.model.gpu_tape_key import FLASH_FROM
 from fsdp_advisor.model.images import layout_of
 from fsdp_advisor.model.multimodal import vision_parts
 from fsdp_advisor.model.profile import Profile
@@ -189,6 +191,31 @@ def gpu_of(request: EstimateRequest) -> tuple[Gpu, list[str]]:
     if request.interconnect is not None:
         gpu = replace(gpu, inter_node=find_interconnect(request.interconnect, gpu, request.gpus // request.nnodes))
     return gpu, notes
+
+
+def check_kernels(request: EstimateRequest, gpu: Gpu) -> None:
+    """Raises UsageError if the GPU lacks kernels that the request needs.
+
+    Source for flash attention: flash-attn 2.8, README, and its checks in csrc/flash_attn/flash_api.cpp: Ampere or newer, in half precision.
+    """
+    able = gpu.compute_capability
+    if request.attention == "flash_attention_2" and request.precision == "fp32":
+        raise UsageError(
+            "flash_attention_2 computes in bf16 and fp16 alone, not in fp32",
+            hint="use --attention sdpa, or --precision bf16-mixed",
+        )
+    if request.attention == "flash_attention_2" and able is not None and able < FLASH_FROM:
+        raise UsageError(
+            f"flash-attn has no kernels for {gpu.name}", hint="use --attention sdpa, or name a GPU from Ampere on"
+        )
+    if request.compile != "none" and able is not None and able < FLASH_FROM:
+        raise UsageError(
+            f"compiled layers are not modelled on {gpu.name}", hint="leave --compile out, or name a GPU from Ampere on"
+        )
+    if request.fp8 != "none" and able is not None and able < FP8_FROM:
+        raise UsageError(
+            f"{gpu.name} does not multiply in fp8", hint="leave --fp8 out, or name a GPU from Ada or Hopper on"
+        )
 
 
 def choose_gpu(name: str | None) -> tuple[Gpu, list[str]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_advisor.assumptions import (
     assumption_notes,
     batch_notes,
+    check_kernels,
     gpu_of,
     image_notes,
     memory_notes,
@@ -21,7 +22,6 @@ from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.batch import divided
 from fsdp_advisor.job.compatibility import label, plans
-from fsdp_advisor.job.fp8 import FP8_FROM
 from fsdp_advisor.job.ignored import ignored_in_estimate
 from fsdp_advisor.job.keywords import EstimateOptions, with_signature_of
 from fsdp_advisor.job.parsing import make_request
@@ -29,7 +29,6 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.model.experts import expert_notes
-from fsdp_advisor.model.gpu_tape_key import FLASH_FROM
 from fsdp_advisor.model.kernels import compile_notes, fp8_notes, kernel_notes, liger_notes
 from fsdp_advisor.model.multimodal import trained_on_text
 from fsdp_advisor.model.profile import Profile
@@ -87,14 +86,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
     request = divided(request)
     model = model.adapted(adaptation_of(request))
     gpu, notes = gpu_of(request)
-    if request.compile != "none" and gpu.compute_capability is not None and gpu.compute_capability < FLASH_FROM:
-        raise UsageError(
-            f"compiled layers are not modelled on {gpu.name}", hint="leave --compile out, or name a GPU from Ampere on"
-        )
-    if request.fp8 != "none" and gpu.compute_capability is not None and gpu.compute_capability < FP8_FROM:
-        raise UsageError(
-            f"{gpu.name} does not multiply in fp8", hint="leave --fp8 out, or name a GPU from Ada or Hopper on"
-        )
+    check_kernels(request, gpu)
     conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None
     seq_len, length_notes = sequence_length(request, model.profile)
     profile = model.profile

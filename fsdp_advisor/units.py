@@ -50,6 +50,15 @@ def parse_bytes(text: str) -> int | None:
     return round(min(float(match[1]) * _SUFFIX[match[2].lower()], MAX_BYTES))
 
 
+def format_gpus(n: int) -> str:
+    """A number of GPUs with its noun.
+
+    >>> format_gpus(1), format_gpus(8)
+    ('1 GPU', '8 GPUs')
+    """
+    return f"{n} GPU" if n == 1 else f"{n} GPUs"
+
+
 def format_tokens(n: int) -> str:
     """A number of tokens with its noun.
 

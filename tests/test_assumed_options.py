@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.assumptions import settled
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.job.ignored import ignored_in_estimate, ignored_in_search
 from fsdp_advisor.job.parsing import make_request
@@ -47,6 +49,19 @@ def test_a_gpu_without_bf16_trains_in_fp16(gpu: str) -> None:
     report = estimate(model=GPT2, gpus=2, gpu=gpu, strategy="ddp")
     assert report.estimates[0].plan.precision == "fp16-mixed"
     assert any("does not compute in bf16" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("gpu", ["T4", "V100"])
+@pytest.mark.parametrize("ask", [estimate, recommend])
+def test_flash_attention_is_refused_on_gpus_without_its_kernels(ask: Callable[..., Any], gpu: str) -> None:
+    with pytest.raises(UsageError, match=f"flash-attn has no kernels for {gpu}"):
+        ask(model=GPT2, gpu=gpu, attention="flash_attention_2")
+
+
+@pytest.mark.parametrize("ask", [estimate, recommend])
+def test_flash_attention_is_refused_in_fp32(ask: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError, match="not in fp32"):
+        ask(model=GPT2, gpu="A100", attention="flash_attention_2", precision="fp32")
 
 
 @pytest.mark.parametrize(

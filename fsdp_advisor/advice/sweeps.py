@@ -13,12 +13,13 @@ from fsdp_advisor.advice.evaluator import Candidate
 from fsdp_advisor.advice.largest_size import Largest, Sizes, largest
 from fsdp_advisor.advice.search import FRONTIER_POINTS, Search
 from fsdp_advisor.advice.search_space import StrategyChoice, on_ranks, search_space
-from fsdp_advisor.assumptions import gpu_of
+from fsdp_advisor.assumptions import check_kernels, gpu_of
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, list_gpus, usual_gpus_per_node
 from fsdp_advisor.job.choices import MAX_GPUS, MAX_SEQ_LEN
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.units import format_gpus
 
 SEQUENCE_STEP = 128
 """A sweep over sequence lengths tries multiples of this, which every attention kernel and GEMM tile divides evenly."""
@@ -88,7 +89,7 @@ class Sweep:
         return SweepResult(
             what="batch",
             answer=found.winner.plan.micro_batch_size if found.winner else None,
-            because=f"the largest micro-batch on each of {search.base.world_size} GPUs that leaves the margin",
+            because=f"the largest micro-batch per GPU that leaves the margin, on {format_gpus(search.base.world_size)}",
             winner=found.winner,
             rows=found.rows,
             frontier=_frontier(search, found.winner),
@@ -319,7 +320,7 @@ class Sweep:
 
     def smallest_gpu_type(self) -> SweepResult:
         """Every GPU of the table with a fast plan; the answer is the one with the least memory that fits, with its fastest."""
-        found = []
+        world, found = self.search.base.world_size, []
         for gpu in self._able_gpus():
             search = self.on_gpu(gpu.name)
             found.append((gpu.memory_bytes, search.first_fit or search.smallest_footprint()))
@@ -331,7 +332,7 @@ class Sweep:
         return SweepResult(
             what="gpu-type",
             answer=winner.gpu if winner else None,
-            because=f"the GPU with the least memory on which a plan for {self.search.base.world_size} GPUs leaves the margin",
+            because=f"the GPU with the least memory on which a plan for {format_gpus(world)} leaves the margin",
             winner=winner,
             rows=tuple(rows),
             frontier=_frontier(self.on_gpu(winner.gpu), winner) if winner else (),
@@ -359,8 +360,16 @@ class Sweep:
         return gpu_of(self.request.as_estimate.but(gpu=name, gpus=world, nnodes=nodes))[0]
 
     def _able_gpus(self) -> list[Gpu]:
-        """The GPUs of the table that compute in the request's precision."""
-        return [g for g in list_gpus() if g.bf16_flops is not None or not self.request.precision.startswith("bf16")]
+        """The GPUs of the table that compute in the request's precision and have the kernels that it needs."""
+        in_bf16 = self.request.precision.startswith("bf16")
+        return [g for g in list_gpus() if not (in_bf16 and g.bf16_flops is None) and self._has_kernels(g)]
+
+    def _has_kernels(self, gpu: Gpu) -> bool:
+        try:
+            check_kernels(self.request.as_estimate, gpu)
+        except UsageError:
+            return False
+        return True
 
 
 def _frontier(search: Search, winner: Candidate | None) -> tuple[Candidate, ...]:

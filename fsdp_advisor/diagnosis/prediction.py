@@ -18,7 +18,7 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.program.accounts import ACCOUNTS, Phase
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.tapes import gpu_tape, select_step_tape
-from fsdp_advisor.units import format_gib
+from fsdp_advisor.units import format_gib, format_gpus
 
 _SMALL_SHARE = 0.01
 """Differences below this share of the larger total are not reported: rounding, workspaces."""
@@ -187,7 +187,7 @@ def _contradictions(job: Job, error: OutOfMemory | None) -> Iterator[str]:
             f"{format_gib(gpu_bytes)}: name the GPU of the run"
         )
     if error.rank is not None and error.rank >= plan.world_size:
-        ranks = "1 GPU" if plan.world_size == 1 else f"{plan.world_size} GPUs"
+        ranks = format_gpus(plan.world_size)
         yield f"the error is of rank {error.rank}, and the estimate is for {ranks}: give the number of GPUs of the run"
     elif job.row.fits:
         yield (

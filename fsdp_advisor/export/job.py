@@ -11,6 +11,7 @@ from fsdp_advisor.job.adaptation import UNCHANGED, Adaptation, launched
 from fsdp_advisor.job.command_line import options_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.units import format_gpus
 
 PEAKS = {
     "peak_device_bytes": "of the device's memory",
@@ -112,7 +113,7 @@ class Job:
         """One line that names the model, the strategy, the GPUs and the precision."""
         plan = self.plan
         nodes = f" on {plan.nnodes} nodes" if plan.nnodes > 1 else ""
-        gpus = f"{plan.world_size} GPUs" if plan.world_size > 1 else "1 GPU"
+        gpus = format_gpus(plan.world_size)
         return f"{self.model_name}: {self.strategy}, {gpus}{nodes}, {plan.precision}"
 
     @property

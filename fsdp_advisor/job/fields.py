@@ -180,6 +180,8 @@ class Field:
 
     def _refusal(self, value: Any, expected: str) -> InvalidOption:
         written = shown(value)
+        if self.rule.parse is parse_bytes and _INTEGER.fullmatch(str(value)):
+            written += " bytes"
         if self.choices and isinstance(value, str):
             if _letters(value) in map(_letters, self.rule.not_modelled):
                 message = f"{self.name} {written} is not modelled yet"

@@ -70,7 +70,7 @@ def find(name: str) -> Entry | None:
 
 
 def by_short_name(name: str) -> list[Entry]:
-    """The models that are named so without their owner, ignoring case, separators and endings such as -hf and -it.
+    """The models that have this name without their owner, ignoring case, separators and endings such as -hf and -it.
 
     >>> [entry.id for entry in by_short_name("llama-3-8b")]
     ['meta-llama/Meta-Llama-3-8B']

@@ -34,7 +34,7 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
     """The model that `name` means.
 
     Tries, in this order: an id or alias of the catalog; a file or directory on disk (if `allow_paths`); a bare parameter count;
-    an id of the catalog without its owner, or some of its words, if only one model is named so; the hub (if
+    an id of the catalog without its owner, or some of its words, if they fit only one model; the hub (if
     `allow_hub`). Without `allow_recording`, `Resolved.tape` of a catalog model never imports torch.
     Raises UnknownModel, UsageError, UnreadableConfig, HubError or MissingExtra.
     """
@@ -71,7 +71,7 @@ def _which(named: list[catalog.Entry], wanted: str) -> str:
     """A hint about several models that have the words of `wanted` in their names."""
     most = 6
     more = f" and {len(named) - most} more, which `fsdp-advisor models` lists" if len(named) > most else ""
-    return f"several models are named so: {', '.join(catalog.name_with_words(entry, wanted) for entry in named[:most])}{more}"
+    return f"several models have this name: {', '.join(catalog.name_with_words(entry, wanted) for entry in named[:most])}{more}"
 
 
 def is_count(name: str) -> bool:

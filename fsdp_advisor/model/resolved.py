@@ -212,7 +212,7 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
                 hint="name a causal language model, or use --task sft",
             )
         task = "sequence-classification"
-    what = "with adapters" if adaptation.peft else "changed so"
+    what = "with adapters" if adaptation.peft else "with these changes"
     profile = adapted_profile(model.name, adaptation) if model.source == "catalog" else None
     profile = profile or cache.fetch(config, task)
     if profile is None:

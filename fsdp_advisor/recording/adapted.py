@@ -145,9 +145,7 @@ def freeze(model: nn.Module, patterns: tuple[str, ...], name: str) -> None:
         matched = [p for n, p in model.named_parameters() if _matches(n, pattern)]
         if not matched:
             parts = ", ".join(sorted({_part(n) for n, _ in model.named_parameters()}))
-            raise UsageError(
-                f"{name} has no parameter that matches {pattern!r}", hint=f"its modules are named so: {parts}"
-            )
+            raise UsageError(f"{name} has no parameter that matches {pattern!r}", hint=f"its modules are: {parts}")
         for parameter in matched:
             parameter.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):

@@ -122,6 +122,19 @@ def test_gpus_that_do_not_compute_in_bf16_are_left_out() -> None:
     assert {c.gpu for c in found.rows} == {gpu.name for gpu in list_gpus() if gpu.bf16_flops}
 
 
+def test_gpus_without_the_kernels_of_flash_attention_are_left_out() -> None:
+    job: dict[str, Any] = {
+        "model": GPT2,
+        "gpus": 1,
+        "strategy": "ddp",
+        "micro_batch_size": 1,
+        "precision": "fp16-mixed",
+    }
+    found = sweep(**job, find="gpu-type", attention="flash_attention_2")
+    tried = {str(c.gpu) for c in found.rows}
+    assert "A100-80GB" in tried and not tried & {"T4", "V100-32GB"}
+
+
 @with_all_cases
 def test_offload_is_searched_if_asked_for_or_if_the_host_is_known() -> None:
     job: dict[str, Any] = {"model": LLAMA, "gpu": "24GiB", "find": "gpus"}

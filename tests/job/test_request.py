@@ -185,7 +185,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"host_memory": "512"},
-        "host_memory must be at least 1 GiB, not 512",
+        "host_memory must be at least 1 GiB, not 512 bytes",
         "it is the host memory of one node with its unit, such as 512GiB",
     ),
     (

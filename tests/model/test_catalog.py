@@ -191,7 +191,7 @@ def test_models_without_tapes_are_those_that_the_table_says() -> None:
 
 @pytest.mark.parametrize("typed", ["qwen3.5", "deepseek", "gemma 4", "llama 4", "kimi", "nemotron 3"])
 def test_name_of_a_family_is_no_model(typed: str) -> None:
-    with pytest.raises(UnknownModel, match="several models are named so"):
+    with pytest.raises(UnknownModel, match="several models have this name"):
         resolve(typed, allow_hub=False, allow_recording=False)
 
 
