@@ -22,6 +22,7 @@ from fsdp_advisor.model.tape_key import (
     GatheredHead,
     TapeAttention,
     TapeCheckpointing,
+    TapeCompile,
     TapeEngine,
     TapeKey,
     TapePrecision,
@@ -69,7 +70,8 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
         key = replace(key, evaluates=True)
     if plan.compile == "layer":
         in_ddp = plan.backend == "ddp" and plan.world_size > 1
-        key = replace(key, compile="layer-ddp" if in_ddp else "layer", at=plan.tape_shape)
+        compiled: TapeCompile = "layer-ddp" if in_ddp else "layer"
+        key = replace(key, compile=compiled, memory_budget=plan.memory_budget, at=plan.tape_shape)
     if plan.fp8 != "none":
         key = replace(key, fp8=plan.fp8)
     if plan.tiled_mlp != "none":  # shards of one token more or less

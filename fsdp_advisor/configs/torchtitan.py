@@ -30,6 +30,9 @@ _TOPICS = {
 }
 _FLOAT8 = "quantize.linear.float8"
 """torchtitan 0.2's section on torchao's float8, and the name of its converter; until 0.1 both were ``float8``."""
+_MEMORY_BUDGET = 0.5
+"""The compiler's memory budget if a file asks for one without naming it. Source: torchtitan 0.3.0, distributed/activation_checkpoint.py,
+`MemoryBudgetAC`."""
 
 
 def is_torchtitan(keys: Mapping[str, Any]) -> bool:
@@ -194,7 +197,12 @@ def _checkpointing(found: Collector, selective_option: str) -> None:
     words = brief(mode or "").lower()
     key = "activation_checkpoint.mode" if "activation_checkpoint.mode" in found else "activation_checkpoint"
     if "budget" in words:
-        found.lacks(key, "a memory budget for the compiler; the estimate assumes no activation checkpointing")
+        found.take(key)
+        found.options["activation_checkpointing"] = "none"
+        written = re.search(r"memory_budget=([\d.]+)", words)
+        found.options["memory_budget"] = (
+            written[1] if written else found.take("activation_checkpoint.memory_budget") or _MEMORY_BUDGET
+        )
     elif "selective" in words:
         found.take(key)
         found.options["activation_checkpointing"] = _selective(found, selective_option)

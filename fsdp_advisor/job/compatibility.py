@@ -323,7 +323,7 @@ _OF_THE_REQUEST = (
     "precision", "optim", "optim_args", "optim_target_modules", "attention", "backward_prefetch", "framework", "wrap",
     "forward_prefetch", "reshard_after_forward",
     "save_only_model", "dtype", "ignored_labels", "packing", "padding_free", "padding_fraction", "task", "activation_offload",
-    "use_liger_kernel", "experts_implementation", "expert_imbalance", "compile", "fp8", "tiled_mlp",
+    "use_liger_kernel", "experts_implementation", "expert_imbalance", "compile", "memory_budget", "fp8", "tiled_mlp",
 )  # fmt: skip
 """The fields of a plan that have the same name and value in its request."""
 

@@ -15,7 +15,14 @@ COMPILING: tuple[Backend, ...] = ("ddp", "fsdp2")
 def check_compile(request: EstimateRequest) -> None:
     """Raises UsageError for a job that is not modelled with compiled layers, whatever its strategy."""
     if request.compile == "none":
+        if request.memory_budget != 1:
+            raise UsageError("--memory-budget is a setting of the compiler", hint="add --compile layer")
         return
+    if request.memory_budget != 1 and request.activation_checkpointing != "none":
+        raise UsageError(
+            "--memory-budget recomputes within compiled layers, which are then not checkpointed",
+            hint="leave --activation-checkpointing out",
+        )
     lacking = {
         f"--framework {request.framework}": request.framework != "torch",
         f"--attention {request.attention}": request.attention != "sdpa",

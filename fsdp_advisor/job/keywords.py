@@ -75,6 +75,7 @@ class _Options(TypedDict, total=False):
     loss: Loss
     use_liger_kernel: bool
     compile: Compile
+    memory_budget: float
     fp8: Fp8
     tiled_mlp: str
     experts_implementation: ExpertsImplementation

@@ -82,6 +82,8 @@ class Plan:
     expert_imbalance: float = 1.0
     images: Images | None = None
     compile: Compile = "none"
+    memory_budget: float = 1.0
+    """The part of the activations of compiled layers that the compiler may keep for backward."""
     fp8: Fp8 = "none"
     tiled_mlp: str = "none"
     """The shards of a sequence in which feed-forward networks run: a number, auto or none."""
@@ -116,6 +118,7 @@ class Plan:
             images=None,
             evaluation=None,
             compile="none",
+            memory_budget=1.0,
             tiled_mlp="none",
         )
 

@@ -70,6 +70,7 @@ class EstimateRequest:
     loss: step.LossOption = "auto"
     use_liger_kernel: step.UseLigerKernel = False
     compile: step.CompileOption = "none"
+    memory_budget: step.MemoryBudget = 1.0
     fp8: step.Fp8Option = "none"
     tiled_mlp: step.TiledMlp = "none"
     experts_implementation: step.ExpertsImplementationOption = "grouped_mm"

@@ -134,6 +134,16 @@ CompileOption = Annotated[
         not_modelled=("model", "whole", "true", "reduce-overhead", "max-autotune"),
     ),
 ]
+MemoryBudget = Annotated[
+    float,
+    Rule(
+        about="part of the activations of compiled layers that the compiler may keep for backward "
+        "(torch._functorch.config.activation_memory_budget): 1 keeps what saves most time, 0 only the layers' inputs",
+        group=GROUP,
+        ge=0,
+        le=1,
+    ),
+]
 Fp8Option = Annotated[
     Fp8,
     Rule(

@@ -93,6 +93,8 @@ class TapeKey:
     """Whether the step is a forward without gradients of a model in evaluation mode, and nothing else."""
     compile: TapeCompile = "none"
     """What `torch.compile` compiles, on a GPU: on a CPU the tape has the code as it is."""
+    memory_budget: float = 1.0
+    """The part of the activations of compiled layers that the compiler may keep for backward."""
     fp8: Fp8 = "none"
     """torchao's recipe for products of linear layers in fp8."""
     tiled_mlp: str = ""
@@ -186,7 +188,8 @@ _OPTIONS = {
     "wrap": "wrap", "loss": "loss", "ignored": "ignored_labels", "task": "task", "reference": "reference",
     "offload": "activation_offload", "head": "gathered_head", "completion": "completion_length", "generated": "generated",
     "generates": "generates", "policy": "scores_policy", "batch": "batch", "padding": "padding", "liger": "liger_kernels",
-    "experts": "experts", "imbalance": "imbalance", "images": "images", "evaluates": "evaluates", "compile": "compile", "fp8": "fp8",
+    "experts": "experts", "imbalance": "imbalance", "images": "images", "evaluates": "evaluates", "compile": "compile",
+    "budget": "memory_budget", "fp8": "fp8",
     "tiled": "tiled_mlp", "at": "at",
 }  # fmt: skip
 """The fields that a name has only if they are not the default, by their words in it."""

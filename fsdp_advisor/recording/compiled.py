@@ -22,6 +22,7 @@ import torch._inductor.compile_fx as inductor
 from torch import nn
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.device_interface import CudaInterface
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor import scheduler
 from torch._inductor.graph import GraphLowering
@@ -67,8 +68,11 @@ def compile_layers(layers: Iterable[nn.Module], *, in_ddp: bool) -> None:
 
 
 @contextlib.contextmanager
-def compiler() -> Iterator[None]:
-    """Context in which `compile_layers` compiles for a GPU, and the compiled layers run."""
+def compiler(memory_budget: float = 1.0) -> Iterator[None]:
+    """Context in which `compile_layers` compiles for a GPU, and the compiled layers run.
+
+    `memory_budget`: AOTAutograd's `activation_memory_budget`, between 0 (only inputs of graphs are kept for backward) and 1.
+    """
     torch.overrides.get_overridable_functions()  # Dynamo asks for them, and PyTorch keeps what it finds
     with contextlib.ExitStack() as contexts:
         for owner, changes in _changes().items():
@@ -77,6 +81,7 @@ def compiler() -> Iterator[None]:
         contexts.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the compiler's, about its own settings and about code of transformers
         contexts.enter_context(_device_guard())
+        contexts.enter_context(functorch_config.patch(activation_memory_budget=memory_budget))
         contexts.enter_context(inductor_config.patch(force_disable_caches=True, compile_threads=1))
         _forget()
         try:

@@ -282,7 +282,7 @@ class Recorder:
             contexts.enter_context(steady())
             contexts.enter_context(softmax_scratch())
             if key.compiles:
-                contexts.enter_context(compiler())
+                contexts.enter_context(compiler(key.memory_budget))
             if key.fp8 != "none":
                 contexts.enter_context(autocast_of_cpu())
             if key.device == "gpu":

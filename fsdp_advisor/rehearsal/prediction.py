@@ -78,7 +78,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         "activation-checkpointing": _checkpointing(model),
         "attention": model["attention"] or "sdpa",
         "framework": job["framework"],
-        **({"compile": "layer"} if model.get("compile", "none") == "layer" else {}),
+        **_compile(model),
         **({"experts-implementation": model["experts"]} if model.get("experts") else {}),
         **_loss(model, job["framework"], task["name"]),
         **_task(task),
@@ -90,6 +90,14 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         **_rank(job),
         **_engine(job["engine"]),
     }
+
+
+def _compile(model: Mapping[str, Any]) -> dict[str, str]:
+    """The options of compiled layers. Scripts may set the compiler's memory budget without compiling."""
+    if model.get("compile", "none") == "none":
+        return {}
+    budget = model.get("memory_budget", 1.0)
+    return {"compile": model["compile"], **({"memory-budget": str(budget)} if budget != 1 else {})}
 
 
 def _checkpointing(model: Mapping[str, Any]) -> str:

@@ -49,6 +49,7 @@ _LABELS = {
     "eval_samples": "Sequences to evaluate",
     "activation_offload": "Activations on the host",
     "compile": "torch.compile",
+    "memory_budget": "Memory budget of the compiler",
     "fp8": "Products in fp8",
     "tiled_mlp": "MLP in shards",
     "use_liger_kernel": "Liger's kernels",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -141,6 +142,7 @@ def assemble(run: RealRun, mesh: DeviceMesh | None) -> Trainer:
     if plan.tiled_mlp != "none":
         tile_mlps(source.stacks(model), f"{tiled_mlp_code(plan)}:{plan.tiled_mlp}", source.name)
     if plan.compile == "layer":
+        functorch_config.activation_memory_budget = plan.memory_budget
         for layer in layers_of(source.stacks(model)):
             layer.compile()
     if plan.offload_code == "inputs":

@@ -492,6 +492,15 @@ def test_torchtitan_compiles_each_layer(
     assert said_of in said(found, "not_modelled")
 
 
+def test_torchtitans_memory_budget_is_the_compilers() -> None:
+    compiled = TITAN_TOML + '    components = ["model"]\n'
+    for words, budget in (('mode = "memory_budget"\n    memory_budget = 0.3', 0.3), ('mode = "memory_budget"', 0.5)):
+        found = read("llama3_8b.toml", compiled.replace('mode = "selective"', words))
+        assert found.options["memory_budget"] == budget
+        assert (found.options["activation_checkpointing"], found.options["compile"]) == ("none", "layer")
+        assert "budget" not in said(found, "not_modelled")
+
+
 def test_torchtitan_functions() -> None:
     text = dedent(TITAN_PYTHON)
     found = from_texts({"config_registry.py:llama3_8b": text})

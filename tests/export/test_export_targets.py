@@ -331,6 +331,11 @@ def test_scripts_compile_each_layer_before_it_is_wrapped(target: str, of: Job) -
     assert "layers compiled" in text
     assert ".compile()" not in export(target, of).text
     ast.parse(text)
+    frugal = export(target, replace(of, plan=replace(of.plan, compile="layer", memory_budget=0.5))).text
+    built = frugal[frugal.index("def build(") :]
+    assert built.index("activation_memory_budget = 0.5") < built.index("layer.compile()")
+    assert "layers compiled with memory budget 0.5" in frugal and "activation_memory_budget" not in text
+    ast.parse(frugal)
 
 
 @pytest.mark.parametrize(("target", "of"), [("fsdp2", ZERO3), ("ddp", DDP)])

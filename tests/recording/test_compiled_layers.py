@@ -35,6 +35,9 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
     assert eager.step is not None and compiled.step is not None
     assert compiled.step.seconds < 0.9 * eager.step.seconds
     assert compiled.simulated_peak_bytes == eager.simulated_peak_bytes
+    frugal = _row(tmp_path, compile="layer", memory_budget=0.5)
+    assert frugal.peak_allocated_bytes is not None and frugal.step is not None
+    assert frugal.peak_allocated_bytes < compiled.peak_allocated_bytes and frugal.step.seconds > compiled.step.seconds
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,8 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
         ({"wrap": "none"}, "--wrap none"),
         ({"backend": "deepspeed", "strategy": "zero3"}, "backend deepspeed"),
         ({"gpu": "V100-32GB", "precision": "fp32"}, "V100"),
+        ({"memory_budget": 0.5, "activation_checkpointing": "full"}, "--memory-budget recomputes"),
+        ({"memory_budget": 0.5, "compile": "none"}, "--memory-budget is a setting of the compiler"),
     ],
 )
 def test_jobs_that_are_not_modelled_with_compiled_layers_are_refused(options: dict[str, Any], said: str) -> None:

@@ -45,6 +45,34 @@ MORE = {
 CASES: dict[str, Job] = dict(taken(list(JOBS.items()), list(MORE.items())))
 """Configuration, engine, precision, checkpointing, micro-batch, sequence length."""
 
+BUDGETS: dict[str, tuple[Job, float]] = dict(
+    taken(
+        [("llama, half", (_job("llama", "single", "bf16"), 0.5))],
+        [
+            ("llama, nothing but inputs", (_job("llama", "single", "bf16-mixed"), 0.0)),
+            ("qwen3, sharded", (_job("qwen3", "fsdp2", "bf16-mixed"), 0.3)),
+            ("qwen3_moe, half", (_job("qwen3_moe", "single", "bf16"), 0.5)),
+        ],
+    )
+)
+"""Jobs, and the compiler's memory budget."""
+
+
+@pytest.fixture(scope="module")
+def budgeted_peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
+    return run(
+        "compiled.py", json.dumps({name: [*job, "layer", "none", budget] for name, (job, budget) in BUDGETS.items()})
+    )
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_memory_budget_needs_what_is_predicted(name: str, budgeted_peaks: dict[str, int], tmp_path: Path) -> None:
+    (config, engine, precision, _, batch, length), budget = BUDGETS[name]
+    job = {"precision": precision, "micro_batch_size": batch, "seq_len": length, "compile": "layer", **ENGINES[engine]}
+    row, usual = (row_of(tmp_path, config, **job, memory_budget=part) for part in (budget, 1.0))
+    assert row.peak_allocated_bytes == pytest.approx(budgeted_peaks[name], rel=1e-3)
+    assert row.peak_allocated_bytes < usual.peak_allocated_bytes
+
 
 @pytest.fixture(scope="module")
 def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:

@@ -169,6 +169,7 @@ def model_of(module: Any) -> dict[str, Any] | None:
                 "checkpointing": any(_is_checkpointed(m) for m in each.modules()),
                 "reentrant": any(_is_reentrant(m) for m in each.modules()),
                 "compile": _compiled(module, each),
+                "memory_budget": _memory_budget(),
                 "loss": "liger" if each.forward.__module__.startswith("liger_kernel") else "auto",
                 "liger_kernels": any(_by_liger(m) for m in each.modules() if m is not each),
                 "peft": next((adapter for m in _unwrapped(module) if (adapter := _adapter_of(m))), None),
@@ -195,6 +196,12 @@ def _compiled(module: Any, model: Any) -> str:
     if not found:
         return "none"
     return "layer" if found <= layers else "model"
+
+
+def _memory_budget() -> float:
+    """The memory budget of AOTAutograd's partitioner; 1 if nothing imported it."""
+    config = sys.modules.get("torch._functorch.config")
+    return float(config.activation_memory_budget) if config is not None else 1.0
 
 
 def _experts_of(model: Any, config: Any) -> str | None:

@@ -53,12 +53,14 @@ def in_fp8(model: Any, recipe: str) -> None:
 
 def peak_of(
     config: dict[str, Any], engine: str, precision: str, checkpointing: str, batch: int, length: int,
-    compiled: str = "layer", fp8: str = "none",
+    compiled: str = "layer", fp8: str = "none", memory_budget: float = 1.0,
 ) -> int:  # fmt: skip
+    import torch._functorch.config
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # it asks CUDA about its GPUs
 
     for name in ("precompile", "run"):
         setattr(CachingAutotuner, name, lambda *args, **kwargs: None)
+    torch._functorch.config.activation_memory_budget = memory_budget
     torch._inductor.config.compile_threads = 1  # no workers, which would import PyTorch for each job
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).train()
