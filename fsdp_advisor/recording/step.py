@@ -57,7 +57,7 @@ class Step:
         self._parameters = self._assign(places)
         self._cast = torch.bfloat16 if key.mixed else None
         for place in places:
-            self._hook_unit(place)
+            _UnitHooks(self, place)
         modules = source.root_modules(model)
         if modules.head is not None:
             modules.head.register_forward_pre_hook(self._head_begins, with_kwargs=True)
@@ -294,67 +294,6 @@ class Step:
             self._seen_of_root.add(mark)
             self._mark(op, unit)
 
-    def _hook_unit(self, place: HookedModule) -> None:
-        stack, layer = place.stack, place.layer
-        root, mark = stack == ROOT and place.number is None, place.mark
-        is_layer = stack != ROOT and place.number is None
-        is_within_layer = stack != ROOT and place.number is not None  # it also runs when a layer is recomputed
-        engine = self._key.engine
-
-        def post_backward() -> None:
-            if ("post", place) not in self._seen:
-                self._seen.add(("post", place))
-                self._mark(Op.POST_BACKWARD, mark)
-
-        def pre_backward(grad: torch.Tensor) -> None:
-            if ("pre", place) in self._seen:
-                return
-            self._seen.add(("pre", place))
-            if is_layer:
-                self._begin("backward", stack, layer)
-            self._mark(Op.PRE_BACKWARD, mark)
-
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            again = self._phase == "backward"
-            fsdp2 = engine == "fsdp2" and place.is_unit
-            if root and not again and self._segments[-1].phase != self._forward_phase:
-                self._begin(self._forward_phase, ROOT, 0)
-                self._in_loss = False
-            if is_layer and not again:
-                self._begin(self._forward_phase, stack, layer)
-            if fsdp2 and self._cast is not None:  # before it gathers: FSDPState._pre_forward
-                args, kwargs = cast_floating((args, kwargs), self._cast)
-            if not again or is_within_layer:
-                self._mark(Op.PRE_FORWARD, mark)
-            if self._cast is not None and self._key.uses_flat_parameter and root:
-                args, kwargs = cast_floating((args, kwargs), self._cast)
-            unit = self._flat.get(module) if not again or is_within_layer else None
-            if unit is not None and (torch.is_grad_enabled() or not unit.has_views):
-                unit.use_views(self._view_gradient)
-            if fsdp2 and not again and torch.is_grad_enabled():
-                args, kwargs = watch_input_gradients(args, kwargs, post_backward)
-            return args, kwargs
-
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            if place.number is not None and (unit := self._flat.get(module)) is not None:
-                unit.use_shards()
-            if self._phase == "backward":
-                if is_within_layer:
-                    self._mark(Op.POST_FORWARD, mark)
-                return None
-            if root and self._key.autocasts_fsdp1:
-                output = cast_floating(output, torch.float32)
-            self._mark(Op.POST_FORWARD, mark)
-            if is_layer and layer == self._last[stack]:
-                self._begin(self._forward_phase, ROOT, stack + 1)
-            for leaf in tree_iter(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(pre_backward)
-            return output
-
-        place.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        place.module.register_forward_hook(after)
-
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         if self._chunks is not None and self._phase == "forward":
             return  # of one chunk
@@ -396,6 +335,91 @@ class Step:
 
     def _loss_ends(self, grad: torch.Tensor) -> None:
         self._in_loss = False
+
+
+class _UnitHooks:
+    """The hooks of one unit: they mark where its forward and its backward begin and end, as its engine's own hooks do.
+
+    A layer that is recomputed runs its forward again in the backward. FSDP gathers it before that, with the hooks of the backward; so in
+    a recomputation only units within a layer mark their forward.
+    """
+
+    def __init__(self, step: Step, place: HookedModule) -> None:
+        self._step, self._place = step, place
+        whole = place.number is None
+        self._is_root = whole and place.stack == ROOT
+        self._is_layer = whole and place.stack != ROOT
+        self._is_within_layer = not whole and place.stack != ROOT
+        self._of_fsdp2 = step._key.engine == "fsdp2" and place.is_unit
+        place.module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        place.module.register_forward_hook(self._after_forward)
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        step, cast = self._step, self._step._cast
+        recomputes = step._phase == "backward"
+        if not recomputes:
+            self._begin_forward()
+        if self._of_fsdp2 and cast is not None:  # before it gathers: FSDPState._pre_forward
+            args, kwargs = cast_floating((args, kwargs), cast)
+        if not recomputes or self._is_within_layer:
+            step._mark(Op.PRE_FORWARD, self._place.mark)
+        if step._key.uses_flat_parameter and cast is not None and self._is_root:
+            args, kwargs = cast_floating((args, kwargs), cast)
+        if not recomputes or self._is_within_layer:
+            self._use_views(module)
+        if self._of_fsdp2 and not recomputes and torch.is_grad_enabled():
+            args, kwargs = watch_input_gradients(args, kwargs, self._end_backward)
+        return args, kwargs
+
+    def _begin_forward(self) -> None:
+        """Begin the segment of a layer, or of the root where it has none yet in this phase."""
+        step, place = self._step, self._place
+        if self._is_root and step._segments[-1].phase != step._forward_phase:
+            step._begin(step._forward_phase, ROOT, 0)
+            step._in_loss = False
+        if self._is_layer:
+            step._begin(step._forward_phase, place.stack, place.layer)
+
+    def _use_views(self, module: nn.Module) -> None:
+        """Let the parameters of an FSDP1 unit be views of its flat parameter."""
+        unit = self._step._flat.get(module)
+        if unit is not None and (torch.is_grad_enabled() or not unit.has_views):
+            unit.use_views(self._step._view_gradient)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        step, place = self._step, self._place
+        if place.number is not None and (unit := step._flat.get(module)) is not None:
+            unit.use_shards()
+        if step._phase == "backward":
+            if self._is_within_layer:
+                step._mark(Op.POST_FORWARD, place.mark)
+            return None
+        if self._is_root and step._key.autocasts_fsdp1:
+            output = cast_floating(output, torch.float32)
+        step._mark(Op.POST_FORWARD, place.mark)
+        if self._is_layer and place.layer == step._last[place.stack]:
+            step._begin(step._forward_phase, ROOT, place.stack + 1)
+        for leaf in tree_iter(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._begin_backward)
+        return output
+
+    def _begin_backward(self, grad: torch.Tensor) -> None:
+        """Begin the backward with the first gradient of an output."""
+        step, place = self._step, self._place
+        if ("pre", place) in step._seen:
+            return
+        step._seen.add(("pre", place))
+        if self._is_layer:
+            step._begin("backward", place.stack, place.layer)
+        step._mark(Op.PRE_BACKWARD, place.mark)
+
+    def _end_backward(self) -> None:
+        """End the backward of an FSDP2 unit once the gradients of its inputs exist."""
+        step, place = self._step, self._place
+        if ("post", place) not in step._seen:
+            step._seen.add(("post", place))
+            step._mark(Op.POST_BACKWARD, place.mark)
 
 
 def _deaths_in_order(events: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
 
 from fsdp_advisor.recording.experts import chosen_experts
 from fsdp_advisor.recording.storages import tensors_in
@@ -59,32 +59,40 @@ class KnownValues(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
-        leaves, tree = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        mutated = tensors_in([v for a, v in zip(func._schema.arguments, args, strict=False) if _is_written(a)])
-        mutated += tensors_in([kwargs[a.name] for a in func._schema.arguments if _is_written(a) and a.name in kwargs])
-        values = {id(t): self.value_of(t) for t in tensors}
-        if _RANDOM in func.tags or any(value is None for value in values.values()):
-            if func is _INDEX:
-                args = (args[0], self._places(args[1]))
-            if func is _SELECT and (mask := self.value_of(args[1])) is not None:
-                return args[0].new_empty(_selected(mask, torch.broadcast_shapes(args[0].shape, mask.shape)))
-            result = func(*args, **kwargs)
-            for tensor in mutated:
-                self._forget(tensor)
-            if func is _EQUALS and _are_few([result]):
-                self._learn(result, None)
-            elif func is _CHOICE and self.assumes_result_of(func):
-                self._choose(result[1], args[0].shape, kwargs.get("dim", args[2] if len(args) > 2 else -1))
-            return result
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if _RANDOM in func.tags or any(self.value_of(t) is None for t in tensors):
+            return self._call_with_unknown(func, args, kwargs)
         if func is _ITEM:
-            (value,) = values.values()
+            value = self.value_of(tensors[0])
             assert value is not None
             with _on_host():
                 return value.item()
         if not tensors and not _makes_few(func, args, kwargs):
             return func(*args, **kwargs)
-        hosted = [values[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return self._call_with_known(func, args, kwargs)
+
+    def _call_with_unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator of which an argument is unknown. What it writes is unknown afterwards."""
+        if func is _INDEX:
+            args = (args[0], self._places(args[1]))
+        if func is _SELECT and (mask := self.value_of(args[1])) is not None:
+            return args[0].new_empty(_selected(mask, torch.broadcast_shapes(args[0].shape, mask.shape)))
+        written = _written(func, args, kwargs)
+        result = func(*args, **kwargs)
+        for tensor in written:
+            self._forget(tensor)
+        if func is _EQUALS and _are_few([result]):
+            self._learn(result, None)
+        elif func is _CHOICE and self.assumes_result_of(func):
+            self._choose(result[1], args[0].shape, kwargs.get("dim", args[2] if len(args) > 2 else -1))
+        return result
+
+    def _call_with_known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator whose arguments are known. Its values are kept, unless it is a large tensor or a view, which has
+        those of its storage.
+        """
+        leaves, tree = tree_flatten((args, kwargs))
+        hosted = [self.value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         host_args, host_kwargs = tree_unflatten(hosted, tree)
         if func in _SIZED_BY_VALUES:  # fake tensors do not know the size: the values come first
             with _on_host():
@@ -93,8 +101,7 @@ class KnownValues(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
             new = [t for t in tensors_in(result) if t.untyped_storage()._cdata not in self._known]
-            # views have their values, and large results are not kept
-            if not mutated and (not new or not _are_few(new)):
+            if not _written(func, args, kwargs) and (not new or not _are_few(new)):
                 return result
             with _on_host():
                 made = func(*host_args, **host_kwargs)
@@ -212,6 +219,13 @@ def _selected(mask: torch.Tensor, shape: torch.Size) -> int:
     """The number of elements that a real mask of this shape, or that is expanded to it, selects."""
     with _on_host():
         return int(mask.expand(shape).sum())
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator writes to."""
+    arguments = func._schema.arguments
+    written = [value for a, value in zip(arguments, args, strict=False) if _is_written(a)]
+    return tensors_in([*written, *(kwargs[a.name] for a in arguments if _is_written(a) and a.name in kwargs)])
 
 
 def _is_written(argument: Any) -> bool:
