@@ -78,6 +78,8 @@ def _with_image(batch: Batch, config: Any, names: Collection[str], b: int, t: in
     if "image_embeds_position_mask" in names:
         at = torch.arange(t) < config.latent_query_num
         image["image_embeds_position_mask"] = at.long().repeat(b, 1)
+    if "bbox" in names:  # of UDOP, whose processor reads the place of each word in the image
+        image["bbox"] = torch.zeros(b, t, 4)
     return {**{name: tokens for name, tokens in batch.items() if name in names}, **image}
 
 

@@ -42,6 +42,7 @@ from fsdp_advisor.recording.packed import packed_weights
 from fsdp_advisor.recording.preferences import PreferenceSource
 from fsdp_advisor.recording.quantized import is_packed, packed_shape, state_tensors
 from fsdp_advisor.recording.remembered import Operators
+from fsdp_advisor.recording.replaced_buffers import replaced_buffers
 from fsdp_advisor.recording.rewards import RewardSource
 from fsdp_advisor.recording.roles import parameter_roles
 from fsdp_advisor.recording.source import LayerStack, Source
@@ -80,8 +81,10 @@ class Recorder:
         self._warm = False
         full = self._build(source.inventory_dtype)
         stacks = source.stacks(full)
+        layers = [layer for stack in stacks for layer in stack.layers]
+        self._replaced = replaced_buffers(full, layers)
         self._kinds = {}
-        trained_before = kinds.trained_before(full, [layer for stack in stacks for layer in stack.layers])
+        trained_before = kinds.trained_before(full, layers)
         for stack in stacks:
             shared = kinds.shared_tensors(stack.layers)
             signatures = [
@@ -124,7 +127,7 @@ class Recorder:
         try:
             with self._step(source, key, sums_in_place=sums_in_place) as step:
                 # a first step creates the tensors that torch and transformers create once (adaptive ropes: once per model)
-                if not self._warm or self.source.alike_up_to or key.compiles:
+                if not self._warm or self.source.alike_up_to or self._replaced or key.compiles:
                     step.run(*(key.at or points[0]))
                     self._warm = True
                 if key.at is not None:
@@ -231,7 +234,9 @@ class Recorder:
             for n, p in model.named_parameters()
             if id(p) not in seen
         )
-        buffers = tuple(b for b in _buffers(model, seen) if not b.name.startswith(starts))
+        buffers = tuple(
+            b for b in _buffers(model, seen) if not b.name.startswith(starts) and b.name not in self._replaced
+        )
         order: list[int] = []
         firsts = [f"{modules[id(s.layers[0])]}." for s in stacks]
         count = 0
@@ -303,7 +308,7 @@ class Recorder:
             if key.compiles:
                 layers = (layer for stack in source.stacks(model) for layer in stack.layers)
                 compile_layers(layers, in_ddp=key.compile == "layer-ddp")
-            yield Step(source, model, key, units, self._operators, sums_in_place=sums_in_place)
+            yield Step(source, model, key, units, self._replaced, self._operators, sums_in_place=sums_in_place)
 
 
 def _stepping(source: Source, key: TapeKey) -> Source:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -43,12 +44,16 @@ class Step:
         model: nn.Module,
         key: TapeKey,
         units: Units | None,
+        replaced: Collection[str],
         operators: Operators,
         *,
         sums_in_place: bool,
     ) -> None:
-        """Hook the units: those of a wrap policy, or if `units` is None the layers and the root."""
+        """Hook the units: those of a wrap policy, or if `units` is None the layers and the root. `replaced`: the names of the buffers that
+        are part of the tape.
+        """
         self._source, self._model, self._key = source, model, key
+        self._replaced = replaced
         self._operators, self._work = operators, NONE
         self._sums_in_place = sums_in_place
         stacks = source.stacks(model)
@@ -127,8 +132,11 @@ class Step:
         watch = StorageWatch(self._resized, sums_in_place=self._sums_in_place, call=self._called)
         watch.on_operator = self._operator
         states = [tensor for _, tensor in state_tensors(self._model)]
-        for tensor in tree_iter([self._leaves, list(self._model.buffers()), states]):
+        buffers = dict(self._model.named_buffers())
+        replaced = [buffers.pop(name) for name in self._replaced if name in buffers]
+        for tensor in tree_iter([self._leaves, list(buffers.values()), states]):
             watch.ignore(tensor)
+        del buffers  # the model's code may free some
         gc.collect()
         with watch, watched_copies(self._copied), self._offloading():
             batch = self._source.batch(micro_batch_size, seq_len)
@@ -136,6 +144,10 @@ class Step:
                 batch = cast_floating(batch, torch.bfloat16)
             self._reset()
             self._recording = True
+            for tensor in replaced:
+                watch.see(tensor)
+                self._category[-1] = Category.INPUT  # which live until the next step
+            del replaced
             self._inputs(batch)
             with self._phases_watched(), torch.autocast("cpu", torch.bfloat16, enabled=self._key.autocasts):
                 loss = self._source.loss(self._model, batch)

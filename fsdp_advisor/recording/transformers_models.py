@@ -40,6 +40,9 @@ _AUTO = {
     "audio-classification": "AutoModelForAudioClassification",
 }
 TASKS = tuple(_AUTO)
+_POSITIONS_WITHOUT_BUCKETS = {"prophetnet": 2}
+"""By type of model, the last positions for which its code makes no relative ones. Source: prophetnet/modeling_prophetnet.py,
+ProphetNetDecoder.compute_buffered_relative_buckets: of 512 positions, 1 to 511 count, and the second stream's begin at the 512th."""
 _READ_VALUES = frozenset({
     "ctc", "audio-classification", "flaubert", "fsmt", "led", "longformer", "speech-encoder-decoder", "speecht5", "xlm",
     "xmod",
@@ -300,7 +303,7 @@ def _max_seq_len(config: Any) -> int | None:
     for key in ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length", "max_seq_len"):
         value = getattr(config, key, None)
         if isinstance(value, int) and value > 0:
-            return value
+            return value - _POSITIONS_WITHOUT_BUCKETS.get(config.model_type, 0)
     return None
 
 
