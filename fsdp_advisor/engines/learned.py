@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.profile import Profile, Unit
-from fsdp_advisor.model.tape import ROOT, Op, Tape
+from fsdp_advisor.model.tape import Op, Tape
 
 FINDS_NONE = ("fsdp1", "deepspeed")
 """Backends whose flat tensors contain the gradients and the optimizer state of every trainable parameter."""
@@ -60,27 +61,27 @@ def without_gradient(profile: Profile, tape: Tape) -> Counter[str]:
 @lru_cache(maxsize=256)
 def _learned(profile: Profile, tape: Tape) -> Profile:
     marks = Counter(
-        ((ROOT, 0) if at_root else (segment.stack, segment.layer), number)
+        (AT_ROOT if at_root else UnitId(segment.stack, segment.layer), number)
         for segment in tape.segments
         for op, number, at_root in segment.events
         if op == Op.GRAD_READY
     )
-    ready: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    ready: defaultdict[UnitId, set[int]] = defaultdict(set)
     for (place, number), count in marks.items():
-        if count > 1 and place[0] != ROOT:
+        if count > 1 and not place.is_outside_layers:
             return profile  # layers of several stacks take turns, and a segment has marks of others
         ready[place].add(number)
 
-    def of(unit: Unit, place: tuple[int, int]) -> Unit:
+    def of(unit: Unit, place: UnitId) -> Unit:
         idle = {number for number, p in enumerate(unit.parameters) if p.trainable} - ready[place]
         if not idle:
             return unit
         parameters = (replace(p, trainable=p.trainable and n not in idle) for n, p in enumerate(unit.parameters))
         return replace(unit, parameters=tuple(parameters))
 
-    root = of(profile.root, (ROOT, 0))
+    root = of(profile.root, AT_ROOT)
     stacks = tuple(
-        replace(stack, units=tuple(of(unit, (number, layer)) for layer, unit in enumerate(stack.units)))
+        replace(stack, units=tuple(of(unit, UnitId(number, layer)) for layer, unit in enumerate(stack.units)))
         for number, stack in enumerate(profile.stacks)
     )
     return profile if (root, stacks) == (profile.root, profile.stacks) else replace(profile, root=root, stacks=stacks)

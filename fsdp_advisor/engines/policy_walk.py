@@ -9,7 +9,7 @@ from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROOT
 from fsdp_advisor.program.builder import OrderInUnit
 
-NO_UNIT: UnitId = ()
+NO_UNIT = UnitId(ROOT, -1)
 """The unit of a hook at which FSDP does nothing."""
 
 
@@ -37,29 +37,29 @@ class PolicyWalk:
         self._passed.clear()
 
     def pre_forward(self, place: UnitId) -> UnitId:
-        return self._unit(place, self._passed[place[0]], first=True)
+        return self._unit(place, self._passed[place.stack], first=True)
 
     def post_forward(self, place: UnitId) -> UnitId:
-        unit = self._unit(place, self._passed[place[0]], first=False)
-        self._passed[place[0]] += _is_layer(place)
+        unit = self._unit(place, self._passed[place.stack], first=False)
+        self._passed[place.stack] += place.is_layer
         return unit
 
     def pre_backward(self, place: UnitId) -> UnitId:
-        return self._unit(place, self._passed[place[0]] - 1, first=False)
+        return self._unit(place, self._passed[place.stack] - 1, first=False)
 
     def post_backward(self, place: UnitId) -> UnitId:
-        return self._unit(place, self._passed[place[0]] - 1, first=True)
+        return self._unit(place, self._passed[place.stack] - 1, first=True)
 
     def layer_done(self, place: UnitId) -> None:
         """A layer's backward has ended."""
-        self._passed[place[0]] -= 1
+        self._passed[place.stack] -= 1
 
     def _unit(self, place: UnitId, number: int, *, first: bool) -> UnitId:
-        if not _is_layer(place):
+        if not place.is_layer:
             return place
         if not self._units.groups:
             return place if place in self._units.layers else NO_UNIT
-        size, stack = self._units.group_size, place[0]
+        size, stack = self._units.group_size, place.stack
         ends_group = number % size == 0 if first else (number + 1) % size == 0 or number + 1 == self._depth[stack]
         return self._units.groups[stack][number // size] if ends_group else NO_UNIT
 
@@ -69,9 +69,9 @@ class PolicyWalk:
         if of_root:
             return self._units.owner_in_root[index], (2 * self._stack_of_root[index], 0, index)
         owner = self._units.owner_in_layer[place][index]
-        group = self._units.groups[place[0]][number // self._units.group_size] if owner is None else owner
-        return group, (2 * place[0] + 1, number, index)
+        group = self._units.groups[place.stack][number // self._units.group_size] if owner is None else owner
+        return group, (2 * place.stack + 1, number, index)
 
 
 def _is_layer(place: UnitId) -> bool:
-    return len(place) == 2 and place[0] != ROOT
+    return len(place) == 2 and place.stack != ROOT

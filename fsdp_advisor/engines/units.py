@@ -31,7 +31,7 @@ def recorded_units(profile: Profile) -> Iterator[tuple[UnitId, Unit, int]]:
     yield AT_ROOT, profile.root, 1
     for s, stack in enumerate(profile.stacks):
         for layer, (unit, count) in enumerate(zip(stack.units, stack.counts, strict=True)):
-            yield (s, layer), unit, count
+            yield UnitId(s, layer), unit, count
 
 
 def parameters_in_order(profile: Profile) -> Iterator[tuple[UnitId, int, Parameter]]:
@@ -43,7 +43,7 @@ def parameters_in_order(profile: Profile) -> Iterator[tuple[UnitId, int, Paramet
         done = before
         for run in stack.runs:
             for layer in run.pattern * run.repeats:
-                yield from (((s, layer), index, p) for index, p in enumerate(stack.units[layer].parameters))
+                yield from ((UnitId(s, layer), index, p) for index, p in enumerate(stack.units[layer].parameters))
     yield from ((AT_ROOT, index, p) for index, p in root[done:])
 
 
@@ -90,7 +90,7 @@ def _over_units(profile: Profile, of: Callable[[UnitId], Storages], root: Sequen
         for run in stack.runs:
             pattern = NO_STORAGES
             for layer in run.pattern:
-                pattern += of((s, layer))
+                pattern += of(UnitId(s, layer))
             result += pattern * run.repeats
     return result + parts[-1]
 

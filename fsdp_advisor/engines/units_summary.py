@@ -10,7 +10,6 @@ from fsdp_advisor.engines.wrapping import effective_wrap, wrapping_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, FIRST_OF_ROOT, GROUP
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.model.tape import ROOT
 from fsdp_advisor.units import format_bytes, format_count
 
 EFFICIENT_GATHER_ELEMENTS = 33_000_000
@@ -50,13 +49,13 @@ def _named_units(profile: Profile, plan: Plan) -> tuple[tuple[str, int], ...]:
     for place, part in wrapping.parts.items():
         if place == AT_ROOT:
             name = "root"
-        elif place[0] == ROOT:
-            name = units.of_root[place[1] - FIRST_OF_ROOT]
-        elif place[-1] == GROUP:
-            name = f"group of {profile.stacks[place[0]].units[0].kind}"
+        elif place.is_outside_layers:
+            name = units.of_root[place.number - FIRST_OF_ROOT]
+        elif place.part == GROUP:
+            name = f"group of {profile.stacks[place.stack].units[0].kind}"
         else:
-            layer = profile.stacks[place[0]].units[place[1]].kind
-            name = layer if len(place) == 2 else f"{layer}.{units.within[place[:2]][place[2]]}"
+            layer = profile.stacks[place.stack].units[place.number].kind
+            name = layer if place.is_layer else f"{layer}.{units.within[place.layer][place.part]}"
         found += [(name, part.unit.elements)] * units.counts[place]
     return tuple(found)
 

@@ -21,9 +21,9 @@ from functools import lru_cache
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.fsdp_units import AT_ROOT, GROUP, UnitId, Units, mark_of, unit_at, units_of
+from fsdp_advisor.model.fsdp_units import AT_ROOT, GROUP, WHOLE, UnitId, Units, unit_at, units_of
 from fsdp_advisor.model.profile import Parameter, ParameterRole, Profile, Unit
-from fsdp_advisor.model.tape import ROOT, MarkedUnit
+from fsdp_advisor.model.tape import MarkedUnit
 from fsdp_advisor.model.tasks import task_of
 
 EMBEDDING = unit_at(MarkedUnit.EMBEDDING, AT_ROOT)
@@ -61,7 +61,7 @@ class Wrapping:
         """Every real unit in the order in which FSDP shards them, the root last. Units of one kind are the same object."""
         if self.units is not None:
             inner = [place for place in self.parts if place != AT_ROOT]
-            inner.sort(key=lambda place: (place[0] == ROOT, place[0], -len(place)))
+            inner.sort(key=lambda place: (place.is_outside_layers, place.stack, place.part == WHOLE))
             found = [self.parts[place].unit for place in inner for _ in range(self.units.counts[place])]
             return [*found, *(self.parts[place].unit for place in (AT_ROOT,) if place in self.parts)]
         parts = [self.parts[place].unit for place in (EMBEDDING, HEAD, AT_ROOT) if place in self.parts]
@@ -146,9 +146,9 @@ def wrapping_of(profile: Profile, apart: bool, whole: bool = False) -> Wrapping:
 def marked_units(profile: Profile, plan: Plan) -> frozenset[int]:
     """The units (`MarkedUnit`) within the root at whose marks on the tape the plan's engine runs hooks."""
     if plan.backend == "ddp" and plan.uses_accelerate:
-        return frozenset({mark_of(OUTPUTS)})
+        return frozenset({OUTPUTS.mark})
     units = wrapping_for(profile, plan).parts
-    return frozenset(mark_of(unit) for unit in units if unit != AT_ROOT and GROUP not in unit)
+    return frozenset(unit.mark for unit in units if unit != AT_ROOT and unit.part != GROUP)
 
 
 def _of_layers(profile: Profile) -> tuple[Parameter, ...]:

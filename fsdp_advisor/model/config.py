@@ -130,17 +130,14 @@ def trained_part(config: Config, name: str) -> tuple[Config, tuple[str, ...]]:
     Of a multimodal model, this is the whole if the model trains on text alone, else the text part. Raises UnreadableConfig if no
     model can be built from the configuration.
     """
+    _check_architectures(config, name)
     config, notes = _text_part(config)
     config = _shapes(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not _SHOWN_KEY.fullmatch(model_type):
         problem = "no model_type" if model_type is None else "an invalid model_type"
         raise UnreadableConfig(f"{name}: the configuration has {problem}", hint=CONFIG_HINT)
-    architectures = config.get("architectures")
-    if architectures is not None and not (
-        isinstance(architectures, list) and all(isinstance(a, str) for a in architectures)
-    ):
-        raise UnreadableConfig(f"{name}: architectures must be a list of names", hint=CONFIG_HINT)
+    _check_architectures(config, name)
     layers, experts = _largest(config, _LAYERS), _largest(config, _EXPERTS)
     if layers * experts > MAX_MODULES:
         raise UnreadableConfig(
@@ -148,6 +145,12 @@ def trained_part(config: Config, name: str) -> tuple[Config, tuple[str, ...]]:
             hint=CONFIG_HINT,
         )
     return config, notes
+
+
+def _check_architectures(config: Config, name: str) -> None:
+    found = config.get("architectures")
+    if found is not None and not (isinstance(found, list) and all(isinstance(kind, str) for kind in found)):
+        raise UnreadableConfig(f"{name}: architectures must be a list of names", hint=CONFIG_HINT)
 
 
 def _text_part(config: Config) -> tuple[Config, tuple[str, ...]]:
@@ -172,7 +175,8 @@ def _text_part(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 def _language_part(config: Config) -> Config | None:
     """The configuration of a multimodal model's language model; None if the model is no such model."""
-    if any(str(name).endswith("ForImageClassification") for name in config.get("architectures") or ()):
+    kinds = config.get("architectures")
+    if isinstance(kinds, list) and any(str(kind).endswith("ForImageClassification") for kind in kinds):
         return None  # CLIP's, which has no part for text
     for key in _LANGUAGE_PARTS:
         if isinstance(inner := config.get(key), dict) and inner:

@@ -12,39 +12,68 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.model.tape import ROOT, MarkedUnit
 
-UnitId = tuple[int, ...]
-"""(stack, recorded layer), or (ROOT, 0) for the root; (ROOT, n) for another unit outside the layers; (stack, recorded layer, n) for
-a module within a layer; (stack, n, GROUP) for a group of layers. Layers of one kind share an id."""
-
-AT_ROOT: UnitId = (ROOT, 0)
 FIRST_OF_ROOT = max(MarkedUnit)
-"""The n of the first module outside the layers that a policy makes a unit. Lower ones are those of `MarkedUnit`."""
+"""The `number` of the first module outside the layers that a policy makes a unit. Lower ones are those of `MarkedUnit`."""
+WHOLE = -1
 GROUP = -2
 _WITHIN = 1000
 """The mark of the first module within a layer. Lower marks are those of units outside the layers."""
 
 
-def mark_of(unit: UnitId) -> int:
-    """The number of a unit's marks on a tape, which has none of groups.
+class UnitId(NamedTuple):
+    """The name of a unit. Layers of one kind share it.
 
-    >>> mark_of((0, 3)), mark_of(AT_ROOT), mark_of((0, 3, 1))
-    (0, 1, 1001)
+    - the root: `AT_ROOT`; another unit outside the layers: stack ROOT, and its number
+    - a layer: its stack, and the number of the recorded layer
+    - a module within a layer: as the layer, with the number of the module as `part`
+    - a group of consecutive layers: its stack, its number, and GROUP as `part`
     """
-    if is_within_layer(unit):
-        return _WITHIN + unit[2]
-    return unit[1] + 1 if unit[0] == ROOT else int(MarkedUnit.LAYER)
+
+    stack: int
+    number: int
+    part: int = WHOLE
+
+    @property
+    def is_outside_layers(self) -> bool:
+        """Whether this is the root, or another unit outside the layers."""
+        return self.stack == ROOT
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether this is a whole layer."""
+        return self.stack != ROOT and self.part == WHOLE
+
+    @property
+    def layer(self) -> UnitId:
+        """The layer of a module within it; itself for other units."""
+        return self._replace(part=WHOLE)
+
+    @property
+    def mark(self) -> int:
+        """The number of the unit's marks on a tape, which has none of groups.
+
+        >>> UnitId(0, 3).mark, AT_ROOT.mark, UnitId(0, 3, 1).mark
+        (0, 1, 1001)
+        """
+        if self.part != WHOLE:
+            return _WITHIN + self.part
+        return self.number + 1 if self.is_outside_layers else int(MarkedUnit.LAYER)
+
+
+AT_ROOT = UnitId(ROOT, 0)
 
 
 def module_mark(number: int, place: UnitId) -> int:
     """The mark on the tape of a module that a wrap policy makes a unit: the `number`-th outside the layers, or within a layer.
 
-    >>> module_mark(0, AT_ROOT), module_mark(0, (0, 3))
+    >>> module_mark(0, AT_ROOT), module_mark(0, UnitId(0, 3))
     (5, 1000)
     """
     return number + (FIRST_OF_ROOT + 1 if place == AT_ROOT else _WITHIN)
@@ -53,23 +82,17 @@ def module_mark(number: int, place: UnitId) -> int:
 def unit_at(mark: int, place: UnitId) -> UnitId:
     """The unit of a mark in the code of a layer or of the root.
 
-    >>> unit_at(1001, (0, 3)), unit_at(5, (0, 3))
-    ((0, 3, 1), (-1, 4))
+    >>> unit_at(1001, UnitId(0, 3)), unit_at(5, UnitId(0, 3))
+    (UnitId(stack=0, number=3, part=1), UnitId(stack=-1, number=4, part=-1))
     """
     if mark >= _WITHIN:
-        return (*place, mark - _WITHIN)
-    return (ROOT, mark - 1) if mark else place
+        return place._replace(part=mark - _WITHIN)
+    return UnitId(ROOT, mark - 1) if mark else place
 
 
 def unit_of(profile: Profile, place: UnitId) -> Unit:
     """The parameters of the root or of a recorded layer."""
-    stack, layer = place
-    return profile.root if stack == ROOT else profile.stacks[stack].units[layer]
-
-
-def is_within_layer(unit: UnitId) -> bool:
-    """Whether the unit is a module within a layer, or a group of layers."""
-    return len(unit) == 3
+    return profile.root if place.is_outside_layers else profile.stacks[place.stack].units[place.number]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -105,7 +128,7 @@ def units_of(profile: Profile, wrap: str) -> Units:
     policy = wrap_policy(wrap)
     assert policy is not None
     places: dict[UnitId, Unit] = {
-        (s, r): unit for s, stack in enumerate(profile.stacks) for r, unit in enumerate(stack.units)
+        UnitId(s, r): unit for s, stack in enumerate(profile.stacks) for r, unit in enumerate(stack.units)
     }
     layers, of_root, within = _chosen(profile, policy, places)
     owner_in_root = tuple(_owner_outside(p.name, of_root) for p in profile.root.parameters)
@@ -115,7 +138,7 @@ def units_of(profile: Profile, wrap: str) -> Units:
             None
             if policy.kind == "every"
             else _owner_within(place, p.name, within[place])
-            or (place if place in layers else _owner_outside(profile.stacks[place[0]].path + ".", of_root))
+            or (place if place in layers else _owner_outside(profile.stacks[place.stack].path + ".", of_root))
             for p in unit.parameters
         )
         for place, unit in places.items()
@@ -177,12 +200,12 @@ def _trained_modules(parameters: Iterable[Parameter]) -> tuple[str, ...]:
 def _owner_outside(name: str, of_root: tuple[str, ...]) -> UnitId:
     """The innermost unit of the root whose module contains `name`, a parameter or stack outside the layers; AT_ROOT if there is none."""
     around = [module for module in of_root if name.startswith(module + ".")]
-    return (ROOT, FIRST_OF_ROOT + of_root.index(max(around, key=len))) if around else AT_ROOT
+    return UnitId(ROOT, FIRST_OF_ROOT + of_root.index(max(around, key=len))) if around else AT_ROOT
 
 
 def _owner_within(place: UnitId, name: str, within: tuple[str, ...]) -> UnitId | None:
     around = [module for module in within if name.startswith(module + ".")]
-    return (*place, within.index(max(around, key=len))) if around else None
+    return place._replace(part=within.index(max(around, key=len))) if around else None
 
 
 def _check_tied(profile: Profile, of_root: tuple[str, ...]) -> None:
@@ -205,7 +228,7 @@ def _members(
     def add(owner: UnitId | None, parameter: Parameter, *, place: UnitId) -> None:
         if owner is not None:
             members[owner].append(parameter)
-            counts[owner] = 1 if owner[0] == ROOT else profile.stacks[place[0]].counts[place[1]]
+            counts[owner] = 1 if owner.is_outside_layers else profile.stacks[place.stack].counts[place.number]
 
     for at, (begin, end) in enumerate(pairwise([0, *profile.order, len(profile.root.parameters)])):
         for of_root, parameter in zip(owner_in_root[begin:end], profile.root.parameters[begin:end], strict=True):
@@ -214,11 +237,11 @@ def _members(
             continue
         done: set[UnitId] = set()
         for recorded in _recorded(profile, at):
-            place = (at, recorded)
+            place = UnitId(at, recorded)
             for owner, parameter in zip(
                 owner_in_layer[place], profile.stacks[at].units[recorded].parameters, strict=True
             ):
-                if (owner is not None and owner[0] == ROOT) or place not in done:
+                if (owner is not None and owner.is_outside_layers) or place not in done:
                     add(owner, parameter, place=place)
             done.add(place)
     return {unit: tuple(parameters) for unit, parameters in members.items()}, counts
@@ -241,10 +264,10 @@ def _groups(
         recorded = list(_recorded(profile, s))
         patterns = [tuple(recorded[i : i + size]) for i in range(0, len(recorded), size)]
         numbers = {pattern: n for n, pattern in enumerate(dict.fromkeys(patterns))}
-        groups[s] = tuple((s, numbers[pattern], GROUP) for pattern in patterns)
+        groups[s] = tuple(UnitId(s, numbers[pattern], GROUP) for pattern in patterns)
         for pattern, n in numbers.items():
             parameters = tuple(p for layer in pattern for p in stack.units[layer].parameters)
-            members[s, n, GROUP] = (parameters, patterns.count(pattern))
+            members[UnitId(s, n, GROUP)] = (parameters, patterns.count(pattern))
     return groups, members
 
 
@@ -298,7 +321,7 @@ def _chosen_by_size(profile: Profile, least: int, places: Mapping[UnitId, Unit])
         alone = profile.task == "module" and stack.depth == 1  # its path is the layer's own name
         for number, recorded in enumerate(_recorded(profile, s)):
             layer = root.child(stack.path if alone else f"{stack.path}.{number}")
-            layer.place = (s, recorded)
+            layer.place = UnitId(s, recorded)
             for index, p in enumerate(stack.units[recorded].parameters):
                 for name in (p.name, *p.tied):
                     layer.add(name, (s, number, index), p.elements)

@@ -389,7 +389,7 @@ def _entries(profile: Profile, parts: tuple[LayoutPart, ...], *, backward: bool)
                 continue  # nothing below or in this layer is trained, so it has no backward
             is_last = recorded in part.last and last[recorded] == at
             steps = part.last[recorded] if is_last else part.steps[recorded]
-            yield _Entry(part.phase, (part.stack, recorded), number, steps, part.segments[recorded], repetition)
+            yield _Entry(part.phase, UnitId(part.stack, recorded), number, steps, part.segments[recorded], repetition)
 
 
 def _real_layers(runs: tuple[Run, ...]) -> Iterator[tuple[int, int, tuple[int, int]]]:
@@ -408,7 +408,7 @@ def _following(units: Sequence[UnitId]) -> list[UnitId | None]:
     upcoming: UnitId | None = None
     for unit in reversed(units):
         result.append(upcoming)
-        if unit[0] != ROOT:
+        if not unit.is_outside_layers:
             upcoming = unit
     return result[::-1]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fsdp_advisor.model.fsdp_units import AT_ROOT, Units, module_mark
+from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, Units, module_mark
 from fsdp_advisor.model.tape import ROOT, MarkedUnit
 from fsdp_advisor.recording.source import LayerStack
 
@@ -42,8 +42,9 @@ def hooked_modules(model: nn.Module, stacks: list[LayerStack], units: Units | No
         found.append(HookedModule(model.get_submodule(name), ROOT, 0, module_mark(n, AT_ROOT), n))
     for s, stack in enumerate(stacks):
         for i, layer in enumerate(stack.layers):
-            is_unit = units is None or (s, i) in units.layers
+            place = UnitId(s, i)
+            is_unit = units is None or place in units.layers
             found.append(HookedModule(layer, s, i, MarkedUnit.LAYER, is_unit=is_unit))
-            for n, name in enumerate(units.within[s, i] if units else ()):
-                found.append(HookedModule(layer.get_submodule(name), s, i, module_mark(n, (s, i)), n))
+            for n, name in enumerate(units.within[place] if units else ()):
+                found.append(HookedModule(layer.get_submodule(name), s, i, module_mark(n, place), n))
     return found

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import wrap
 
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.job.wrap_policy import wrap_policy
-from fsdp_advisor.model.fsdp_units import AT_ROOT, FIRST_OF_ROOT, Units, units_of
+from fsdp_advisor.model.fsdp_units import AT_ROOT, FIRST_OF_ROOT, UnitId, Units, units_of
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.model.tape import ROOT, Category, Op, Tape
+from fsdp_advisor.model.tape import Category, Op, Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording.engines import aligned_splits
 from fsdp_advisor.recording.source import Source
@@ -77,8 +77,8 @@ def _names(source: Source, profile: Profile, model: nn.Module, units: Units) -> 
     for s, stack in enumerate(source.stacks(model)):
         recorded = [layer for run in profile.stacks[s].runs for layer in run.pattern * run.repeats]
         for layer, module in zip(recorded, stack.layers, strict=True):
-            found |= {names[module]} if (s, layer) in units.layers else set()
-            found |= {f"{names[module]}.{name}" for name in units.within[s, layer]}
+            found |= {names[module]} if UnitId(s, layer) in units.layers else set()
+            found |= {f"{names[module]}.{name}" for name in units.within[UnitId(s, layer)]}
     return found
 
 
@@ -89,8 +89,8 @@ def with_whole_gradients(tape: Tape, profile: Profile, key: TapeKey) -> Tape:
     element_bytes = 4 if key.precision == "fp32" else 2
     n_bytes = {}
     for unit, members in units_of(profile, key.wrap).members.items():
-        if unit[0] == ROOT:
-            index = 0 if unit == AT_ROOT else unit[1] - FIRST_OF_ROOT + 1
+        if unit.is_outside_layers:
+            index = 0 if unit == AT_ROOT else unit.number - FIRST_OF_ROOT + 1
             elements = sum(aligned_splits([p.elements for p in members], element_bytes)[0])
             n_bytes[Category.GRADIENT + 2 * index + 1] = elements * element_bytes
     return _with_sizes(tape, n_bytes)

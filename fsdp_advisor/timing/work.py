@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple, get_args
 
+from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.multimodal import is_tower
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.model.tape import ROOT, Chunked, Quantity, ScoringPhase, Segment, Tape, value_at
@@ -76,7 +77,7 @@ def tape_work(
     head, causal = head_dim(profile), profile.task in ("causal-lm", "image-text-to-text") and not options.masked
     rates = _rates(profile, tape, b, t, device, options.sequences or b, fp8=options.fp8)
     last_root = max((s.layer for s in _root_forwards(tape)), default=0)
-    forward: dict[tuple[int, int], Work] = {}
+    forward: dict[UnitId, Work] = {}
     by_segment = []
     times = dict(options.runs)
     for segment in tape.segments:
@@ -114,8 +115,8 @@ def tape_work(
     return TapeWork(tuple(by_segment), (2 + trained) * learned + scored)
 
 
-def _unit_of(segment: Segment) -> tuple[int, int]:
-    return segment.stack, 0 if segment.stack == ROOT else segment.layer
+def _unit_of(segment: Segment) -> UnitId:
+    return AT_ROOT if segment.stack == ROOT else UnitId(segment.stack, segment.layer)
 
 
 def _is_tower(profile: Profile, segment: Segment) -> bool:
@@ -129,14 +130,14 @@ def _root_forwards(tape: Tape) -> list[Segment]:
 
 def _rates(
     profile: Profile, tape: Tape, b: int, t: int, device: Device, sequences: int, *, fp8: bool
-) -> dict[tuple[int, int], tuple[float, float]]:
+) -> dict[UnitId, tuple[float, float]]:
     """Seconds per FLOP of each unit's matrix products, in forward and in backward."""
 
     def rate(unit: Unit, at_root: bool, *flops: Quantity) -> tuple[float, float]:
         recorded = sum(value_at(own, b, t) for own in flops)
         return matmul_s_per_flop(unit, at_root, sequences * t, device, recorded, fp8=fp8)
 
-    result = {(ROOT, 0): rate(profile.root, True, *(s.matmul_flops for s in _root_forwards(tape)))}
+    result = {AT_ROOT: rate(profile.root, True, *(s.matmul_flops for s in _root_forwards(tape)))}
     for segment in tape.segments:
         if segment.stack != ROOT and _unit_of(segment) not in result:
             unit = profile.stacks[segment.stack].units[segment.layer]

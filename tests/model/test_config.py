@@ -53,6 +53,8 @@ BAD_CONFIGS = [
     ({"text_config": {"vocab_size": 9}}, "the configuration has no model_type", CONFIG_HINT),
     (LLAMA | {"architectures": [7]}, "architectures must be a list of names", CONFIG_HINT),
     (LLAMA | {"architectures": "Llama"}, "architectures must be a list of names", CONFIG_HINT),
+    (LLAMA | {"architectures": True}, "architectures must be a list of names", CONFIG_HINT),
+    (LLAMA | {"text_config": {"architectures": True}}, "architectures must be a list of names", CONFIG_HINT),
     (LLAMA | {"hidden_size": "64"}, 'hidden_size must be an integer, not "64"', CONFIG_HINT),
     (LLAMA | {"hidden_size": "6" * 99}, "hidden_size must be an integer, not a string", CONFIG_HINT),
     (LLAMA | {"hidden_size": [64]}, "hidden_size must be an integer, not a list", CONFIG_HINT),

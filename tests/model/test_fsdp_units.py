@@ -13,7 +13,7 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.wrap_policy import wrap_policy
 from fsdp_advisor.model.catalog import entries, profile
-from fsdp_advisor.model.fsdp_units import AT_ROOT, units_of
+from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, units_of
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 
@@ -39,7 +39,7 @@ def test_size_based_wrapping_leaves_what_is_too_small_to_a_unit_around_it() -> N
     assert units.of_root == ("model", "model.embed_tokens", "lm_head")
     assert set(units.within.values()) == {("mlp",)} and not units.layers
     assert AT_ROOT not in elements
-    assert elements[units.owner_in_layer[0, 0][0]] == 32 * (ATTENTION + 2 * 4096) + 4096
+    assert elements[units.owner_in_layer[UnitId(0, 0)][0]] == 32 * (ATTENTION + 2 * 4096) + 4096
     assert sum(elements[unit] * units.counts[unit] for unit in elements) == profile_of(LLAMA).parameters
 
 

@@ -82,7 +82,7 @@ def _ready_order(profile: Profile, tape: Tape) -> Iterator[Parameter]:
 def _ready(profile: Profile, segment: Segment) -> Iterator[Parameter]:
     for op, index, at_root in segment.events:
         if op == Op.GRAD_READY:
-            yield unit_of(profile, AT_ROOT if at_root else (segment.stack, segment.layer)).parameters[index]
+            yield unit_of(profile, AT_ROOT if at_root else UnitId(segment.stack, segment.layer)).parameters[index]
 
 
 @lru_cache(maxsize=64)

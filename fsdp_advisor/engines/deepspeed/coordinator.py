@@ -250,21 +250,21 @@ def _inventory(profile: Profile, plan: Plan) -> _Inventory:
     root, done = profile.root.parameters, 0
     for index, (stack, before) in enumerate(zip(profile.stacks, profile.order, strict=False)):
         tied.update((name, len(found.elements) + i) for i, p in enumerate(root[done:before]) for name in p.tied)
-        found.add((ROOT, index), root[done:before], plan)
+        found.add(UnitId(ROOT, index), root[done:before], plan)
         done = before
         for run in stack.runs:
             for layer in run.pattern * run.repeats:
-                found.add((index, layer), stack.units[layer].parameters, plan)
-    found.add((ROOT, len(profile.stacks)), root[done:], plan)
+                found.add(UnitId(index, layer), stack.units[layer].parameters, plan)
+    found.add(UnitId(ROOT, len(profile.stacks)), root[done:], plan)
     found.units[-1][1].extend((index,) for index in tied.values())  # a head tied to the embedding
     return found
 
 
 def _backward(units: list[Turn], plan: Plan) -> Iterator[Turn]:
     """The units' turns in backward. A checkpointed layer's modules are first fetched again, in forward order."""
-    layers = sum(place[0] != ROOT for place, _ in units)
+    layers = sum(not place.is_outside_layers for place, _ in units)
     for place, modules in reversed(units):
-        is_layer = place[0] != ROOT
+        is_layer = not place.is_outside_layers
         layers -= is_layer
         back = [modules[0], *modules[:0:-1]] if is_layer else modules[::-1]
         yield place, (modules + back if is_layer and plan.checkpoints(layers) else back)

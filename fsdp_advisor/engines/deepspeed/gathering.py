@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fsdp_advisor.engines.deepspeed.coordinator import Change, Gathered, Visit
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
-from fsdp_advisor.model.tape import ROOT
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import StepBuilder
 from fsdp_advisor.program.instructions import Buffer
@@ -47,7 +46,7 @@ class Gathering:
             self._apply(step, self._current.rising)
             self._falling = self._current.falling
             self._bytes += self._current.gathered_bytes
-            if self._current.unit == unit or (self._current.unit[0] == ROOT and unit == AT_ROOT):
+            if self._current.unit == unit or (self._current.unit.is_outside_layers and unit == AT_ROOT):
                 return
 
     def leave(self, step: StepBuilder, unit: UnitId) -> None:
@@ -57,7 +56,7 @@ class Gathering:
         if self._current is None:
             return
         self._apply(step)
-        if unit != AT_ROOT and self._upcoming is not None and self._upcoming.unit[0] == ROOT:
+        if unit != AT_ROOT and self._upcoming is not None and self._upcoming.unit.is_outside_layers:
             self.enter(step, AT_ROOT)
             self._apply(step)
 

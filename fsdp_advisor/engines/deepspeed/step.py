@@ -103,7 +103,7 @@ def _gradient_places(
         at += sum(p.elements for p in profile.root.parameters[done:before] if p.trainable)
         done = before
         for n, unit in enumerate(stack.units):
-            gradients[s, n] = measure(unit.parameters, 0)
+            gradients[UnitId(s, n)] = measure(unit.parameters, 0)
         begins = []
         for run in stack.runs:
             for recorded in run.pattern * run.repeats:
@@ -199,7 +199,7 @@ class DeepspeedStep(StepHooks):
             self._in_backward = True
             self._gathering.begin_backward()
         if unit != AT_ROOT:  # the root's hook runs before the loss's backward, the head's after it
-            self._layers_left[unit[0]] -= 1
+            self._layers_left[unit.stack] -= 1
             self._gathering.enter(step, unit)
         self._run_hooks(step)
         self._fetch(step, unit)
@@ -278,7 +278,7 @@ class DeepspeedStep(StepHooks):
         self._averaged = NO_BUFFER
 
     def _start(self, unit: UnitId) -> int:
-        return 0 if unit == AT_ROOT else self._layout.starts[unit[0]][self._layers_left[unit[0]]]
+        return 0 if unit == AT_ROOT else self._layout.starts[unit.stack][self._layers_left[unit.stack]]
 
     # Time
 

@@ -15,7 +15,7 @@ from fsdp_advisor.engines.fsdp1.units import UnitBytes, fsdp1_units, total_bytes
 from fsdp_advisor.engines.optimizer_work import host_step, optimizer_bytes
 from fsdp_advisor.engines.wrapping import marked_units
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, is_within_layer, module_mark, unit_at
+from fsdp_advisor.model.fsdp_units import AT_ROOT, WHOLE, UnitId, module_mark, unit_at
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account, Stream
@@ -102,7 +102,7 @@ class Fsdp1Step(StepHooks):
         """
         step.free(self._previous_gradients, *self._unseen)
         self._previous_gradients, self._unseen = NO_BUFFER, []
-        if not is_within_layer(unit):
+        if unit.part == WHOLE:
             self._ran_in_layer.clear()
         if unit not in self._units:
             return

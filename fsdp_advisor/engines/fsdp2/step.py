@@ -20,7 +20,6 @@ from fsdp_advisor.engines.wrapping import HEAD, Part, marked_units
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_of
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.model.tape import ROOT
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import OrderInUnit, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
@@ -314,7 +313,7 @@ class Fsdp2Step(StepHooks):
         parameters = (part.unit if part is not None else unit_of(self._profile, unit)).parameters
         indices = part.indices if part is not None else range(len(parameters))
         trainable = [indices[at] for at in managed_order(parameters[: len(indices)]) if parameters[at].trainable]
-        found = (step.gradient(index, at_root=unit[0] == ROOT) for index in reversed(trainable))
+        found = (step.gradient(index, at_root=unit.is_outside_layers) for index in reversed(trainable))
         return next((gradient for gradient in found if gradient not in (NO_BUFFER, self._head_gradient)), NO_BUFFER)
 
     # Collectives

@@ -172,7 +172,7 @@ class _Reader:
         self._entered = True
         while self._held_back and self._launched - self._held_back[0][0] >= LAUNCH_QUEUE:
             self._wait(self._held_back.popleft()[1])
-        if visit.unit[0] != ROOT and self.first_layer < 0:
+        if not visit.unit.is_outside_layers and self.first_layer < 0:
             self.first_layer = len(self.operations)
         for instruction in instructions:
             self._execute(instruction)
