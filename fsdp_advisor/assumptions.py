@@ -36,7 +36,8 @@ DEFAULT_GPU = "H100-80GB"
 
 def settled(request: AnyRequest) -> AnyRequest:
     """The request with what is implied for options that were not given: the number of nodes and fp16 without bf16 by its GPU,
-    checkpointing by its framework, and in a search a frozen base in bf16, or in 4 bits that several GPUs can share.
+    checkpointing by its framework, a frozen base in the dtype in which its framework loads it, and in a search a frozen base in
+    bf16, or in 4 bits that several GPUs can share.
 
     `assumed` names them. A request that was constructed directly is taken as it is.
     """
@@ -49,7 +50,7 @@ def settled(request: AnyRequest) -> AnyRequest:
         found["nnodes"] = nodes
     if "precision" not in request.given and gpu.lacks_bf16:
         found["precision"] = "fp16-mixed"
-    elif isinstance(request, RecommendRequest) and _may_store_half(request):
+    elif _stores_half(request):
         found["dtype"] = "bfloat16"
     if isinstance(request, RecommendRequest) and _may_choose_storage(request):
         found["bnb_4bit_quant_storage"] = SHARDED_STORAGE[found.get("precision", request.precision)]
@@ -60,10 +61,23 @@ def settled(request: AnyRequest) -> AnyRequest:
     return replace(request, **found, assumed=frozenset(found))
 
 
-def _may_store_half(request: RecommendRequest) -> bool:
-    """Whether a search may choose bf16 for the weights: the base of adapters is frozen. FSDP1 flattens one dtype."""
-    open_dtype = "dtype" not in request.given and request.backend != "fsdp1"
-    return open_dtype and request.precision == "bf16-mixed" and bool(adaptation_of(request).peft)
+def _stores_half(request: EstimateRequest) -> bool:
+    """Whether the frozen base of adapters is stored in bf16: transformers loads a checkpoint in its own dtype.
+
+    TRL loads fp32 unless it gets a dtype; a search gives it one. FSDP1 flattens one dtype, and adapters are in fp32; the Trainer
+    makes units of adapters. A base in 4 or 8 bits is stored in that, and PEFT prepares its other weights in fp32.
+    """
+    facts = FRAMEWORKS[request.framework]
+    if (
+        request.dtype != "auto"
+        or request.precision != "bf16-mixed"
+        or (request.backend == "fsdp1" and not facts.uses_trainer)
+    ):
+        return False
+    chooses = isinstance(request, RecommendRequest) and "dtype" not in request.given
+    adaptation = adaptation_of(request)
+    has_dtype = bool(adaptation.peft) and not (adaptation.quantization and adaptation.prepared)
+    return has_dtype and (chooses or not facts.loads_fp32)
 
 
 SHARDED_STORAGE: dict[Precision, QuantStorage] = {
@@ -116,11 +130,32 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
         notes.append(
             f"the weights in 4 bits are stored as {request.bnb_4bit_quant_storage}, which FSDP shards; bnb_4bit_quant_storage changes it"
         )
-    if "dtype" in request.assumed:
-        notes.append(f"the frozen base is stored in {request.dtype}, as transformers loads it; dtype changes it")
-    elif stores_frozen_base_in_fp32(request) and not is_packed:
-        notes.append("the frozen base is stored in fp32, as bf16-mixed has it; dtype bfloat16 halves it")
+    notes += _dtype_notes(request, is_packed=is_packed or bool(adaptation_of(request).quantization))
     return notes
+
+
+def _dtype_notes(request: EstimateRequest, *, is_packed: bool) -> list[str]:
+    """A note on the dtype in which the frozen base of adapters is stored, unless the job says it."""
+    if "dtype" in request.assumed:
+        if is_packed:
+            return []
+        if FRAMEWORKS[request.framework].loads_fp32:
+            name = FRAMEWORK_NAMES[request.framework]
+            return [
+                f"the frozen base is stored in bfloat16, for which {name} needs dtype bfloat16; without it {name} loads fp32"
+            ]
+        return [
+            "the frozen base is stored in bfloat16, as transformers loads most checkpoints; dtype float32 doubles it"
+        ]
+    if request.dtype != "auto" or is_packed or not stores_frozen_base_in_fp32(request):
+        return []
+    if FRAMEWORKS[request.framework].loads_fp32:
+        why = f"as {FRAMEWORK_NAMES[request.framework]} loads it"
+    elif request.backend == "fsdp1":
+        why = "because FSDP1 flattens one dtype, which is that of adapters"
+    else:
+        why = f"as {request.precision} has it"
+    return [f"the frozen base is stored in fp32, {why}; dtype bfloat16 halves it"]
 
 
 def batch_notes(request: EstimateRequest) -> list[str]:
@@ -140,10 +175,10 @@ def batch_notes(request: EstimateRequest) -> list[str]:
 
 
 def stores_frozen_base_in_fp32(request: EstimateRequest) -> bool:
-    """Whether adapters are trained on a base that is not quantized and has no dtype of its own, so that mixed precision has it in fp32."""
+    """Whether adapters are trained on a base in fp32: it is not quantized, and its dtype is neither given nor assumed to be bf16."""
     adaptation = adaptation_of(request)
     whole = bool(adaptation.peft) and not adaptation.quantization
-    return whole and request.precision == "bf16-mixed" and request.dtype == "auto"
+    return whole and request.precision.endswith("-mixed") and request.dtype != "bfloat16"
 
 
 def image_notes(request: EstimateRequest, profile: Profile | None) -> list[str]:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from fsdp_advisor import estimate, recommend
-from fsdp_advisor.assumptions import settled
+from fsdp_advisor.assumptions import assumption_notes, settled
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export.choice import report_for
+from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.ignored import ignored_in_estimate, ignored_in_search
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
@@ -81,6 +82,48 @@ def test_a_search_stores_weights_in_4_bits_so_that_several_gpus_share_them(
     job = {"model": GPT2, "gpu": "H100", "use_peft": True, "load_in_4bit": True, **options}
     assert settled(make_request(job, RecommendRequest)).bnb_4bit_quant_storage == storage
     assert settled(make_request(job)).bnb_4bit_quant_storage == options.get("bnb_4bit_quant_storage", "uint8")
+
+
+@pytest.mark.parametrize(
+    ("options", "estimated", "searched"),
+    [
+        ({}, "bfloat16", "bfloat16"),
+        ({"framework": "accelerate"}, "bfloat16", "bfloat16"),
+        ({"framework": "trainer", "backend": "fsdp1"}, "bfloat16", "bfloat16"),
+        ({"framework": "trl"}, "auto", "bfloat16"),  # it loads fp32 unless it is told otherwise, as a search does
+        ({"framework": "trl", "dtype": "auto"}, "auto", "auto"),
+        ({"dtype": "auto"}, "bfloat16", "bfloat16"),
+        ({"dtype": "float32"}, "float32", "float32"),
+        ({"backend": "fsdp1"}, "auto", "auto"),  # a flat parameter has one dtype, and adapters are in fp32
+        ({"load_in_8bit": True}, "auto", "auto"),
+        ({"precision": "fp32"}, "auto", "auto"),
+        ({"use_peft": False, "freeze": ("wte",)}, "auto", "auto"),
+    ],
+    ids=str,
+)
+def test_a_frozen_base_is_stored_as_its_framework_loads_it(
+    options: dict[str, Any], estimated: str, searched: str
+) -> None:
+    job = {"model": GPT2, "gpus": 2, "gpu": "H100", "use_peft": True, **options}
+    assert settled(make_request(job)).dtype == estimated
+    assert settled(make_request(job, RecommendRequest)).dtype == searched
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({}, "stored in bfloat16, as transformers loads most checkpoints; dtype float32 doubles it"),
+        ({"framework": "trl"}, "stored in fp32, as TRL loads it; dtype bfloat16 halves it"),
+        ({"backend": "fsdp1"}, "stored in fp32, because FSDP1 flattens one dtype, which is that of adapters; dtype bfloat16 halves it"),
+        ({"dtype": "bfloat16"}, ""),
+        ({"load_in_8bit": True}, ""),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_note_names_the_dtype_of_a_frozen_base_and_how_to_change_it(options: dict[str, Any], note: str) -> None:
+    request = settled(make_request({"model": GPT2, "gpus": 2, "gpu": "H100", "use_peft": True, **options}))
+    notes = assumption_notes(request, find_gpu("H100"))
+    assert [text for text in notes if "frozen base" in text] == ([f"the frozen base is {note}"] if note else [])
 
 
 def test_every_interface_says_what_it_assumes() -> None:

@@ -79,11 +79,16 @@ def _resolve_precision(options: dict[str, Any], parts: Sequence[Collector]) -> N
     whatever the dtype (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model).
     """
     mixed, dtype = options.pop("mixed", None), options.pop("dtype", None)
+    adapters = has_adapters(options)
+    if dtype == "auto":  # the checkpoint's, which is taken to be in half precision where it is frozen
+        dtype = "bfloat16" if adapters else None
     sharded = options.get("backend") in ("fsdp1", "fsdp2")
-    if (has_adapters(options) or sharded) and mixed in ("bf16", "fp16") and dtype in ("bfloat16", "bf16"):
+    if (adapters or sharded) and mixed in ("bf16", "fp16") and dtype in ("bfloat16", "bf16"):
         if not is_quantized(options):  # the dtypes of what is not packed are then fixed
             options["dtype"] = "bfloat16"
         dtype = None
+    elif adapters and mixed in ("bf16", "fp16") and dtype == "float32":
+        options["dtype"] = "float32"
     if "precision" in options:
         return
     if mixed in ("bf16", "fp16"):

@@ -164,7 +164,7 @@ def _arguments(file: str, tree: ast.Module) -> Collector | None:
     calls = {n: _keywords(found[0], variables) for n, found in nodes.items()}
     keys = dict(calls[name])
     constants = _constants(tree)
-    loads = [_keywords(call, variables) for call in nodes.get("from_pretrained", ()) if _loads_a_model(call)]
+    loads = [_loading(call, variables) for call in nodes.get("from_pretrained", ()) if _loads_a_model(call)]
     loaded = constants.get("MODEL_ARGUMENTS") or next(iter(loads), {})
     given = keys.get("model_init_kwargs")
     for source in (loaded, given if isinstance(given, Mapping) else {}):
@@ -180,6 +180,12 @@ def _arguments(file: str, tree: ast.Module) -> Collector | None:
     if "ParallelismConfig" in calls:
         trainer.mesh(found, calls["ParallelismConfig"])
     return found
+
+
+def _loading(call: ast.Call, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of `from_pretrained`, whose dtype is that of the checkpoint if none is given. Source: transformers 5.23."""
+    names = {keyword.arg for keyword in call.keywords}
+    return ({} if names & {"dtype", "torch_dtype", None} else {"dtype": "auto"}) | _keywords(call, variables)
 
 
 def _loads_a_model(call: ast.Call) -> bool:

@@ -191,7 +191,7 @@ def _precision(found: Collector, trl: bool) -> None:
     else:
         found.default("mixed", "no")
     for key in ("dtype", "torch_dtype"):
-        if found.peek(key) not in (None, "auto"):
+        if found.peek(key) is not None:
             found.options["dtype"] = str(found.take(key)).removeprefix("torch.")
 
 

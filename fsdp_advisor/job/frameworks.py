@@ -40,6 +40,9 @@ class FrameworkFacts:
       models/activation_offloading.py.
     - `keeps_quantized_dtypes`: a quantized base is not prepared with `prepare_model_for_kbit_training`. Source: trl 1.16,
       sft_trainer.py, `__init__`.
+    - `loads_fp32`: a model that is named is loaded in fp32, not in the dtype of its checkpoint, which is transformers' default. Source:
+      trl 1.16, trainer/utils.py, create_model_from_path, and trainer/model_config.py; transformers 5.23, modeling_utils.py,
+      `from_pretrained`.
     - `keeps_attention_alone`: selective checkpointing keeps the outputs of attention and of no other operator. Source: trl 1.16,
       models/selective_activation_checkpointing.py.
     - `checkpointing`: the activation checkpointing if nothing else is said. Source: trl 1.16, sft_config.py, gradient_checkpointing;
@@ -72,6 +75,7 @@ class FrameworkFacts:
     keeps_attention_alone: bool = False
     offloads_saved_tensors: bool = False
     keeps_quantized_dtypes: bool = False
+    loads_fp32: bool = False
     sums_gradients: bool = False
     threads: int = 2
     own_models: bool = False
@@ -110,6 +114,7 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
         offloads_saved_tensors=True,
         checkpointing="full",
         keeps_quantized_dtypes=True,
+        loads_fp32=True,
         keeps_attention_alone=True,
         names_sequences=True,
     ),

@@ -21,6 +21,7 @@ from fsdp_advisor.errors import (
 )
 from fsdp_advisor.job.adaptation import CONFIG_KEY, UNCHANGED, Adaptation
 from fsdp_advisor.model.adapted_catalog import adapted_profile
+from fsdp_advisor.model.freezing import check_patterns, parameter_names
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.quantization import PACKED_NOTE
 from fsdp_advisor.model.recorders import RECORDER_LOCK, recorder_for
@@ -216,6 +217,9 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
     profile = adapted_profile(model.name, adaptation) if model.source == "catalog" else None
     profile = profile or cache.fetch(config, task)
     if profile is None:
+        check_patterns(
+            adaptation.freeze, parameter_names(model.profile), model.name
+        )  # the recorder finds it seconds later
         if not model.recording_allowed:
             raise NotRecordable(
                 f"{model.name} {what} is not recorded yet", hint="the command line records it, with torch"

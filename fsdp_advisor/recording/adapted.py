@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 import warnings
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from torch import nn
 
 from fsdp_advisor.errors import ADAPTERS_EXTRA, MissingExtra, UsageError
 from fsdp_advisor.job.adaptation import CONFIG_KEY, TASK_TYPES, Adaptation
+from fsdp_advisor.model.freezing import check_patterns, matches
 from fsdp_advisor.model.quantization import Quantization, is_packed_checkpoint
 from fsdp_advisor.recording.checkpointing import arguments
 from fsdp_advisor.recording.packed import adapter_layers, pack
@@ -141,30 +141,9 @@ def apply_every_module(adapted: nn.Module) -> None:
 
 def freeze(model: nn.Module, patterns: tuple[str, ...], name: str) -> None:
     """Freeze the parameters whose name, or the name of a module around them, matches a pattern. Raises UsageError if none does."""
-    for pattern in patterns:
-        matched = [p for n, p in model.named_parameters() if _matches(n, pattern)]
-        if not matched:
-            parts = ", ".join(sorted({_part(n) for n, _ in model.named_parameters()}))
-            raise UsageError(f"{name} has no parameter that matches {pattern!r}", hint=f"its modules are: {parts}")
-        for parameter in matched:
+    check_patterns(patterns, [n for n, _ in model.named_parameters()], name)
+    for n, parameter in model.named_parameters():
+        if any(matches(n, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("all parameters are frozen", hint="leave a part of the model to train")
-
-
-def _part(parameter: str) -> str:
-    """The part of a model that a parameter belongs to: its module's name, up to the second level.
-
-    >>> _part("model.visual.blocks.0.norm1.weight"), _part("lm_head.weight")
-    ('model.visual', 'lm_head')
-    """
-    return ".".join(parameter.split(".")[:-1][:2]) or parameter
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern matches the name of a parameter or of a module around it, from its beginning or after a dot.
-
-    >>> _matches("model.embed_tokens.weight", "embed_tokens"), _matches("model.layers.10.mlp.weight", "model.layers.1")
-    (True, False)
-    """
-    return any(fnmatch.fnmatchcase(f".{name}.", f"{start}.{pattern}.{end}") for start in ("", "*") for end in ("", "*"))

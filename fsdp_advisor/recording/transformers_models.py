@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import huggingface_hub.constants  # noqa: F401  # reads the environment before the switch below
@@ -158,9 +158,7 @@ class TransformersSource:
                 c for c in own.values() if c is not own[path]
             ]  # a vision tower may be as deep as the text model
             for config in (c for c in configs if not any(c is other for other in of_others)):
-                for key, value in list(vars(config).items()):
-                    if isinstance(value, list) and len(value) == depth:
-                        setattr(config, key, [value[i] for i in indices])
+                _keep_entries(config, depth, indices)
 
     def configure(
         self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
@@ -213,6 +211,22 @@ class TransformersSource:
             final_norm=norms[-1] if norms else None,
             head=head if isinstance(head, nn.Module) else None,
         )
+
+
+def _keep_entries(config: Any, depth: int, indices: Sequence[int]) -> None:
+    """Let a configuration's lists of one entry per layer (`depth`) have those of the kept layers alone, computed ones too."""
+    computed = {
+        name: value
+        for base in type(config).__mro__
+        for name, found in vars(base).items()
+        if name.startswith("layer") and isinstance(found, property) and len(value := getattr(config, name)) == depth
+    }
+    for key, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == depth:
+            setattr(config, key, [value[i] for i in indices])
+    if computed:  # such as Bamba's kinds of layers, which a property derives from the numbers of the attention layers
+        fixed = {name: [value[i] for i in indices] for name, value in computed.items()}
+        config.__class__ = type(type(config).__name__, (type(config),), fixed)
 
 
 def _of_parts(module: nn.Module, attention: str) -> str | dict[str, str]:

@@ -88,6 +88,33 @@ def adapted(name: str, text: str) -> tuple[dict[str, Any], dict[str, Any], str]:
         ),
         (
             "train.py",
+            """
+            model = AutoModelForCausalLM.from_pretrained("gpt2")
+            SFTTrainer(model=model, args=SFTConfig(bf16=True), peft_config=LoraConfig(target_modules=["q_proj", "v_proj"]))
+            """,
+            QUERY_AND_VALUE,
+            "bfloat16",  # transformers loads the checkpoint's dtype
+        ),
+        (
+            "train.py",
+            "SFTTrainer(model='gpt2', args=SFTConfig(bf16=True), peft_config=LoraConfig(target_modules=['q_proj', 'v_proj']))",
+            QUERY_AND_VALUE,
+            "auto",  # TRL loads fp32
+        ),
+        (
+            "trl.yaml",
+            "{use_peft: true, lora_r: 8, bf16: true, dtype: auto, output_dir: out}",
+            {**LORA, "lora_dropout": 0.05},
+            "bfloat16",
+        ),
+        (
+            "trl.yaml",
+            "{use_peft: true, lora_r: 8, bf16: true, dtype: float32, output_dir: out}",
+            {**LORA, "lora_dropout": 0.05},
+            "float32",
+        ),
+        (
+            "train.py",
             "peft.IA3Config(target_modules=['v_proj'], feedforward_modules=[]); TrainingArguments()",
             {"peft_type": "IA3", "target_modules": ["v_proj"], "feedforward_modules": []},
             "auto",

@@ -136,6 +136,19 @@ def test_an_unrecordable_variant_says_why() -> None:
         Recorder(TransformersSource(config, name="x")).tape(TapeKey("plain", "bf16", "sdpa", "none", False))
 
 
+def test_kept_layers_get_the_masks_of_their_kinds() -> None:
+    """Bamba derives the kinds of layers from the numbers of those with attention, which change if few layers are kept."""
+    config = {
+        "model_type": "bamba", **SMALL, "num_hidden_layers": 8, "attn_layer_indices": [2, 5], "mamba_n_heads": 4,
+        "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 32,
+    }  # fmt: skip
+    recorder = Recorder(TransformersSource(config, name="x"))
+    (stack,) = recorder.profile.stacks
+    attends = ["self_attn.q_proj.weight" in {p.name for p in unit.parameters} for unit in stack.layers()]
+    assert [number for number, found in enumerate(attends) if found] == [2, 5]
+    assert recorder.tape(TapeKey("plain", "bf16-mixed", "eager", "none", at=(2, 64))).segments
+
+
 def test_a_configuration_is_not_changed_by_building_it() -> None:
     """transformers writes into the dictionaries it is given; what identifies a model must stay as it was."""
     config = {

@@ -39,7 +39,7 @@ def test_the_line_names_options_that_the_job_does_not_use(options: dict[str, Any
 @pytest.mark.slow
 def test_lora_on_a_base_in_fp32_names_its_dtype() -> None:
     pytest.importorskip("peft")
-    report = estimate(model="meta-llama/Llama-3.1-8B", gpu="rtx4090", use_peft=True, strategy="ddp")
+    report = estimate(model="meta-llama/Llama-3.1-8B", gpu="rtx4090", use_peft=True, strategy="ddp", dtype="float32")
     assert "--dtype bfloat16 (half the frozen base), --activation-checkpointing full" in report_view(report).way_out
 
 
