@@ -88,7 +88,13 @@ def materialise(model: nn.Module, parameter_dtype: torch.dtype | None, buffer_dt
             if buffer is not None:
                 dtype = buffer_dtype if buffer_dtype and buffer.is_floating_point() else buffer.dtype
                 module._buffers[name] = torch.empty(buffer.shape, dtype=dtype, device="cpu")
+    materialise_attributes(model)
+    materialise_states(model)
+
+
+def materialise_attributes(model: nn.Module) -> None:
+    """Replace the meta tensors that modules have as plain attributes, neither parameters nor buffers, by fake CPU tensors."""
+    for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 setattr(module, name, torch.empty(value.shape, dtype=value.dtype, device="cpu"))
-    materialise_states(model)

@@ -17,6 +17,10 @@ Batch = dict[str, torch.Tensor]
 SAMPLES_PER_SECOND = 16_000
 FRAMES_PER_SECOND = 100
 """Spectrograms have a frame for each 10 ms."""
+CODES_PER_SECOND = 44_100 / 512
+"""Frames of Dia's codec, DAC at 44.1 kHz, each with a code for each channel. Source: dac/configuration_dac.py, `hop_length`."""
+PIANO_FRAMES_PER_SECOND = 22_050 / 1024
+"""Source: pop2piano/feature_extraction_pop2piano.py, `sampling_rate` and `hop_length`; each frame has `d_model` mel filters."""
 USUAL_IMAGE_SIZE = 224
 """Pixels of an image's sides, for models whose configuration does not fix them, such as ResNet."""
 FLATTENED_PATCHES = 2048
@@ -28,6 +32,12 @@ def batch_of_task(task: str, config: Any, names: Collection[str], b: int, t: int
     match task:
         case "image-classification":
             return {**_image(config, names, b), "labels": _labels(b)}
+        case "speech-seq2seq" if config.model_type == "dia":
+            return _speech_to_make(config, b, t)
+        case "speech-seq2seq" if (
+            config.model_type == "kyutai_speech_to_text"
+        ):  # a token of text and codes of sound for each frame
+            return {"input_ids": torch.zeros(b, t, 1 + config.num_codebooks, dtype=torch.long), "labels": _tokens(b, t)}
         case "speech-seq2seq":
             return {**_sound(config, names, b), "labels": _tokens(b, t)}
         case "ctc":
@@ -112,10 +122,22 @@ def _image(config: Any, names: Collection[str], b: int) -> Batch:
     return {"pixel_values": torch.zeros(b, channels, height, width)}
 
 
+def _speech_to_make(config: Any, b: int, t: int) -> Batch:
+    """Text of T tokens, and the codes of the sound that is made of it; a channel's codes are a row of labels."""
+    channels, frames = config.decoder_config.num_channels, int(SOUND_SECONDS * CODES_PER_SECOND)
+    return {
+        "input_ids": _tokens(b, t),
+        "decoder_input_ids": torch.zeros(b, frames, channels, dtype=torch.long),
+        "labels": _tokens(b * channels, frames),
+    }
+
+
 def _sound(config: Any, names: Collection[str], b: int) -> Batch:
     """Sound of `SOUND_SECONDS` for an encoder beside a decoder: samples, or a spectrogram."""
     if "input_values" in names:
         return {"input_values": torch.zeros(b, SOUND_SECONDS * SAMPLES_PER_SECOND)}
+    if config.model_type == "pop2piano":
+        return {"input_features": torch.zeros(b, int(SOUND_SECONDS * PIANO_FRAMES_PER_SECOND), config.d_model)}
     frames = SOUND_SECONDS * FRAMES_PER_SECOND
     if (width := getattr(config, "feature_projection_input_dim", None)) is not None:  # two frames are one
         return {"input_features": torch.zeros(b, frames // 2, width)}

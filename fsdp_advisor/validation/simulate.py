@@ -20,7 +20,7 @@ from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import as_on_cuda
 from fsdp_advisor.recording.experts import with_experts
-from fsdp_advisor.recording.fake import fake_tensors, materialise
+from fsdp_advisor.recording.fake import fake_tensors, materialise, materialise_attributes
 from fsdp_advisor.recording.fp8 import autocast_of_cpu, convert_linears
 from fsdp_advisor.recording.images import with_images
 from fsdp_advisor.recording.liger_kernels import with_liger_kernels
@@ -121,6 +121,7 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
             launched as parallel,
             smaller,
             fake_tensors(values=source.needs_values, expert_imbalance=source.expert_imbalance),
+            _attributes_on_host(model),
             meter,
             as_on_cuda() if flash else nullcontext(),
             kernels,
@@ -184,6 +185,16 @@ def _post_forward_mesh(plan: Plan, mesh: DeviceMesh | None, meter: StorageMeter)
     info = common.HSDPMeshInfo(smaller, shard_mesh_dim=1, replicate_mesh_dim=0)
     fully: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
     return mock.patch.object(fully, "_get_post_forward_mesh_info", lambda *_: info)
+
+
+@contextmanager
+def _attributes_on_host(model: nn.Module) -> Iterator[None]:
+    """Make the tensors that are plain attributes of modules before a meter counts: a model that is moved to a GPU leaves them behind.
+
+    Source: torch.nn.Module._apply, which moves parameters and buffers.
+    """
+    materialise_attributes(model)
+    yield
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from matrix import ALL
 LINES = read()
 CHEAP_PARAMETERS = 500_000_000
 EXPECTED_EQUAL = {
-    "causal-lm": 0.94, "masked-lm": 0.92, "seq2seq-lm": 0.91, "speech-seq2seq": 0.7, "ctc": 0.9, "audio-classification": 0.9,
+    "causal-lm": 0.94, "masked-lm": 0.92, "seq2seq-lm": 0.91, "speech-seq2seq": 0.8, "ctc": 0.9, "audio-classification": 0.9,
     "image-classification": 0.9, "image-text-to-text": 0.93,
 }  # fmt: skip
 """At least this share of a task's architectures agrees to the byte."""
@@ -35,6 +35,10 @@ def test_line_states_figures_or_the_reason_of_its_exception(line: Line) -> None:
     if line.outcome != "refused":
         assert line.attention in ("sdpa", "eager") and line.tape in ("any", "one")
         assert line.peak_bytes > 2 * line.parameters  # the weights in fp32, on two ranks
+
+
+def test_95_percent_of_all_architectures_equal_pytorch() -> None:
+    assert sum(line.outcome == "equal" for line in LINES) >= 0.95 * len(LINES)
 
 
 @pytest.mark.parametrize("task", EXPECTED_EQUAL)
