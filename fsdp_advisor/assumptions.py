@@ -130,8 +130,18 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
         notes.append(
             f"the weights in 4 bits are stored as {request.bnb_4bit_quant_storage}, which FSDP shards; bnb_4bit_quant_storage changes it"
         )
-    notes += _dtype_notes(request, is_packed=is_packed or bool(adaptation_of(request).quantization))
+    adaptation = adaptation_of(request)
+    notes += _dtype_notes(request, is_packed=is_packed or bool(adaptation.quantization))
+    if adaptation.quantization and adaptation.prepared and request.precision != "fp32":
+        notes.append(FP32_AROUND_PACKED)
     return notes
+
+
+FP32_AROUND_PACKED = (
+    "PEFT prepares a quantized model with norms, embeddings and head in fp32, so hidden states between layers are in fp32, and "
+    "activations can need more than a base in 4 or 8 bits saves"
+)
+"""Source: peft 0.21, utils/other.py, prepare_model_for_kbit_training."""
 
 
 def _dtype_notes(request: EstimateRequest, *, is_packed: bool) -> list[str]:

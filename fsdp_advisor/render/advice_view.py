@@ -6,13 +6,16 @@ The only module outside `advice` and `export` that reads the fields of a `Recomm
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from fsdp_advisor.advice import Advice, Candidate, Recommendation, Rejection
 from fsdp_advisor.advice.decision_tree import Node
+from fsdp_advisor.advice.methods import LORA, QLORA
 from fsdp_advisor.advice.result import Method
 from fsdp_advisor.advice.savings import Saving
 from fsdp_advisor.advice.search_space import StrategyChoice
+from fsdp_advisor.assumptions import FP32_AROUND_PACKED
 from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.export.bundle import script_limit, start_command
 from fsdp_advisor.job.fields import dashed
@@ -179,7 +182,7 @@ def advice_view(advice: Advice) -> AdviceView:
         training=_training(r),
         warnings=(*r.warnings, *(r.estimate.warnings if r.estimate is not None else ())),
         not_modelled=_not_modelled(r.estimate),
-        methods=tuple(_method(method, task) for method in r.methods),
+        methods=(*(_method(method, task) for method in r.methods), *_why_qlora_needs_more(r.methods)),
         savings=tuple(map(_saving, r.savings)),
         savings_title=f"What saves memory at micro-batch {winner.plan.micro_batch_size}" if winner else "",
         remedies=tuple(
@@ -334,6 +337,24 @@ def _method(method: Method, task: Task) -> str:
         return f"{method.name} ({trained}): nothing fits"
     plan = f"{r.winner.label}, micro-batch {r.winner.plan.micro_batch_size}"
     return "; ".join(filter(None, [f"{method.name} ({trained}): {plan}", _figures(r, task), _training(r)]))
+
+
+def _why_qlora_needs_more(methods: Sequence[Method]) -> Iterator[str]:
+    """One line if QLoRA's plan needs more memory than LoRA's, of which it differs in the base alone."""
+    found = {method.name: method.advice.recommendation for method in methods if method.advice}
+    lora, qlora = (found[name].estimate if name in found else None for name in (LORA, QLORA))
+    if lora is None or qlora is None or lora.at_peak is None or qlora.at_peak is None:
+        return
+    one, other = (replace(row.plan, dtype="auto") for row in (lora, qlora))
+    more = (qlora.peak_tensor_bytes or 0) - (lora.peak_tensor_bytes or 0)
+    if one != other or more <= 0:
+        return
+    less = lora.at_peak["parameters"] - qlora.at_peak["parameters"]
+    activations = qlora.at_peak["activations"] - lora.at_peak["activations"]
+    yield (
+        f"QLoRA's tensors need {format_gib(more)} more than LoRA's in the same plan: parameters {format_gib(less)} less, activations "
+        f"{format_gib(activations)} more. {FP32_AROUND_PACKED[0].upper()}{FP32_AROUND_PACKED[1:]}"
+    )
 
 
 def _figures(r: Recommendation, task: Task) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from fsdp_advisor import recommend
+from fsdp_advisor.render.advice_view import advice_view
 from fsdp_advisor.render.answers import as_markdown, as_text
 from fsdp_advisor.render.terminal import Column, Screen, draw, fitting
 
@@ -23,3 +24,14 @@ def test_reasons_are_wrapped_before_a_column_is_left_out() -> None:
     shown = draw(fitting(columns, 40), Screen(width=40)).splitlines()
     assert shown[0].split() == ["batch", "why", "not"]
     assert len(shown) > 2 and all(len(line) <= 40 for line in shown)
+
+
+@pytest.mark.parametrize(("checkpointing", "said"), [("none", 1), ("full", 0)])
+def test_qlora_that_needs_more_than_lora_says_which_tensors_grow(checkpointing: str, said: int) -> None:
+    advice = recommend(
+        model="meta-llama/Llama-3.2-1B", gpus=1, gpu="H100", method="any", strategy="ddp", micro_batch_size=2,
+        activation_checkpointing=checkpointing,
+    )  # fmt: skip
+    _, _, _, *why = advice_view(advice).methods
+    assert len(why) == said
+    assert all("activations" in line and "hidden states between layers are in fp32" in line for line in why)

@@ -41,9 +41,12 @@ KEPT = read()
 SAMPLE = list(KEPT)[:: max(1, len(KEPT) // 3)]
 
 
-def test_kept_peaks_are_of_at_least_80_cases_that_all_agree() -> None:
-    assert set(KEPT) <= {name_of(case) for case in [*FEW, *MORE]}
+def test_kept_peaks_are_of_at_least_80_cases_and_eight_architectures_that_all_agree() -> None:
+    cases = {name_of(case): case for case in [*FEW, *MORE]}
+    assert set(KEPT) <= set(cases)
     assert len(KEPT) >= 80 and all(line.predicted == line.simulated for line in KEPT.values())
+    assert len({cases[name]["model"] for name in KEPT}) >= 8
+    assert {"1", "64"} <= {cases[name]["gpus"] for name in KEPT}
 
 
 @pytest.mark.parametrize("name", taken(SAMPLE, [name for name in KEPT if name not in SAMPLE], days=2))
