@@ -13,6 +13,7 @@ from fsdp_advisor.engines.job_peaks import bytes_between_steps, job_peaks
 from fsdp_advisor.engines.learned import gradient_warnings, learned
 from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
+from fsdp_advisor.engines.rollouts import batch_warnings, evaluation_peak
 from fsdp_advisor.engines.textbook import textbook_states
 from fsdp_advisor.engines.transfer import LoadMethod
 from fsdp_advisor.engines.units_summary import packed_warnings, units_text, wrap_warnings
@@ -103,12 +104,13 @@ def _evaluation_bytes(profile: Profile, trained: Tape, plan: Plan, evaluation: t
     if evaluation is None:
         return None
     own, tape = evaluation
-    points = timeline_of_step(profile, tape, own)
+    peak = peak_of_step(profile, tape, own)
+    forward = evaluation_peak(profile, own, peak.tape_phase_peaks)
+    left = timeline_of_step(profile, tape, own)[-1].live_bytes
     # a program in which nothing learns has no states of training
     kept = bytes_between_steps(plan, states_of(learned(profile, trained, plan), plan))
     of_training = kept - bytes_between_steps(own, states_of(learned(profile, tape, own), own))
-    highest = max(point.high_bytes for point in points)
-    return of_training + kept_logits(profile, plan).peak(forward=highest, left=points[-1].live_bytes)
+    return of_training + kept_logits(profile, plan).peak(forward=forward, left=left)
 
 
 def logits_bytes_at_peak(model: Resolved, plan: Plan, gpu: Gpu) -> int:
@@ -247,7 +249,7 @@ def _with_step(
     base = _base_row(profile, plan, gpu, host_memory_bytes, tensors, on_gpu, evaluated)
     overhead, job = base.overhead, base.job
     assert overhead is not None and job is not None
-    warnings = base.warnings + gradient_warnings(profile, on_gpu, plan)
+    warnings = base.warnings + gradient_warnings(profile, on_gpu, plan) + batch_warnings(plan)
     if key.attention != plan.attention:
         warnings += (f"the model has no {plan.attention} attention; {key.attention} is used",)
     allocator = allocator_result(profile, on_gpu, plan, gpu, conf=conf, overhead=overhead, loading=job.load_method)

@@ -39,7 +39,10 @@ def row(model: str, **options: Any) -> StrategyEstimate:
         ({"framework": "trl", "compute_metrics": True, "eval_samples": 8}, "a second forward with logits"),
         ({"eval_strategy": "no", "compute_metrics": True}, "the job does not evaluate"),
         ({"compute_metrics": True}, "whose size is unknown"),
-        ({"framework": "trl", "task": "grpo", "max_completion_length": 8, "micro_batch_size": 8}, "task grpo"),
+        (
+            {"framework": "trl", "task": "grpo", "max_completion_length": 8, "per_device_eval_batch_size": 3, "micro_batch_size": 8},
+            "micro-batch of evaluation 3 x ranks 1 = 3, not a multiple of --num-generations 8",
+        ),
     ],
 )
 def test_evaluations_that_are_not_modelled_are_refused(options: dict[str, Any], message: str, model: str) -> None:
@@ -117,6 +120,13 @@ def test_reward_models_evaluate(model: str) -> None:
     evaluates, saves = found.job.phases["evaluate"].gpu_bytes, found.job.phases["save"].gpu_bytes
     assert saves is not None and evaluates is not None
     assert saves < evaluates <= found.evaluation.allocated_peak_bytes, "the optimizer's state stays"
+
+
+def test_grpo_evaluates_with_completions_of_its_own(model: str) -> None:
+    found = row(model, framework="trl", task="grpo", max_completion_length=8, micro_batch_size=8)
+    assert found.evaluation is not None and found.job is not None
+    assert 0 < found.job.phases["evaluate"].gpu_bytes <= found.evaluation.allocated_peak_bytes
+
 
 
 def _profile(model: str) -> Any:

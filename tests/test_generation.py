@@ -138,3 +138,10 @@ def test_the_job_line_names_the_completions(model: str) -> None:
     job = {"gpu": "H100-80GB", "framework": "trl", "strategy": "ddp", "seq_len": 64, "micro_batch_size": 8}
     text = str(estimate(model=model, task="grpo", max_completion_length=16, use_vllm=True, **job))
     assert "8 completions of 16 tokens per prompt from vLLM" in " ".join(text.split())
+
+
+def test_an_optimizer_step_of_one_prompt_is_warned_of(model: str) -> None:
+    one, two = (row(model, gradient_accumulation_steps=steps) for steps in (1, 2))
+    (warning,) = (text for text in one.warnings if "completions of one prompt" in text)
+    assert "--gradient-accumulation-steps N takes N prompts" in warning
+    assert not any("one prompt" in text for text in two.warnings)

@@ -50,12 +50,14 @@ def kept_logits(profile: Profile, plan: Plan) -> KeptLogits:
 
 
 def logits_bytes(profile: Profile, plan: Plan, batches: int) -> int:
-    """Bytes of the logits of so many batches of one rank. accelerate returns them in fp32 under mixed precision, but for DeepSpeed.
+    """Bytes of the logits of so many batches of one rank. accelerate returns them in fp32 under mixed precision, but for FSDP2 and
+    DeepSpeed, whose models it does not wrap.
 
-    Source: accelerate 1.15, accelerator.py, `prepare_model`, convert_outputs_to_fp32.
+    Source: accelerate 1.15, accelerator.py, `prepare_model`, convert_outputs_to_fp32; `_prepare_fsdp2`, `_prepare_deepspeed`.
     """
     assert plan.evaluation is not None
-    element = 4 if plan.mixed and plan.backend != "deepspeed" else plan.compute_bytes
+    is_converted = plan.mixed and plan.backend not in ("fsdp2", "deepspeed")
+    element = 4 if is_converted else plan.compute_bytes
     logits = logits_per_batch(profile, element)
     return round_up(value_at(logits, plan.evaluation.batch_size * batches, plan.seq_len))
 

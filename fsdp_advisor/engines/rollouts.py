@@ -27,7 +27,7 @@ def phase_bytes(
     if generation is None:
         return {}
     if generation.generator == "transformers":
-        generates = None if peaks is None else max(peaks[name] for name in GENERATION_PHASES) + _gathered(profile, plan)
+        generates = None if peaks is None else _generation_peak(profile, plan, peaks)
     else:
         asleep = generation.generator == "colocate" and generation.sleeps
         generates = kept + handover_bytes(profile, plan) + (vllm_bytes(gpu, generation) if asleep else 0)
@@ -36,6 +36,16 @@ def phase_bytes(
     scores = [peaks[name] for name in ("policy", "reference") if name in peaks]
     trains = max(n_bytes for name, n_bytes in peaks.items() if name not in ROLLOUT_PHASES)
     return {"generate": generates, **({"score": max(scores)} if scores else {}), "train": trains}
+
+
+def evaluation_peak(profile: Profile, plan: Plan, peaks: Mapping[str, int]) -> int:
+    """Peak bytes of an evaluation's forwards, and of its generation. `peaks`: tensor bytes by phase of its tape."""
+    generates = _generation_peak(profile, plan, peaks) if GENERATION_PHASES[0] in peaks else 0
+    return max(generates, *peaks.values())
+
+
+def _generation_peak(profile: Profile, plan: Plan, peaks: Mapping[str, int]) -> int:
+    return max(peaks[name] for name in GENERATION_PHASES) + _gathered(profile, plan)
 
 
 def _gathered(profile: Profile, plan: Plan) -> int:
@@ -67,6 +77,17 @@ def handover_bytes(profile: Profile, plan: Plan) -> int:
             return max(p.elements * cast_bytes(plan, p) for unit in units for p in unit.parameters)
         case _:
             return 0
+
+
+def batch_warnings(plan: Plan) -> tuple[str, ...]:
+    """A warning if an optimizer step learns from one prompt alone. With TRL's own defaults it has as many as ranks."""
+    generation = plan.generation
+    if generation is None or generation.prompts(plan.global_batch_size) > 1:
+        return ()
+    return (
+        f"an optimizer step trains on completions of one prompt, whose {generation.completions_per_prompt} rewards are compared "
+        "with each other; --gradient-accumulation-steps N takes N prompts",
+    )
 
 
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:

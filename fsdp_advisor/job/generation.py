@@ -6,7 +6,7 @@ generation/vllm_generation.py, `_init_vllm`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fsdp_advisor.errors import UsageError
@@ -74,6 +74,17 @@ class Generation:
         return (
             self.generator != "transformers" or accumulation % (self.micro_batches(accumulation) * self.iterations) != 0
         )
+
+    def prompts(self, sequences: int) -> int:
+        """The prompts of so many sequences, which all ranks train on together; at least one."""
+        return max(1, sequences // self.completions_per_prompt)
+
+    def of_evaluation(self, accumulation: int) -> Generation:
+        """The completions of an evaluation's batch: its own alone. The policy scores them if it scores those of training.
+
+        `accumulation`: micro-batches of a training step. Source: trl 1.16, trainer/grpo_trainer.py, `_prepare_inputs`.
+        """
+        return replace(self, steps=1, iterations=2 if self.scores_policy(accumulation) else 1)
 
 
 def generation_of(request: EstimateRequest) -> Generation | None:

@@ -130,6 +130,7 @@ class Plan:
         """
         if self.evaluation is None:
             return None
+        generation = self.generation
         return replace(
             self,
             micro_batch_size=self.evaluation.batch_size,
@@ -137,6 +138,7 @@ class Plan:
             activation_checkpointing="none",
             activation_offload=False,
             loss_code="full" if self.loss_code == "liger" and self.evaluation.kept_batches else self.loss_code,
+            generation=None if generation is None else generation.of_evaluation(self.gradient_accumulation_steps),
             evaluation=None,
             evaluates=True,
         )

@@ -7,12 +7,16 @@ Source: trl 1.16, trainer/grpo_trainer.py, `_prepare_inputs`, `_generate_and_sco
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import DynamicCache
 
+from fsdp_advisor.recording.losses.fused import causal_model
 from fsdp_advisor.recording.scoring import scoring, without_checkpointing
 
 if TYPE_CHECKING:
@@ -37,19 +41,48 @@ def batch_of(ids: torch.Tensor, completion_length: int, *, policy: bool, referen
     return batch | {name: torch.zeros(completions.shape) for name, needed in scores.items() if needed}
 
 
-def generate(module: nn.Module, batch: dict[str, torch.Tensor]) -> None:
-    """The first forward of transformers' `generate`, and the last one."""
+def generate(module: nn.Module, batch: dict[str, torch.Tensor], name: str) -> None:
+    """The first forward of transformers' `generate`, and the last one. `name`: the model's, for errors."""
     prompts, last = batch["prompt_ids"], batch["completion_ids"].shape[1] - 1
     cache = _GrowingCache(prompts.shape[1] + last)
-    with without_checkpointing(module), scoring("prefill"):
-        _sample(module(input_ids=prompts, past_key_values=cache))
+    with _generating(module), scoring("prefill"):
+        positions = _positions(module, batch["prompt_mask"], name)
+        _sample(module(input_ids=prompts.clone(), past_key_values=cache, **positions))
         torch.clear_autocast_cache()
+        del positions
     cache.is_last = True
-    with without_checkpointing(module), scoring("decode"):
+    with _generating(module), scoring("decode"):
         ids = torch.cat([prompts, batch["completion_ids"]], dim=1)
-        _sample(module(input_ids=ids[:, -1:].clone(), past_key_values=cache))
+        positions = _positions(module, torch.ones_like(ids), name)
+        of_last = {key: x[..., -1:].clone() for key, x in positions.items()}
+        _sample(module(input_ids=ids[:, -1:].clone(), past_key_values=cache, **of_last))
         torch.clear_autocast_cache()
-        del ids, cache
+        del ids, positions, of_last, cache
+
+
+@contextlib.contextmanager
+def _generating(module: nn.Module) -> Iterator[None]:
+    """Context of a forward within `generate`. PEFT's calls the model that has the adapters, whose forward accelerate does not wrap in
+    autocast: it computes in the dtype of the weights.
+
+    Source: peft 0.21, peft_model.py, `PeftModelForCausalLM.generate`; accelerate 1.15, accelerator.py, `prepare_model`.
+    """
+    is_peft = hasattr(module, "get_base_model")
+    autocasts = torch.is_autocast_enabled("cpu") and not is_peft
+    with without_checkpointing(module), torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+        yield
+
+
+def _positions(module: nn.Module, mask: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+    """The argument `position_ids` of a forward within `generate`: each sequence has positions of its own, if the model takes any.
+
+    Otherwise, as in training, all sequences share one row of positions. `mask`: of the tokens so far.
+    Source: transformers 5.23, generation/utils.py, `generate`, `_prepare_position_ids_for_generation`.
+    """
+    model = causal_model(module, name)
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return {}
+    return {"position_ids": model._prepare_position_ids_for_generation(mask, {"attention_mask": mask})}
 
 
 def _sample(logits: torch.Tensor) -> torch.Tensor:
@@ -85,7 +118,7 @@ def loss_of_grpo(source: PreferenceSource, module: nn.Module, batch: dict[str, t
     key = source.key
     size = batch["advantages"].shape[0] // key.generated
     if key.generates:
-        generate(module, batch)
+        generate(module, batch, source.name)
     if key.scores_policy:
         score(source, module, batch, "policy", size)
     if key.reference != "none":
@@ -93,7 +126,7 @@ def loss_of_grpo(source: PreferenceSource, module: nn.Module, batch: dict[str, t
             score(source, module, batch, "reference", size)
     part = {name: x[:size] if x.dim() else x for name, x in batch.items()}
     ids, mask = sequences(part)
-    logps, entropies = log_probs(module, ids, mask, key.completion_length)
+    logps, entropies = log_probs(module, ids, mask, key.completion_length, with_entropies=True)
     old = part.get("old_per_token_logps")
     old = logps.detach() if old is None else old
     completion_mask, advantages = part["completion_mask"], part["advantages"].unsqueeze(1)
@@ -126,14 +159,14 @@ def sequences(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def log_probs(
-    module: nn.Module, ids: torch.Tensor, mask: torch.Tensor, completion_length: int
+    module: nn.Module, ids: torch.Tensor, mask: torch.Tensor, completion_length: int, *, with_entropies: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The log-probabilities of the completions' tokens, and their entropies if the model's head computes them."""
+    """The log-probabilities of the completions' tokens, and their entropies if they are wanted and the model's head computes them."""
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :-completion_length] = -100
     outputs = module(input_ids=ids, labels=labels)
     torch.clear_autocast_cache()
     parts = {name: outputs[name][:, -completion_length:] for name in ("log_probs", "entropy") if name in outputs}
     logps = torch.cat([parts["log_probs"]], dim=0)
-    entropies = torch.cat([parts["entropy"]], dim=0) if "entropy" in parts and torch.is_grad_enabled() else None
+    entropies = torch.cat([parts["entropy"]], dim=0) if "entropy" in parts and with_entropies else None
     return logps, entropies

@@ -27,7 +27,13 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             [
                 ("no scores", ({}, {})),
                 ("half precision, accumulated", ({"precision": "bf16", **ACCUMULATED}, {"precision": "bf16", **ACCUMULATED})),
-                ("adapters", ({**LORA_SETTINGS, "beta": 0.1}, {**LORA_OPTIONS, "beta": 0.1})),
+                (
+                    "adapters",
+                    (
+                        {**LORA_SETTINGS, "beta": 0.1, "per_device_train_batch_size": 4},
+                        {**LORA_OPTIONS, "beta": 0.1, "micro_batch_size": 4},
+                    ),
+                ),
                 (
                     "generated within an update",
                     (
@@ -41,6 +47,9 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """The trainer's settings, and the same as options of an estimate."""
+UNSPLIT = 1 << 20
+"""The allocator leaves so much of a large block unused. It counts at the peak of a phase, and at that of the step, whose libraries are
+added to a phase. Source: c10/core/CachingDeviceAllocator.h, should_split."""
 
 
 SCRIPT = f"""
@@ -76,10 +85,41 @@ def test_steps_and_phases_need_what_is_predicted(
     job = json.dumps({**SETTINGS, **usual, **settings})
     found = run_on_ranks("rollouts.py", json.dumps(CONFIG), job, gpus=options.get("gpus", 1))
     row = predicted(tmp_path, **{"task": "grpo", **usual, **options})
-    assert row.peak_allocated_bytes == pytest.approx(found["train"], rel=1e-3)
+    assert row.peak_allocated_bytes == pytest.approx(max(found.values()), rel=1e-3)
     libraries = row.peak_allocated_bytes - row.peak_tensor_bytes
     for phase in {"generate", "score"} & set(row.job.phases):
-        assert row.job.phases[phase].gpu_bytes + libraries == pytest.approx(found[phase], rel=2e-3)
+        predicted_bytes = row.job.phases[phase].gpu_bytes + libraries
+        assert predicted_bytes == pytest.approx(found[phase], rel=2e-3, abs=2 * UNSPLIT)
+
+
+EVALUATING: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 24}
+EVALUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
+    taken(
+        [("a reference and old scores", (OLD, OLD))],
+        [
+            ("no scores, accumulated", (ACCUMULATED, ACCUMULATED)),
+            ("adapters", ({**LORA_SETTINGS, "beta": 0.1}, {**LORA_OPTIONS, "beta": 0.1})),
+            ("a copy that FSDP2 shards", ({**OLD, **FSDP2_SETTINGS}, {**OLD, **FSDP2_OPTIONS})),
+        ],
+    )
+)
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_evaluations_need_what_is_predicted(
+    name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
+) -> None:
+    """They generate and score completions of their own."""
+    settings, options = EVALUATIONS[name]
+    usual = {"max_completion_length": 64, "num_generations": 2, "steps_per_generation": 1}
+    job = json.dumps({**SETTINGS, **usual, **EVALUATING, **settings})
+    found = run_on_ranks("rollouts.py", json.dumps(CONFIG), job, gpus=options.get("gpus", 1))
+    evaluates = {"eval_strategy": "steps", "per_device_eval_batch_size": EVALUATING["per_device_eval_batch_size"]}
+    row = predicted(tmp_path, **{"task": "grpo", **usual, **evaluates, **options})
+    assert row.evaluation is not None  # its simulation goes on from the steps'
+    assert row.evaluation.allocated_peak_bytes == pytest.approx(max(found["train"], found["evaluate"]), rel=1e-3)
+    libraries = row.peak_allocated_bytes - row.peak_tensor_bytes
+    assert row.job.phases["evaluate"].gpu_bytes + libraries == pytest.approx(found["evaluate"], rel=0.01)
 
 
 @in_turn(1, of=2)

@@ -90,7 +90,7 @@ class FusedLossSource(WrappedSource):
         super().configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
         if self.task != "causal-lm":
             raise NotRecordable(f"{self.name}: {self.not_causal.format(task=self.task)}", hint=self.instead)
-        self.fuse(_causal_model(module, self.name))
+        self.fuse(causal_model(module, self.name))
 
     def fuse(self, model: PreTrainedModel) -> None:
         """Give the model its module by `set_loss`."""
@@ -98,7 +98,7 @@ class FusedLossSource(WrappedSource):
 
     def root_modules(self, module: nn.Module) -> RootModules:
         found = super().root_modules(module)
-        fused = _causal_model(module, self.name).__dict__.get("fused_loss")
+        fused = causal_model(module, self.name).__dict__.get("fused_loss")
         return found if fused is None else RootModules(found.embedding, found.final_norm, fused)
 
 
@@ -113,7 +113,8 @@ def fused_loss_of(model: PreTrainedModel) -> FusedLoss:
     return fused
 
 
-def _causal_model(module: nn.Module, name: str) -> PreTrainedModel:
+def causal_model(module: nn.Module, name: str) -> PreTrainedModel:
+    """The model of transformers that has the head, within adapters' wrappers. Raises NotRecordable if there is none."""
     for inner in module.modules():
         if isinstance(inner, PreTrainedModel) and isinstance(inner.get_output_embeddings(), nn.Linear):
             return inner

@@ -40,6 +40,9 @@ class Phases(TrainerCallback):  # type: ignore[misc]  # transformers is not inst
         self.ends("train")
         self.steps = state.global_step
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.ends("evaluate")
+
 
 class Trainer(GRPOTrainer):  # type: ignore[misc]  # likewise
     """A trainer of prompts and completions that have a fixed length."""
@@ -51,14 +54,17 @@ class Trainer(GRPOTrainer):  # type: ignore[misc]  # likewise
         return [list(range(1, self.prompt_length + 1)) for _ in prompts], None, {}
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
-        self.phases.ends("train")
+        if self.model.training:
+            self.phases.ends("train")
         super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        self.phases.ends("generate")
+        if self.model.training:
+            self.phases.ends("generate")
         return [[5] * self.max_completion_length for _ in prompt_ids], None
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         found = super()._generate_and_score_completions(inputs)
-        self.phases.ends("score")
+        if self.model.training:
+            self.phases.ends("score")
         return found
 
 
@@ -77,9 +83,11 @@ def main() -> None:
         bf16=precision == "bf16-mixed", disable_tqdm=True, generation_kwargs={"eos_token_id": NO_TOKEN}, **job,
     )  # fmt: skip
     Trainer.prompt_length = length - arguments.max_completion_length
+    evaluated = Dataset.from_dict({"prompt": ["a"] * 24})
     trainer = Trainer(
         model(), reward_funcs=lambda completions, **_: [0.0] * len(completions), args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": ["a"] * 64}), processing_class=tokenizer(), peft_config=LORA if lora else None,
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * 64}), eval_dataset=evaluated,
+        processing_class=tokenizer(), peft_config=LORA if lora else None,
         callbacks=[Trainer.phases],
     )  # fmt: skip
     trainer.train()
