@@ -84,12 +84,16 @@ def with_evaluation(
     """The operations of steps with an evaluation between two of them. `forward`: the operations of its forwards as steps.
 
     `before`: bytes of what is alive during the last forward. `after`: what follows it, in order: bytes to allocate, or those of an
-    earlier storage, negative, to free. Everything is freed in the end.
+    earlier storage, negative, to free. Everything is freed in the end, such as the units that a forward without backward leaves gathered.
     """
     requests = [*steps.requests, *forward.requests]
     own = {operation >> 2 for operation in forward.following if operation & 3 == MALLOC}
     shift = 4 * len(steps.requests)
-    run = [op if op & 3 == WAIT else op + shift for op in forward.following if op & 3 == WAIT or op >> 2 in own]
+    ends = next((at for at, phase, _ in forward.visits if phase == "optimizer"), len(forward.following))
+
+    def run(operations: Sequence[int]) -> list[int]:
+        return [op if op & 3 == WAIT else op + shift for op in operations if op & 3 == WAIT or op >> 2 in own]
+
     between: list[int] = []
     alive: list[int] = []
 
@@ -105,10 +109,10 @@ def with_evaluation(
 
     for n_bytes in before:
         change(n_bytes)
-    between += run
+    between += run(forward.following[:ends])
     for n_bytes in after:
         change(n_bytes)
-    between += [number * 4 + FREE for number in alive]
+    between += [*run(forward.following[ends:]), *(number * 4 + FREE for number in alive)]
     return replace(steps, requests=tuple(requests), between=tuple(between))
 
 
