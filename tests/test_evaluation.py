@@ -40,7 +40,13 @@ def row(model: str, **options: Any) -> StrategyEstimate:
         ({"eval_strategy": "no", "compute_metrics": True}, "the job does not evaluate"),
         ({"compute_metrics": True}, "whose size is unknown"),
         (
-            {"framework": "trl", "task": "grpo", "max_completion_length": 8, "per_device_eval_batch_size": 3, "micro_batch_size": 8},
+            {
+                "framework": "trl",
+                "task": "grpo",
+                "max_completion_length": 8,
+                "per_device_eval_batch_size": 3,
+                "micro_batch_size": 8,
+            },
             "micro-batch of evaluation 3 x ranks 1 = 3, not a multiple of --num-generations 8",
         ),
     ],
@@ -126,7 +132,6 @@ def test_grpo_evaluates_with_completions_of_its_own(model: str) -> None:
     found = row(model, framework="trl", task="grpo", max_completion_length=8, micro_batch_size=8)
     assert found.evaluation is not None and found.job is not None
     assert 0 < found.job.phases["evaluate"].gpu_bytes <= found.evaluation.allocated_peak_bytes
-
 
 
 def _profile(model: str) -> Any:
