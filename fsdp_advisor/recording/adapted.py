@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from fsdp_advisor.errors import ADAPTERS_EXTRA, MissingExtra, UsageError
 from fsdp_advisor.job.adaptation import CONFIG_KEY, TASK_TYPES, Adaptation
 from fsdp_advisor.model.freezing import check_patterns, matches
 from fsdp_advisor.model.quantization import Quantization, is_packed_checkpoint
+from fsdp_advisor.recording.boft import layers_without_values
 from fsdp_advisor.recording.checkpointing import arguments
 from fsdp_advisor.recording.packed import adapter_layers, pack
 from fsdp_advisor.recording.quantized import nothing_compiled, prepare_for_training, quantize
@@ -110,7 +112,9 @@ class AdaptedSource(WrappedSource):
             config = kind(task_type=TASK_TYPES.get(self.task), **{k: v for k, v in values.items() if k != "task_type"})
             if self._packed and isinstance(config, peft.LoraConfig):
                 config._register_custom_module(adapter_layers())
-            with torch.device("meta"), warnings.catch_warnings():
+            is_boft = isinstance(config, peft.BOFTConfig)
+            building = layers_without_values(config.boft_n_butterfly_factor) if is_boft else contextlib.nullcontext()
+            with torch.device("meta"), warnings.catch_warnings(), building:
                 warnings.simplefilter("ignore")
                 adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
         except Exception as error:  # PEFT raises many kinds for a configuration that does not fit the model

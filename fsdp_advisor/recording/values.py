@@ -30,8 +30,10 @@ LARGEST = 256 << 20
 _aten: Any = torch.ops.aten
 _ITEM = _aten._local_scalar_dense.default
 _INDEX, _SELECT = _aten.index.Tensor, _aten.masked_select.default
-_EQUALS = _aten.eq.Scalar
-"""Of numbers that are not known, as of pixels: none of them equals the number. Idefics looks so for tiles that are padding."""
+_FALSE = (_aten.eq.Scalar, _aten.isinf.default)
+"""Of numbers that are not known, as of pixels or weights: none of them equals the number or is infinite. Idefics looks so for tiles that
+are padding, and VB-LoRA for weights that a checkpoint lacks.
+"""
 _SIZED_BY_VALUES = (
     _INDEX, _SELECT, _aten.nonzero.default, _aten.repeat_interleave.Tensor, _aten._unique2.default,
     _aten.unique_consecutive.default, _aten.unique_dim.default, _aten.bincount.default,
@@ -81,7 +83,7 @@ class KnownValues(TorchDispatchMode):
         result = func(*args, **kwargs)
         for tensor in written:
             self._forget(tensor)
-        if func is _EQUALS and _are_few([result]):
+        if func in _FALSE and _are_few([result]):
             self._learn(result, None)
         elif func is _CHOICE and self.assumes_result_of(func):
             self._choose(result[1], args[0].shape, kwargs.get("dim", args[2] if len(args) > 2 else -1))
@@ -150,10 +152,10 @@ class KnownValues(TorchDispatchMode):
         self._known[key] = (weakref.ref(storage, lambda _: self._known.pop(key, None)), held)
 
     def assumes_result_of(self, func: Any) -> bool:
-        """Whether this mode assumes a result of the operator if its inputs are unknown: `eq` is False, and a router chooses by
-        `expert_imbalance`.
+        """Whether this mode assumes a result of the operator if its inputs are unknown: comparisons are False, and a router
+        chooses by `expert_imbalance`.
         """
-        return func is _EQUALS or (func is _CHOICE and self._expert_imbalance is not None)
+        return func in _FALSE or (func is _CHOICE and self._expert_imbalance is not None)
 
     def _choose(self, indices: torch.Tensor, scores: torch.Size, dim: int) -> None:
         """Keep the choices of a router in the dimension `dim` of its scores."""

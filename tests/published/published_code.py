@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from transformers.loss import loss_utils
 
 from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
+from fsdp_advisor.model.profile import Unit
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.recording import Recorder, adapted
@@ -145,6 +147,10 @@ def model_with(name: str, adaptation: Adaptation, variant: Variant) -> Resolved:
     return _recorded(name, json.dumps(adaptation.as_dict(), sort_keys=True), variant)
 
 
+def _without_permutations(unit: Unit) -> Unit:
+    return replace(unit, buffers=tuple(buffer for buffer in unit.buffers if not buffer.name.endswith("boft_P")))
+
+
 @cache
 def _recorded(name: str, adaptation: str, variant: Variant) -> Resolved:
     plain = resolve(name)
@@ -156,6 +162,14 @@ def _recorded(name: str, adaptation: str, variant: Variant) -> Resolved:
     config = {**plain.profile.config, CONFIG_KEY: changed.as_dict()} if changed else plain.profile.config
     recorder = Recorder(VariantSource(source_of(config, name=name, task=plain.profile.task), variant))
     profile = recorder.profile
+    if variant.permutations_on_host:
+        profile = replace(
+            profile,
+            root=_without_permutations(profile.root),
+            stacks=tuple(
+                replace(stack, units=tuple(map(_without_permutations, stack.units))) for stack in profile.stacks
+            ),
+        )
     return Resolved(
         name=name,
         source="config",

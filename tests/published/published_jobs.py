@@ -28,6 +28,8 @@ class Variant:
     (GPTBigCodeModel.forward; found in a rehearsal of that version). `head_upcasts`: the model itself returns fp32
     logits, as before transformers 4.45 (models/llama/modeling_llama.py). `gptq_group_size`: the base is a GPTQ
     checkpoint of 4 bits with groups of so many inputs (-1: all of them), in the layers of fms-acceleration's plugin.
+    `permutations_on_host`: BOFT's permutations stay on the host, because PEFT moves adapters to the model's device but not this buffer
+    (tuners/boft/layer.py, `adapter_layer_names`), and the loop moves no model. Each forward copies them.
     """
 
     shifts_logits: bool = False
@@ -38,6 +40,7 @@ class Variant:
     keeps_keys_and_values: bool = False
     head_upcasts: bool = False
     gptq_group_size: int | None = None
+    permutations_on_host: bool = False
 
 
 INSTALLED = Variant()
@@ -211,7 +214,9 @@ def _peft(row: Measurement) -> Mapped | Unmapped:
     }
     if job["peft_config"] is not None:
         options["peft_config"] = job["peft_config"]
-    return Mapped(options=options, variant=Variant(keeps_outputs=True), compares_speed=False)
+    is_boft = (job["peft_config"] or {}).get("peft_type") == "BOFT"
+    variant = Variant(keeps_outputs=True, permutations_on_host=is_boft)
+    return Mapped(options=options, variant=variant, compares_speed=False)
 
 
 # ms-swift's benchmark of 2024: torch 2.1, LoRA of rank 8 on q, k and v, bf16 autocast over a bf16 base, gradient checkpointing,

@@ -45,6 +45,7 @@ METHODS: tuple[dict[str, Any], ...] = (
     {"peft_type": "LOKR", "target_modules": ["q_proj"]},
     {"peft_type": "OFT", "oft_block_size": 32},
     {"peft_type": "FOURIERFT"},
+    {"peft_type": "BOFT", "boft_block_size": 4, "boft_n_butterfly_factor": 2, "target_modules": ["q_proj"]},
     {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 8},
 )
 SHARING: tuple[dict[str, Any], ...] = (

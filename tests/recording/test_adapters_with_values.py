@@ -1,0 +1,38 @@
+"""Adapters whose code in PEFT looks at values of tensors, which a recording does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from tiny_llama import LLAMA  # after the checks for the packages
+
+from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.recording import Recorder, source_of
+
+pytestmark = pytest.mark.slow
+
+TARGETS = {"target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("peft", "trained_per_layer"),
+    [
+        # blocks (factors, H / 4, 4, 4) and a scale of each output
+        ({"peft_type": "BOFT", "boft_block_size": 4, "boft_n_butterfly_factor": 1}, lambda hidden: 4 * hidden + hidden),
+        # logits of rank 4 for H / 16 tiles on both sides, over 16 vectors; the vectors are shared
+        ({"peft_type": "VBLORA", "num_vectors": 16, "vector_length": 16}, lambda hidden: 2 * 4 * hidden // 16 * 16),
+    ],
+)
+def test_methods_that_look_at_values_are_recorded(peft: dict[str, Any], trained_per_layer: Any) -> None:
+    config = {**LLAMA, CONFIG_KEY: Adaptation(peft={**peft, **TARGETS}).as_dict()}
+    recorder = Recorder(source_of(config, name="x"))
+    profile = recorder.profile
+    shared = 16 * 16 if peft["peft_type"] == "VBLORA" else 0
+    assert profile.trainable_parameters == LLAMA["num_hidden_layers"] * trained_per_layer(LLAMA["hidden_size"]) + shared
+    assert recorder.tape(TapeKey("plain", "bf16", "sdpa", "none", at=(1, 64))).segments
