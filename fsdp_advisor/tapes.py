@@ -68,9 +68,9 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
         key = replace(key, activation_offload=plan.offload_code)
     if plan.evaluates:
         key = replace(key, evaluates=True)
-    if plan.compile == "layer":
+    if plan.compile != "none":
         in_ddp = plan.backend == "ddp" and plan.world_size > 1
-        compiled: TapeCompile = "layer-ddp" if in_ddp else "layer"
+        compiled: TapeCompile = ("layer-ddp" if plan.compile == "layer" else "model-ddp") if in_ddp else plan.compile
         key = replace(key, compile=compiled, memory_budget=plan.memory_budget, at=plan.tape_shape)
     if plan.fp8 != "none":
         key = replace(key, fp8=plan.fp8)

@@ -68,7 +68,7 @@ def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
             f"activation checkpointing {plan.activation_checkpointing}{offloaded}, {plan.attention} attention, {plan.optim}"
             + (f", loss {plan.loss_code}" if plan.loss_code != "full" else "")
             + (", Liger's kernels" if plan.use_liger_kernel else "")
-            + (", layers compiled" if plan.compile == "layer" else "")
+            + {"none": "", "layer": ", layers compiled", "model": ", model compiled"}[plan.compile]
             + (f" with memory budget {plan.memory_budget:g}" if plan.memory_budget != 1 else "")
             + (f", fp8 {plan.fp8}" if plan.fp8 != "none" else "")
             + (f", MLP in shards ({plan.tiled_mlp})" if plan.tiled_mlp != "none" else "")

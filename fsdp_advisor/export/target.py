@@ -36,7 +36,7 @@ class Target:
     - `write(job)`: the text of the file, and notes.
     - `usage(job, file)`: the line that uses the file. It is a shell command if `command` is true.
     - `backend`: the only backend the consumer has, where `--backend auto` would choose another; else None.
-    - `compiles`: whether the file compiles each layer and converts linear layers to fp8, or leaves that to the user's script.
+    - `compiles`: whether the file compiles layers or the model and converts linear layers to fp8, or leaves that to the user's script.
     - `tiles`: whether the file says that feed-forward networks run in shards.
     - `framework`: the framework whose behaviour is estimated for this consumer.
     """
@@ -62,7 +62,7 @@ class Target:
                 f"no exported file loads a {job.adaptation.packed_by} checkpoint with gptqmodel's kernels for training"
             )
         if job.plan.compile != "none" and not self.compiles:
-            return "its file does not compile each layer by itself; use the target fsdp2 or ddp"
+            return "its file does not compile the model or its layers; use the target fsdp2 or ddp"
         if job.plan.fp8 != "none" and not self.compiles:
             return "its file does not convert linear layers to fp8 by torchao; use the target fsdp2 or ddp"
         if job.plan.tiled_mlp != "none" and not self.tiles:

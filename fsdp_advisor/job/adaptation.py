@@ -61,6 +61,7 @@ class Adaptation:
     `checkpoint_every`: N if one of N layers is checkpointed, which then is a layer of another kind; 0 if all or none are.
     `own_model`: the framework that trains its own class instead of that of transformers. `reward_head`: whether the model makes one
     number of each sequence, as transformers' sequence classification with one label, instead of logits of a vocabulary.
+    `in_one_graph`: whether the compiler makes one graph of the whole model, so that no layer has a step of its own.
     """
 
     peft: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -70,6 +71,7 @@ class Adaptation:
     checkpoint_every: int = 0
     own_model: str = ""
     reward_head: bool = False
+    in_one_graph: bool = False
 
     def __bool__(self) -> bool:
         return self != UNCHANGED
@@ -119,6 +121,8 @@ class Adaptation:
             del values["own_model"]
         if not self.reward_head:
             del values["reward_head"]
+        if not self.in_one_graph:
+            del values["in_one_graph"]
         return json.loads(json.dumps(values, sort_keys=True))  # type: ignore[no-any-return]
 
     @classmethod
@@ -132,6 +136,7 @@ class Adaptation:
             checkpoint_every=values.get("checkpoint_every", 0),
             own_model=values.get("own_model", ""),
             reward_head=values.get("reward_head", False),
+            in_one_graph=values.get("in_one_graph", False),
         )
 
 
@@ -164,13 +169,14 @@ def adaptation_of(request: EstimateRequest) -> Adaptation:
         prepared=prepared,
         checkpoint_every=every_nth_layer(request.activation_checkpointing),
         reward_head=request.task == "reward",
+        in_one_graph=request.compile == "model",
     )
 
 
 def may_adapt(request: EstimateRequest) -> bool:
-    """Whether an answer adapts the model: the request does, or its search compares methods that do."""
+    """Whether an answer changes what the model has or trains: the request does, or its search compares methods that do."""
     compares = isinstance(request, RecommendRequest) and request.method == "any"
-    return compares or bool(adaptation_of(request))
+    return compares or bool(replace(adaptation_of(request), in_one_graph=False))
 
 
 def launched(request: EstimateRequest) -> Adaptation:

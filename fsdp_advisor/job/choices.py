@@ -25,7 +25,7 @@ Framework = Literal["torch", "accelerate", "trainer", "deepspeed", "trl", "torch
 Loss = Literal["auto", "full", "chunked", "liger", "cce"]
 TrainingTask = Literal["sft", "dpo", "kto", "reward", "grpo"]
 Packing = Literal["none", "bfd", "wrapped"]
-Compile = Literal["none", "layer"]
+Compile = Literal["none", "layer", "model"]
 Fp8 = Literal["none", "tensorwise", "rowwise"]
 """A recipe of torchao's float8 training, by its name there."""
 OffloadDevice = Literal["cpu", "nvme"]

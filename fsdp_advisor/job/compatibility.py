@@ -121,7 +121,7 @@ def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]
     unable = unable_backends(request.optim, request.framework)
     known = tuple(b for b in FRAMEWORKS[request.framework].backends if b not in unable)
     if request.compile != "none":
-        known = tuple(b for b in known if b in COMPILING)
+        known = tuple(b for b in known if b in COMPILING[request.compile])
     if request.fp8 != "none":
         known = tuple(b for b in known if b in CONVERTING)
     if offload != "none" and request.offload_device == "nvme":

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import may_adapt
-from fsdp_advisor.job.choices import Backend
+from fsdp_advisor.job.choices import Backend, Compile
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 
-COMPILING: tuple[Backend, ...] = ("ddp", "fsdp2")
+COMPILING: dict[Compile, tuple[Backend, ...]] = {"layer": ("ddp", "fsdp2"), "model": ("ddp",)}
 """The backends whose compiled steps were compared with PyTorch's own."""
 
 
@@ -16,11 +16,11 @@ def check_compile(request: EstimateRequest) -> None:
     """Raises UsageError for a job that is not modelled with compiled layers, whatever its strategy."""
     if request.compile == "none":
         if request.memory_budget != 1:
-            raise UsageError("--memory-budget is a setting of the compiler", hint="add --compile layer")
+            raise UsageError("--memory-budget is a setting of the compiler", hint="add --compile layer or model")
         return
     if request.memory_budget != 1 and request.activation_checkpointing != "none":
         raise UsageError(
-            "--memory-budget recomputes within compiled layers, which are then not checkpointed",
+            "--memory-budget recomputes within compiled code, whose layers are then not checkpointed",
             hint="leave --activation-checkpointing out",
         )
     lacking = {
@@ -34,14 +34,17 @@ def check_compile(request: EstimateRequest) -> None:
         "adapters, quantized or frozen weights": may_adapt(request),
     }  # fmt: skip
     if found := [what for what, is_asked in lacking.items() if is_asked]:
-        raise UsageError(f"compiled layers are not modelled with {found[0]}", hint="leave one of the two out")
+        raise UsageError(
+            f"--compile {request.compile} is not modelled with {found[0]}", hint="leave one of the two out"
+        )
 
 
 def refused_compile(plan: Plan) -> UsageError | None:
-    """Why the plan's backend is not modelled with compiled layers. None if it is."""
-    if plan.compile == "none" or plan.backend in COMPILING:
+    """Why the plan's backend is not modelled with compiled code. None if it is."""
+    if plan.compile == "none" or plan.backend in COMPILING[plan.compile]:
         return None
+    why = ", whose hooks divide the graph" if plan.compile == "model" and plan.backend == "fsdp2" else ""
     return UsageError(
-        f"compiled layers are not modelled with backend {plan.backend}",
-        hint=f"use --backend {' or '.join(COMPILING)}, or leave --compile out",
+        f"--compile {plan.compile} is not modelled with backend {plan.backend}{why}",
+        hint=f"use --backend {' or '.join(COMPILING[plan.compile])}, or leave --compile out",
     )

@@ -128,10 +128,19 @@ UseLigerKernel = Annotated[
 CompileOption = Annotated[
     Compile,
     Rule(
-        about="part of the model that torch.compile compiles: layer is each layer by itself, as in torchtitan",
+        about="part of the model that torch.compile compiles: layer is each layer by itself, as in torchtitan; model is the whole "
+        "model with its loss, on one GPU or with DDP",
         group=GROUP,
-        synonyms={"layers": "layer", "block": "layer", "blocks": "layer", "regional": "layer", "regions": "layer"},
-        not_modelled=("model", "whole", "true", "reduce-overhead", "max-autotune"),
+        synonyms={
+            "layers": "layer",
+            "block": "layer",
+            "blocks": "layer",
+            "regional": "layer",
+            "regions": "layer",
+            "whole": "model",
+            "true": "model",
+        },
+        not_modelled=("reduce-overhead", "max-autotune"),
     ),
 ]
 MemoryBudget = Annotated[

@@ -43,11 +43,13 @@ def kernel_notes(profile: Profile | None) -> list[str]:
 
 
 def compile_notes(compile: str) -> list[str]:
-    """Notes on figures of compiled layers."""
+    """Notes on figures of compiled code."""
     if compile == "none":
         return []
+    masked = "compiled code cannot see that no sequences are packed, so that decoders of transformers make a mask of all pairs of tokens"
     return [
-        "compiled layers: simulated_peak_bytes is of the code as it is, on a CPU; all other figures are of what Inductor makes of it",
+        *[masked] * (compile == "model"),
+        f"--compile {compile}: simulated_peak_bytes is of the code as it is, on a CPU; all other figures are of what Inductor makes of it",
         "Inductor chooses the number of partial sums for a GPU with the 132 multiprocessors of an H100; the first step, which compiles, is"
         " not included",
     ]

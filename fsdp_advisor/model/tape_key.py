@@ -31,8 +31,9 @@ half precision on Hopper and Blackwell."""
 TapeCheckpointing = Literal["none", "full", "reentrant", "every", "selective", "selective-trl"]
 """``every``: some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``: torchtitan's policy."""
 
-TapeCompile = Literal["none", "layer", "layer-ddp"]
-"""``layer``: the code of each layer is compiled, in the forward of DDP ``layer-ddp``, which divides it at the bounds of its buckets."""
+TapeCompile = Literal["none", "layer", "layer-ddp", "model", "model-ddp"]
+"""``layer``: the code of each layer is compiled; ``model``: the model's as a whole, which has no layers then (`Adaptation.in_one_graph`).
+``layer-ddp`` and ``model-ddp``: the same in the forward of DDP, which divides graphs at the bounds of its buckets."""
 
 
 @dataclass(frozen=True, order=True)
@@ -110,6 +111,11 @@ class TapeKey:
     def compiles(self) -> bool:
         """Whether compiled code is recorded."""
         return self.compile != "none" and self.device == "gpu"
+
+    @property
+    def compiles_whole(self) -> bool:
+        """Whether the whole model is compiled code."""
+        return self.compiles and self.compile.startswith("model")
 
     @property
     def mixed(self) -> bool:

@@ -19,7 +19,7 @@ from fsdp_advisor.recording.boft import layers_without_values
 from fsdp_advisor.recording.checkpointing import arguments
 from fsdp_advisor.recording.packed import adapter_layers, pack
 from fsdp_advisor.recording.quantized import nothing_compiled, prepare_for_training, quantize
-from fsdp_advisor.recording.source import Source, WrappedSource
+from fsdp_advisor.recording.source import LayerStack, Source, WrappedSource
 from fsdp_advisor.recording.transformers_models import TransformersSource
 
 
@@ -53,6 +53,14 @@ class AdaptedSource(WrappedSource):
 
     def config(self) -> dict[str, object]:
         return {**self._base.config(), CONFIG_KEY: self._recorded_as}
+
+    def stacks(self, module: nn.Module) -> list[LayerStack]:
+        """The layers, which are parts of the root if all are in one graph."""
+        return [] if self._adaptation.in_one_graph else self._base.stacks(module)
+
+    def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
+        if not self._adaptation.in_one_graph:
+            self._base.keep_layers(module, kept)
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """The adapted model. A base that bitsandbytes quantizes is loaded in its compute dtype; the rest of it is in fp32 then. A GPTQ

@@ -1,4 +1,4 @@
-"""Layers that `torch.compile` compiles for a GPU, for recording on a machine without one.
+"""Modules that `torch.compile` compiles for a GPU, for recording on a machine without one.
 
 Dynamo, AOTAutograd with its partitioner, and Inductor are PyTorch's own and run as in training. What differs is the device: graphs are
 traced on fake CPU tensors and moved to a GPU that does not exist before Inductor sees them. The Python code that Inductor generates, with
@@ -56,20 +56,20 @@ BUCKET_BYTES = 25 * 2**20
 CAPABILITY = (PROPERTIES.major, PROPERTIES.minor)
 
 
-def compile_layers(layers: Iterable[nn.Module], *, in_ddp: bool) -> None:
-    """Compile the forward of each layer. Hooks run outside of it, as do those of FSDP2.
+def compile_modules(modules: Iterable[nn.Module], *, in_ddp: bool) -> None:
+    """Compile the forward of each module. Hooks run outside of it, as do those of FSDP2.
 
-    `in_ddp`: whether layers run in the forward of DDP. There Dynamo divides graphs at the bounds of DDP's buckets.
+    `in_ddp`: whether modules run in the forward of DDP. There Dynamo divides graphs at the bounds of DDP's buckets.
     Source: torch/_dynamo/convert_frame.py, CatchErrorsWrapper (torch 2.13).
     """
     backend = DDPOptimizer(BUCKET_BYTES, _backend).compile_fn if in_ddp else _backend
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, backend=backend)
+    for module in modules:
+        module.forward = torch.compile(module.forward, backend=backend)
 
 
 @contextlib.contextmanager
 def compiler(memory_budget: float = 1.0) -> Iterator[None]:
-    """Context in which `compile_layers` compiles for a GPU, and the compiled layers run.
+    """Context in which `compile_modules` compiles for a GPU, and the compiled layers run.
 
     `memory_budget`: AOTAutograd's `activation_memory_budget`, between 0 (only inputs of graphs are kept for backward) and 1.
     """

@@ -278,11 +278,12 @@ class Recorder:
             checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
         if key.fp8 != "none":
             convert_linears(model, key.fp8, source.root_modules(model).head)
-        packed = key.batch in ("flattened", "flattened-trl")
+        # compiled code cannot read whether sequences are packed, so that transformers assumes that they are
+        packed = key.batch in ("flattened", "flattened-trl") or key.compiles_whole
         if key.liger_kernels:
             check_kernels(model, self.source.name)
         if key.compiles:  # Inductor takes a second to import
-            from fsdp_advisor.recording.compiled import compile_layers, compiler, functions_of_graphs
+            from fsdp_advisor.recording.compiled import compile_modules, compiler, functions_of_graphs
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(steady())
             contexts.enter_context(softmax_scratch())
@@ -307,7 +308,7 @@ class Recorder:
             materialise(model, half, half if key.uses_flat_parameter else None)
             if key.compiles:
                 layers = (layer for stack in source.stacks(model) for layer in stack.layers)
-                compile_layers(layers, in_ddp=key.compile == "layer-ddp")
+                compile_modules((model,) if key.compiles_whole else layers, in_ddp=key.compile.endswith("-ddp"))
             yield Step(source, model, key, units, self._replaced, self._operators, sums_in_place=sums_in_place)
 
 

@@ -64,7 +64,7 @@ class Step:
         for place in places:
             _UnitHooks(self, place)
         modules = source.root_modules(model)
-        if modules.head is not None:
+        if modules.head is not None and not key.compiles_whole:
             modules.head.register_forward_pre_hook(self._head_begins, with_kwargs=True)
         if key.engine == "fsdp2" and task_of(source.task).has_root_units:
             marked = replace(modules, head=None) if key.gathered_head else modules

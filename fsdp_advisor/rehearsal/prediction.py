@@ -61,8 +61,8 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         raise NotRecognized("some parameters are frozen, without adapters")
     if task["name"] not in get_args(TrainingTask):
         raise NotRecognized(f"{task['name']} of TRL is not recognized; estimate --task describes its job")
-    if model.get("compile", "none") == "model":
-        raise NotRecognized("torch.compile of more than each layer is not modelled")
+    if model.get("compile", "none") == "parts":
+        raise NotRecognized("torch.compile of parts other than each layer or the model is not modelled")
     path = folder / "config.json"
     quantization = _quantization(model["config"])
     config = {name: v for name, v in model["config"].items() if not (quantization and name == "quantization_config")}
@@ -93,7 +93,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
 
 
 def _compile(model: Mapping[str, Any]) -> dict[str, str]:
-    """The options of compiled layers. Scripts may set the compiler's memory budget without compiling."""
+    """The options of compiled code. Scripts may set the compiler's memory budget without compiling."""
     if model.get("compile", "none") == "none":
         return {}
     budget = model.get("memory_budget", 1.0)

@@ -229,9 +229,9 @@ def job_items(report: Report) -> tuple[str, ...]:
     if request.expert_imbalance != 1.0:
         items.append(f"busiest expert {request.expert_imbalance:g} times the mean")
     items += ["activations on the host"] if request.activation_offload else []
-    if request.compile == "layer":
+    if request.compile != "none":
         budget = f" with memory budget {request.memory_budget:g}" if request.memory_budget != 1 else ""
-        items.append(f"layers compiled{budget}")
+        items.append(f"{'layers' if request.compile == 'layer' else 'model'} compiled{budget}")
     items += [f"MLP in shards ({request.tiled_mlp})"] if request.tiled_mlp != "none" else []
     items += [changed] if (changed := adaptation_of(request).on_checkpoint(report.packed).text) else []
     if request.dtype != "auto":

@@ -141,10 +141,10 @@ def assemble(run: RealRun, mesh: DeviceMesh | None) -> Trainer:
         convert_linears(model, plan.fp8, source.root_modules(model).head)
     if plan.tiled_mlp != "none":
         tile_mlps(source.stacks(model), f"{tiled_mlp_code(plan)}:{plan.tiled_mlp}", source.name)
-    if plan.compile == "layer":
+    if plan.compile != "none":
         functorch_config.activation_memory_budget = plan.memory_budget
-        for layer in layers_of(source.stacks(model)):
-            layer.compile()
+        for module in layers_of(source.stacks(model)) if plan.compile == "layer" else [model]:
+            module.compile()
     if plan.offload_code == "inputs":
         save_inputs_on_host(model, functools.partial(save_on_cpu, pin_memory=device == "cuda"))
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Steps whose layers torch.compile compiles on a simulated GPU, compared with the prediction."""
+"""Steps that torch.compile compiles on a simulated GPU, by layers or as a whole, compared with the prediction."""
 
 from __future__ import annotations
 
@@ -45,33 +45,46 @@ MORE = {
 CASES: dict[str, Job] = dict(taken(list(JOBS.items()), list(MORE.items())))
 """Configuration, engine, precision, checkpointing, micro-batch, sequence length."""
 
-BUDGETS: dict[str, tuple[Job, float]] = dict(
+OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
     taken(
-        [("llama, half", (_job("llama", "single", "bf16"), 0.5))],
         [
-            ("llama, nothing but inputs", (_job("llama", "single", "bf16-mixed"), 0.0)),
-            ("qwen3, sharded", (_job("qwen3", "fsdp2", "bf16-mixed"), 0.3)),
-            ("qwen3_moe, half", (_job("qwen3_moe", "single", "bf16"), 0.5)),
+            ("llama, half of the budget", (_job("llama", "single", "bf16"), {"memory_budget": 0.5})),
+            ("llama as a whole", (_job("llama", "single", "bf16"), {"compile": "model"})),
+            ("qwen3_moe as a whole", (_job("qwen3_moe", "single", "bf16-mixed"), {"compile": "model"})),
+            ("llama as a whole in DDP", (_job("llama", "ddp", "bf16-mixed"), {"compile": "model"})),
         ],
+        [
+            ("llama, nothing but inputs", (_job("llama", "single", "bf16-mixed"), {"memory_budget": 0.0})),
+            ("qwen3, sharded", (_job("qwen3", "fsdp2", "bf16-mixed"), {"memory_budget": 0.3})),
+            ("qwen3_moe, half", (_job("qwen3_moe", "single", "bf16"), {"memory_budget": 0.5})),
+            ("qwen3_moe as a whole in DDP", (_job("qwen3_moe", "ddp", "bf16"), {"compile": "model"})),
+            ("llama as a whole, half", (_job("llama", "single", "bf16"), {"compile": "model", "memory_budget": 0.5})),
+        ],
+        days=4,
     )
 )
-"""Jobs, and the compiler's memory budget."""
+"""Jobs, and other options of the compiler."""
 
 
 @pytest.fixture(scope="module")
-def budgeted_peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
-    return run(
-        "compiled.py", json.dumps({name: [*job, "layer", "none", budget] for name, (job, budget) in BUDGETS.items()})
-    )
+def other_peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
+    jobs = {
+        name: [*job, options.get("compile", "layer"), "none", options.get("memory_budget", 1.0)]
+        for name, (job, options) in OTHERS.items()
+    }
+    return run("compiled.py", json.dumps(jobs))
 
 
-@pytest.mark.parametrize("name", BUDGETS)
-def test_a_memory_budget_needs_what_is_predicted(name: str, budgeted_peaks: dict[str, int], tmp_path: Path) -> None:
-    (config, engine, precision, _, batch, length), budget = BUDGETS[name]
-    job = {"precision": precision, "micro_batch_size": batch, "seq_len": length, "compile": "layer", **ENGINES[engine]}
-    row, usual = (row_of(tmp_path, config, **job, memory_budget=part) for part in (budget, 1.0))
-    assert row.peak_allocated_bytes == pytest.approx(budgeted_peaks[name], rel=1e-3)
-    assert row.peak_allocated_bytes < usual.peak_allocated_bytes
+@pytest.mark.parametrize("name", OTHERS)
+def test_whole_models_and_memory_budgets_need_what_is_predicted(
+    name: str, other_peaks: dict[str, int], tmp_path: Path
+) -> None:
+    (config, engine, precision, checkpointing, batch, length), options = OTHERS[name]
+    row = row_of(
+        tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, activation_checkpointing=checkpointing,
+        **{"compile": "layer", **options, **ENGINES[engine]},
+    )  # fmt: skip
+    assert row.peak_allocated_bytes == pytest.approx(other_peaks[name], rel=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -70,13 +70,14 @@ def test_a_base_of_bitsandbytes_is_recognized_by_its_settings(tmp_path: Path) ->
     assert "quantization_config" not in (tmp_path / "config.json").read_text()
 
 
-def test_compiled_layers_are_recognized_and_compiled_models_are_not_taken_for_them(tmp_path: Path) -> None:
+def test_what_is_compiled_is_recognized(tmp_path: Path) -> None:
     assert options(tmp_path, model=JOB["model"] | {"compile": "layer"})["compile"] == "layer"
     assert "compile" not in options(tmp_path, model=JOB["model"] | {"compile": "none"})
     budgeted = options(tmp_path, model=JOB["model"] | {"compile": "layer", "memory_budget": 0.5})
     assert budgeted["memory-budget"] == "0.5"
-    with pytest.raises(NotRecognized, match="more than each layer"):
-        options(tmp_path, model=JOB["model"] | {"compile": "model"})
+    assert options(tmp_path, model=JOB["model"] | {"compile": "model"})["compile"] == "model"
+    with pytest.raises(NotRecognized, match="parts other than"):
+        options(tmp_path, model=JOB["model"] | {"compile": "parts"})
 
 
 def test_a_trainer_of_trl_without_an_estimate_is_not_taken_for_supervised_training(tmp_path: Path) -> None:

@@ -190,12 +190,14 @@ def _is_reentrant(module: Any) -> bool:
 
 
 def _compiled(module: Any, model: Any) -> str:
-    """What is compiled: each layer by itself, more, or nothing. Layers are the modules of lists."""
+    """What is compiled: each layer by itself, the model, other parts, or nothing. Layers are the modules of lists."""
     found = {each for each in module.modules() if hasattr(each, "_orig_mod") or each._compiled_call_impl is not None}
     layers = {layer for each in model.modules() if type(each).__name__ == "ModuleList" for layer in each}
     if not found:
         return "none"
-    return "layer" if found <= layers else "model"
+    if found <= layers:
+        return "layer"
+    return "model" if found <= set(_unwrapped(module)) else "parts"
 
 
 def _memory_budget() -> float:

@@ -71,6 +71,8 @@ def peak_of(
     if compiled == "layer":
         for layer in model.model.layers:
             layer.compile()
+    elif compiled == "model":
+        model.compile()
     return peak_of_steps(prepared(model, engine, precision), precision, engine, batch, length)
 
 
