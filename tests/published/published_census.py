@@ -1,7 +1,8 @@
 """Counts the published measurements: `PYTHONPATH=. python tests/published/published_census.py FILE` writes `census.csv`.
 
 FILE has all measurements, of which `measurements.json` has those that may state a job for `estimate`. A line of the census is one
-source and one outcome: a figure is predicted (`results.csv`), the run is rehearsed alone (`rehearsed.csv`), or neither, and why.
+source and one outcome: a figure is predicted (`results.csv`), the run is rehearsed alone (`rehearsed.csv`, `operators.csv`), or
+neither, and why.
 `ids` are the numbers of its rows: `p0526` of `measurements.json` is row 0526.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from operator_campaign import read_results as operator_results
 from published_campaign import Result, read_results
 from rehearsed_campaign import RESULTS as REHEARSED
 
@@ -65,7 +67,7 @@ def census(rows: Iterable[Mapping[str, Any]]) -> list[Line]:
         if number in stated:
             outcome, reason = stated[number]
         elif number in rehearsed:
-            outcome, reason = ONLY_REHEARSED, "the model's code is litgpt's own: its command is rehearsed"
+            outcome, reason = ONLY_REHEARSED, rehearsed[number]
         else:
             outcome, reason = WITHOUT, missing(row)
         groups[source_of(row), outcome, reason].append(number)
@@ -90,9 +92,14 @@ def source_of(row: Mapping[str, Any]) -> str:
     return f"{repository}: {page}" if page and not page.startswith("(") else str(repository)
 
 
-def rehearsed_ids() -> set[str]:
+def rehearsed_ids() -> dict[str, str]:
+    """The numbers of rows that are rehearsed, and of each why it is not predicted."""
     with REHEARSED.open(newline="") as file:
-        return {line["id"][1:] for line in csv.DictReader(file)}
+        runs = [line["id"][1:] for line in csv.DictReader(file)]
+    return {
+        **dict.fromkeys(runs, "the model's code is litgpt's own: its command is rehearsed"),
+        **dict.fromkeys((result.id[1:] for result in operator_results()), "one operator by itself: it is rehearsed"),
+    }
 
 
 def missing(row: Mapping[str, Any]) -> str:
@@ -131,6 +138,8 @@ def _megatron(row: Mapping[str, Any]) -> str:
 
 
 def _kernel(row: Mapping[str, Any]) -> str:
+    if row["model"] == "kernel embedding" and "torch_compile" not in row["strategy"]:
+        return "the figure counts 12 to 14 GB of the benchmark's other tensors"
     return "one operator by itself, which is no training job" if row.get("scope") == "kernel" else ""
 
 

@@ -28,4 +28,4 @@ def test_outcomes_are_those_of_the_kept_results() -> None:
 
 
 def test_rows_that_are_only_rehearsed_have_a_rehearsal() -> None:
-    assert {number for number, (outcome, _) in OUTCOMES.items() if outcome == ONLY_REHEARSED} <= rehearsed_ids()
+    assert {number for number, (outcome, _) in OUTCOMES.items() if outcome == ONLY_REHEARSED} <= set(rehearsed_ids())
