@@ -89,8 +89,9 @@ def _count_shaped(wanted: str) -> bool:
 def _catalogued(entry: catalog.Entry, wanted: str, recording_allowed: bool) -> Resolved:
     profile = catalog.profile(entry)
     notes: tuple[str, ...] = ()
-    if "/" in wanted and wanted.lower() != entry.id.lower():
-        notes = (f"{wanted} has the shapes of {entry.id}, whose profile is used",)
+    meant = wanted if "/" in wanted else catalog.name_with_words(entry, wanted)
+    if meant.lower() != entry.id.lower():
+        notes = (f"{meant} has the shapes of {entry.id}, whose profile is used",)
     if entry.task == "image-text-to-text":
         notes += (trained_on_text(entry.model_type),)
     if "embedding" in entry.id.lower():

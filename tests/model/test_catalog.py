@@ -178,6 +178,20 @@ def test_names_of_2026_resolve_as_people_type_them(typed: str) -> None:
     assert resolve(typed, allow_hub=False, allow_recording=False).name == AS_TYPED[typed]
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant", "used"),
+    [
+        ("glm 4.6", "zai-org/GLM-4.6", "zai-org/GLM-4.5"),
+        ("zai-org/GLM-4.6", "zai-org/GLM-4.6", "zai-org/GLM-4.5"),
+        ("kimi k2 thinking", "moonshotai/Kimi-K2-Thinking", "moonshotai/Kimi-K2-Instruct"),
+        ("glm-4.5", None, "zai-org/GLM-4.5"),
+    ],
+)
+def test_name_of_another_model_says_whose_profile_is_used(typed: str, meant: str | None, used: str) -> None:
+    expected = () if meant is None else (f"{meant} has the shapes of {used}, whose profile is used",)
+    assert resolve(typed, allow_hub=False, allow_recording=False).notes == expected
+
+
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-Embedding-0.6B", "google/embeddinggemma-300m"])
 def test_model_of_embeddings_says_that_contrastive_training_is_not_modelled(name: str) -> None:
     (note,) = resolve(name, allow_hub=False, allow_recording=False).notes

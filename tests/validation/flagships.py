@@ -1,8 +1,11 @@
-"""Flagships of 2026 at full size: PyTorch's own FSDP2 step under fake tensors against the catalog's prediction: `flagships.py`.
+"""Flagships of 2026 at full size: PyTorch's own step under fake tensors against the catalog's prediction: `flagships.py`.
 
-Every layer is built and wrapped. One sequence of 2,048 tokens trains on rank 0 of 64 in bf16-mixed. The simulated peak of each phase is
-kept in flagships.csv, which a test compares with today's prediction. A model takes one to three minutes. Without names, models that have no
-line yet are simulated; `flagships.py NAME...` simulates these again.
+Every layer is built and wrapped. One sequence of 2,048 tokens trains on rank 0 of 64 in bf16-mixed, under FSDP2 and, if the model then fits
+on the largest GPU (B300), under DDP. The simulated peak of each phase is kept in flagships.csv, which a test compares with today's
+prediction. A model takes one to three minutes. Without names, models that have no line yet are simulated; `flagships.py NAME...` simulates
+these again.
+
+flagships.jsonl has rehearsals of the same jobs on B300, of flagships_campaign.jsonl, as CONTRIBUTING.md says.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import argparse
 import csv
 import gc
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from fsdp_advisor.job.plan import Plan
@@ -27,9 +30,17 @@ MODELS = (
     "MiniMaxAI/MiniMax-M2", "openai/gpt-oss-120b", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "ibm-granite/granite-4.0-h-small",
     "allenai/Olmo-3-1125-32B", "HuggingFaceTB/SmolLM3-3B", "ByteDance-Seed/Seed-OSS-36B-Base",
 )  # fmt: skip
-PLAN = Plan(
+FIT_UNDER_DDP = (
+    "HuggingFaceTB/SmolLM3-3B", "allenai/Olmo-3-1025-7B", "ibm-granite/granite-4.0-h-tiny", "Qwen/Qwen3-8B", "LiquidAI/LFM2-8B-A1B",
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+)  # fmt: skip
+"""Language models whose DDP step fits on a GPU of 288 GB. Multimodal models fail under DDP in a step on text alone, because their towers
+get no gradient."""
+CASES = [("fsdp2", model) for model in MODELS] + [("ddp", model) for model in FIT_UNDER_DDP]
+_FSDP2 = Plan(
     strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=64), precision="bf16-mixed", micro_batch_size=1, seq_len=2048
 )
+PLANS = {"fsdp2": _FSDP2, "ddp": replace(_FSDP2, strategy="ddp", backend="ddp", mesh=Mesh(dp_replicate=64))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +48,7 @@ class Line:
     """The simulated peaks of one model, in bytes; `attention` is what its code supports."""
 
     model: str
+    backend: str
     attention: str
     forward: int
     backward: int
@@ -54,7 +66,7 @@ def read() -> list[Line]:
         return [Line(**{k: int(v) if k in phases else v for k, v in row.items()}) for row in csv.DictReader(file)]
 
 
-def predicted(model: str) -> tuple[str, dict[str, int]]:
+def predicted(model: str, backend: str) -> tuple[str, dict[str, int]]:
     """The attention and the peak of each phase, from the catalog's tapes."""
     from fsdp_advisor.model.resolve import resolve
     from fsdp_advisor.rows import peak_of_step
@@ -62,43 +74,44 @@ def predicted(model: str) -> tuple[str, dict[str, int]]:
 
     found = resolve(model, allow_recording=False)
     assert found.profile is not None
-    key, tape = select_tape(found, PLAN)
-    return key.attention, peak_of_step(found.profile, tape, PLAN).phase_peaks
+    key, tape = select_tape(found, PLANS[backend])
+    return key.attention, peak_of_step(found.profile, tape, PLANS[backend]).phase_peaks
 
 
-def simulated(model: str, attention: str) -> Line:
+def simulated(model: str, backend: str, attention: str) -> Line:
     """The peaks of PyTorch's own step."""
-    from dataclasses import replace
-
     from fsdp_advisor.recording.transformers_models import TransformersSource
     from fsdp_advisor.validation.simulate import simulate
 
     entry = catalog.find(model)
     assert entry is not None
     source = TransformersSource(catalog.profile(entry).config, name=model, task=entry.task)
-    peaks = simulate(source, replace(PLAN, attention=attention)).phase_peaks
-    return Line(model=model, attention=attention, **peaks)
+    peaks = simulate(source, replace(PLANS[backend], attention=attention)).phase_peaks
+    return Line(model=model, backend=backend, attention=attention, **peaks)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="models; all without a line if there are none")
     names = parser.parse_args().names
-    lines = {line.model: line for line in (read() if RESULTS.exists() else [])}
-    for model in names or [model for model in MODELS if model not in lines]:
+    lines = {(line.backend, line.model): line for line in (read() if RESULTS.exists() else [])}
+    for case in CASES:
+        backend, model = case
+        if model not in names if names else case in lines:
+            continue
         begin = time.process_time()
         try:
-            attention, expected = predicted(model)
-            lines[model] = simulated(model, attention)
+            attention, expected = predicted(model, backend)
+            lines[case] = simulated(model, backend, attention)
         except Exception as error:  # the others go on
-            print(model, type(error).__name__, str(error)[:300], flush=True)
+            print(model, backend, type(error).__name__, str(error)[:300], flush=True)
             continue
-        off = {phase: n - lines[model].phase_peaks[phase] for phase, n in expected.items()}
-        print(model, off, f"{time.process_time() - begin:.0f} s", flush=True)
+        off = {phase: n - lines[case].phase_peaks[phase] for phase, n in expected.items()}
+        print(model, backend, off, f"{time.process_time() - begin:.0f} s", flush=True)
         with RESULTS.open("w", newline="") as file:
             rows = csv.DictWriter(file, [field.name for field in fields(Line)], lineterminator="\n")
             rows.writeheader()
-            rows.writerows(asdict(lines[model]) for model in MODELS if model in lines)
+            rows.writerows(asdict(lines[case]) for case in CASES if case in lines)
         gc.collect()
 
 
