@@ -145,8 +145,14 @@ class HostTransfer(NamedTuple):
         return f"{self.what} {direction} the host"
 
 
+ADDED_TENSORS = 3
+"""Tensors that are read and written when a gradient is added to that of an earlier micro-batch."""
+
+
 class Copy(NamedTuple):
-    """Copy into or out of communication buffers on the compute stream. `n_bytes`: bytes read and written in total."""
+    """Copies into or out of communication buffers, and sums of gradients, on the compute stream. `n_bytes`: bytes read and written in
+    total.
+    """
 
     unit: UnitId
     n_bytes: float

@@ -134,7 +134,7 @@ def _instruction(instruction: Instruction) -> str:
         case HostTransfer(n_bytes=n_bytes):
             return f"copy {instruction.text}, {format_bytes(round(n_bytes))}"
         case Copy(n_bytes=n_bytes):
-            return f"copy into or out of buffers, {format_bytes(round(n_bytes))} read and written"
+            return f"copy or add, {format_bytes(round(n_bytes))} read and written"
         case CreateStates(buffer=_):
             return "the first step creates states here"
         case PythonHooks():

@@ -29,7 +29,7 @@ CAUSES: Mapping[str, str] = {
     "loss": "the loss",
     "recomputation": "the forwards that activation checkpointing repeats",
     "launch": "the GPU waits for the CPU to launch kernels",
-    "sharding": "copies into and out of communication buffers",
+    "sharding": "copies into and out of communication buffers, sums of gradients",
     "communication": "collectives that no compute hides",
     "contention": "the slowdown of compute by the collectives that it hides",
     "optimizer": "the optimizer step on the GPU",

@@ -41,7 +41,8 @@ class StepTime:
 
     `matmul`, `attention`, `pointwise`, `loss`: compute on the GPU by class of operator; `recomputation`: the forwards that
     activation checkpointing repeats; `launch`: the GPU waits for the CPU to launch kernels; `sharding`: copies into and out of
-    communication buffers; `communication`: exposed collectives; `contention`: the slowdown of compute by hidden collectives;
+    communication buffers, and sums of gradients; `communication`: exposed collectives;
+    `contention`: the slowdown of compute by hidden collectives;
     `optimizer`: its step on the GPU; `host`: PCIe and the optimizer on the host; `allocator`: retries of the caching allocator.
     """
 

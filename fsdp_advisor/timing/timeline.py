@@ -97,8 +97,8 @@ class MicroBatchTime:
     """One micro-batch's forward and backward. Seconds; `intervals` are kept if it is a list.
 
     `sent`: all communication. `host`: the part of it over PCIe. `late`, `late_host`: collectives and host transfers after
-    backward, with nothing in parallel. `copies`: copies into and out of communication buffers. `launch`: the GPU waits for the
-    CPU.
+    backward, with nothing in parallel. `copies`: copies into and out of communication buffers, and sums of gradients.
+    `launch`: the GPU waits for the CPU.
     """
 
     compute: float = 0.0  # when the compute stream is done

@@ -1,7 +1,9 @@
 """A step of PyTorch DistributedDataParallel with its default settings, and a step on a single GPU.
 
-Source: torch.nn.parallel.distributed and torch/csrc/distributed/c10d/reducer.cpp (torch 2.13): buckets of 1 MiB, then 25 MiB,
-over the parameters in reverse order, allocated once; `gradient_as_bucket_view=False` makes them a second copy of the gradients.
+Source: torch.nn.parallel.distributed and torch/csrc/distributed/c10d/reducer.cpp (torch 2.13). The first step has one bucket
+per dtype. At the second forward they are rebuilt: 1 MiB, then 25 MiB, in the order in which gradients became ready. If DDP searches
+for unused parameters, they have these sizes from the start, over the parameters in reverse order.
+`gradient_as_bucket_view=False` makes them a second copy of the gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account
 from fsdp_advisor.program.builder import StepBuilder, StepHooks
-from fsdp_advisor.program.instructions import NO_BUFFER, AllReduce, Buffer, Copy, HostTransfer
+from fsdp_advisor.program.instructions import ADDED_TENSORS, NO_BUFFER, AllReduce, Buffer, Copy, HostTransfer
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 FIRST_BUCKET_BYTES = 2**20
@@ -39,8 +41,8 @@ BUCKET_BYTES = 25 * 2**20
 
 @lru_cache(maxsize=64)
 def buckets(profile: Profile, plan: Plan) -> Storages:
-    """DDP's buckets in the first step: one for each dtype. If DDP searches for unused parameters, they hold parameters in reverse
-    order, and a bucket closes as soon as it has reached its limit.
+    """DDP's buckets in the first step: one for each dtype, with all its gradients. If DDP searches for unused parameters: buckets of
+    1 MiB, then 25 MiB, over the parameters in reverse order; a bucket closes as soon as it has reached its limit.
 
     Source: `_ddp_init_helper`, bucket_size_limits; `compute_bucket_assignment_by_size` in reducer.cpp.
     """
@@ -270,13 +272,17 @@ class DdpStep(StepHooks):
             self._reduce(step, AT_ROOT, self._profile.root, self._tail_share())
 
     def _reduce(self, step: StepBuilder, unit: UnitId, parameters: Unit, share: float = 1.0) -> None:
-        """Add the copies into and out of the buckets and, in the last micro-batch, the all-reduce."""
-        if self._plan.world_size == 1 or not share:
+        """Add the sum with the gradients of earlier micro-batches. In the last one, also copy the gradients into the buckets, reduce
+        them and copy them back; `no_sync` skips this in the others (`Reducer::autograd_hook`).
+        """
+        if not share:
             return
         trained = (p for p in parameters.parameters if p.trainable)
         reduced = sum(p.elements * stored_bytes(self._plan, p) for p in trained)
-        step.add(Copy(unit, 4 * share * reduced))
-        if self._is_last:
+        if not self._is_first and self._optimizer.backward_update is None:
+            step.add(Copy(unit, ADDED_TENSORS * share * reduced))
+        if self._is_last and self._plan.world_size > 1:
+            step.add(Copy(unit, 4 * share * reduced))
             step.add(AllReduce(unit, share * reduced, "replica", messages=share * -(-reduced // BUCKET_BYTES)))
 
     def _tail_share(self) -> float:

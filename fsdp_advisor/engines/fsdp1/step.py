@@ -21,6 +21,7 @@ from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import OrderInUnit, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
+    ADDED_TENSORS,
     NO_BUFFER,
     AllGather,
     AllReduce,
@@ -208,6 +209,7 @@ class Fsdp1Step(StepHooks):
                 step.reclassify(Account.GRADIENTS, *gradients)
             else:
                 step.free(*gradients)
+                step.add(Copy(unit, ADDED_TENSORS * self._units[unit].gradients.exact))
             self._send_gradients(step, unit)
             return
         if self._plan.defers_reduction:
@@ -215,6 +217,8 @@ class Fsdp1Step(StepHooks):
                 self._unreduced[unit].append(gradients)
             else:
                 step.free(*gradients)  # autograd adds them to the earlier gradients
+                added = self._units[unit].trainable_elements * self._plan.compute_bytes
+                step.add(Copy(unit, ADDED_TENSORS * added))
             if not self._reduces:
                 return
             gradients = self._unreduced[unit].popleft()
@@ -244,6 +248,7 @@ class Fsdp1Step(StepHooks):
         elif not sizes.has_trained_piece:
             self._unseen.append(output)
         elif not self._is_first and not self._plan.defers_reduction:
+            step.add(Copy(unit, ADDED_TENSORS * sizes.gradients.exact))
             step.free(output)
         step.free(reduce_input)
         step.free(*gradients, used_on=stream)

@@ -23,6 +23,7 @@ from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import OrderInUnit, StepBuilder, StepHooks
 from fsdp_advisor.program.instructions import (
+    ADDED_TENSORS,
     NO_BUFFER,
     AllGather,
     AllReduce,
@@ -173,6 +174,8 @@ class Fsdp2Step(StepHooks):
         if self._plan.defers_reduction:
             if self._is_first:
                 self._unreduced[unit].append(gradients)
+            else:
+                step.add(Copy(unit, ADDED_TENSORS * self._units[unit].trainable_elements * self._plan.compute_bytes))
             if not self._reduces:
                 return
             gradients = self._unreduced[unit].popleft()
@@ -198,6 +201,8 @@ class Fsdp2Step(StepHooks):
         if self._one_shard and self._plan.facts.sums_gradients:  # `reduce_scatter_input / gradient_divide_factor`
             step.transient(Account.COMMUNICATION, sizes.reduce_input, Stream.REDUCE_SCATTER)
         self._send_gradients(step, unit, sizes)
+        if not self._is_first and not self._plan.defers_reduction and not self._offload:
+            step.add(Copy(unit, ADDED_TENSORS * sizes.gradients.exact))
         if self._plan.replica_degree > 1:
             self._all_reduced.append((unit, reduced))  # `FSDPParamGroup._all_reduce_state`
         else:
