@@ -157,14 +157,18 @@ def _dtype_notes(request: EstimateRequest, *, is_packed: bool) -> list[str]:
         return [
             "the frozen base is stored in bfloat16, as transformers loads most checkpoints; dtype float32 doubles it"
         ]
-    if request.dtype != "auto" or is_packed or not stores_frozen_base_in_fp32(request):
+    if request.dtype != "auto" or is_packed or not adaptation_of(request).peft:
+        return []
+    if request.precision == "fp16-mixed":
+        return ["the frozen base is stored in fp32; one that is loaded in float16 is not modelled"]
+    if not stores_frozen_base_in_fp32(request):
         return []
     if FRAMEWORKS[request.framework].loads_fp32:
         why = f"as {FRAMEWORK_NAMES[request.framework]} loads it"
     elif request.backend == "fsdp1":
         why = "because FSDP1 flattens one dtype, which is that of adapters"
     else:
-        why = f"as {request.precision} has it"
+        why = "as bf16-mixed has it"
     return [f"the frozen base is stored in fp32, {why}; dtype bfloat16 halves it"]
 
 
@@ -188,7 +192,7 @@ def stores_frozen_base_in_fp32(request: EstimateRequest) -> bool:
     """Whether adapters are trained on a base in fp32: it is not quantized, and its dtype is neither given nor assumed to be bf16."""
     adaptation = adaptation_of(request)
     whole = bool(adaptation.peft) and not adaptation.quantization
-    return whole and request.precision.endswith("-mixed") and request.dtype != "bfloat16"
+    return whole and request.precision == "bf16-mixed" and request.dtype != "bfloat16"
 
 
 def image_notes(request: EstimateRequest, profile: Profile | None) -> list[str]:

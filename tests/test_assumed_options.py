@@ -117,12 +117,14 @@ def test_a_frozen_base_is_stored_as_its_framework_loads_it(
         ({"backend": "fsdp1"}, "stored in fp32, because FSDP1 flattens one dtype, which is that of adapters; dtype bfloat16 halves it"),
         ({"dtype": "bfloat16"}, ""),
         ({"load_in_8bit": True}, ""),
+        ({"gpu": "T4"}, "stored in fp32; one that is loaded in float16 is not modelled"),
+        ({"use_peft": False}, ""),
     ],
     ids=str,
 )  # fmt: skip
 def test_a_note_names_the_dtype_of_a_frozen_base_and_how_to_change_it(options: dict[str, Any], note: str) -> None:
     request = settled(make_request({"model": GPT2, "gpus": 2, "gpu": "H100", "use_peft": True, **options}))
-    notes = assumption_notes(request, find_gpu("H100"))
+    notes = assumption_notes(request, find_gpu(str(request.gpu)))
     assert [text for text in notes if "frozen base" in text] == ([f"the frozen base is {note}"] if note else [])
 
 

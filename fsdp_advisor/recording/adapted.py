@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_advisor.errors import ADAPTERS_EXTRA, MissingExtra, UsageError
+from fsdp_advisor.errors import ADAPTERS_EXTRA, MissingExtra, NotRecordable, UsageError
 from fsdp_advisor.job.adaptation import CONFIG_KEY, TASK_TYPES, Adaptation
 from fsdp_advisor.model.freezing import check_patterns, matches
 from fsdp_advisor.model.quantization import Quantization, is_packed_checkpoint
@@ -126,6 +126,12 @@ class AdaptedSource(WrappedSource):
                 warnings.simplefilter("ignore")
                 adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
         except Exception as error:  # PEFT raises many kinds for a configuration that does not fit the model
+            if isinstance(error, NotImplementedError) or "meta tensor" in str(error).lower():
+                method = self._adaptation.peft["peft_type"]
+                raise NotRecordable(
+                    f"{self.name}: PEFT makes {method} adapters from values of tensors, which a recording does not have",
+                    hint="most other methods are recorded, such as LORA, LOHA, OFT, BOFT, VERA and IA3",
+                ) from error
             raise UsageError(
                 f"{self.name}: PEFT {peft.__version__} refuses the adapter: {str(error)[:300]}",
                 hint="see the names in the model's modules; all-linear targets all linear layers but the head",

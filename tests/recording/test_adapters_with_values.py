@@ -11,6 +11,7 @@ pytest.importorskip("peft")
 
 from tiny_llama import LLAMA  # after the checks for the packages
 
+from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording import Recorder, source_of
@@ -36,3 +37,9 @@ def test_methods_that_look_at_values_are_recorded(peft: dict[str, Any], trained_
     shared = 16 * 16 if peft["peft_type"] == "VBLORA" else 0
     assert profile.trainable_parameters == LLAMA["num_hidden_layers"] * trained_per_layer(LLAMA["hidden_size"]) + shared
     assert recorder.tape(TapeKey("plain", "bf16", "sdpa", "none", at=(1, 64))).segments
+
+
+def test_a_method_that_chooses_by_values_says_so() -> None:
+    config = {**LLAMA, CONFIG_KEY: Adaptation(peft={"peft_type": "SHIRA", "r": 8, **TARGETS}).as_dict()}
+    with pytest.raises(NotRecordable, match="PEFT makes SHIRA adapters from values of tensors"):
+        Recorder(source_of(config, name="x"))
