@@ -70,6 +70,12 @@ def test_a_base_of_bitsandbytes_is_recognized_by_its_settings(tmp_path: Path) ->
     assert "quantization_config" not in (tmp_path / "config.json").read_text()
 
 
+def test_a_base_in_fp32_is_recognized_as_such(tmp_path: Path) -> None:
+    model = JOB["model"] | {"peft": {"peft_type": "LORA"}}
+    found = options(tmp_path, model=model, frozen_dtypes=["torch.float32"], autocast="torch.bfloat16")
+    assert (found["precision"], found["dtype"]) == ("bf16-mixed", "float32")  # without it a base is taken to be in bf16
+
+
 def test_what_is_compiled_is_recognized(tmp_path: Path) -> None:
     assert options(tmp_path, model=JOB["model"] | {"compile": "layer"})["compile"] == "layer"
     assert "compile" not in options(tmp_path, model=JOB["model"] | {"compile": "none"})
