@@ -21,7 +21,6 @@ from fsdp_advisor.job.choices import Precision, default_seq_len
 from fsdp_advisor.job.fp8 import FP8_FROM
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS
 from fsdp_advisor.job.images import images_of
-from fsdp_advisor.job.parsing import make_request as make_request
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.gpu_tape_key import FLASH_FROM

@@ -422,7 +422,9 @@ def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
 
 
 def step_of(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
-    """The time of a plan's step over the tape of a GPU; None if unknown. Ranks reach other nodes over the GPU's `inter_node` link."""
+    """The time of a plan's step over the tape of a GPU; None if unknown. Ranks reach other nodes over the GPU's `inter_node` link,
+    or 100 Gb/s Ethernet if it has none.
+    """
     return step_time(profile, step_program(profile, tape, plan), plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 

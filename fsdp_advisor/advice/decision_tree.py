@@ -178,7 +178,7 @@ def _memory_questions(search: Search) -> list[_Question]:
             text = f"Does {label(most)} with {_words(activations)} fit?"
             found.append(_Question(_id(activations), text, choices(most, activations), preferred))
         if smallest < preferred:
-            lean, possible = _leanest(search, ladder, most)
+            lean, possible = _most_saving(search, ladder, most)
             text = f"Does {label(most)} with {' and '.join(filter(None, (small, _words(lean))))} fit?"
             found.append(_Question("micro_batch", text, possible, smallest))
     found += _offload_questions(search, ladder)
@@ -218,11 +218,11 @@ def _offload_questions(search: Search, ladder: Sequence[ActivationChoice]) -> It
         ("offload_optimizer", "optimizer offload to the CPU", "optimizer"),
         ("offload_parameters", "full offload to the CPU", "parameters"),
     ):
-        lean, possible = _leanest(search, ladder, None, offload)
+        lean, possible = _most_saving(search, ladder, None, offload)
         yield _Question(id_, f"Does {_with(what, lean)} fit?", possible, size)
-    lean, possible = _leanest(search, ladder, None, "parameters", "nvme")
+    lean, possible = _most_saving(search, ladder, None, "parameters", "nvme")
     if not possible:
-        lean, possible = _leanest(search, ladder, None, "optimizer", "nvme")
+        lean, possible = _most_saving(search, ladder, None, "optimizer", "nvme")
     yield _Question("offload_nvme", f"Does {_with('offload to NVMe', lean)} fit?", possible, size)
 
 
@@ -231,14 +231,14 @@ def _with(what: str, activations: ActivationChoice) -> str:
     return f"{what} with {words}" if words else what
 
 
-def _leanest(
+def _most_saving(
     search: Search,
     ladder: Sequence[ActivationChoice],
     strategy: Strategy | None,
     offload: str = "none",
     device: str = "cpu",
 ) -> tuple[ActivationChoice, tuple[StrategyChoice, ...]]:
-    """The last step of the ladder with which there are choices, and these."""
+    """The last activation choice of the ladder that has strategy choices, and these; the last one and () if none has."""
     for activations in reversed(ladder):
         if found := _choices(search, strategy, activations, offload, device):
             return activations, found

@@ -251,7 +251,9 @@ def _cases(requests: list[EstimateRequest], options: ValidateOptions) -> list[Ca
 
 
 def _run_cases(cases: list[Case], options: ValidateOptions) -> int:
-    """Run each case once and show the records. The failure of a single case is an error."""
+    """Run each case once, keep and show its record, and return the exit status. The error of a single case is raised; among several it
+    is in the record.
+    """
     from fsdp_advisor.validation import worker
 
     single = len(cases) == 1

@@ -89,7 +89,7 @@ def _files(base: Profile, plan: Plan, quantization: Mapping[str, Any]) -> Files:
 
 
 def _pairs(unit: Unit) -> Iterator[tuple[Parameter, Parameter]]:
-    """The two matrices of each adapter: (R, inputs) and (outputs, R)."""
+    """LoRA's matrices A (rank, inputs) and B (outputs, rank) of each adapted layer."""
     named = {p.name: p for p in unit.parameters}
     for name, first in named.items():
         second = named.get(name.removesuffix(_FIRST) + _SECOND)

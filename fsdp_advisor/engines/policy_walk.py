@@ -71,7 +71,3 @@ class PolicyWalk:
         owner = self._units.owner_in_layer[place][index]
         group = self._units.groups[place.stack][number // self._units.group_size] if owner is None else owner
         return group, (2 * place.stack + 1, number, index)
-
-
-def _is_layer(place: UnitId) -> bool:
-    return len(place) == 2 and place.stack != ROOT

@@ -76,7 +76,7 @@ class Zero3Reference(DeepspeedStep):
         step.alloc(Account.PARAMETERS, self.states.parameters)
         step.alloc(Account.OTHER, self.states.buffers)
 
-    def begin_forward(self, *, learns: bool, repeated: bool) -> None:
+    def begin_forward(self, *, with_gradients: bool, repeated: bool) -> None:
         self._gathering.begin_forward()
 
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
@@ -104,8 +104,8 @@ class ReferenceStep(StepHooks):
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         self._engine.begin_micro_batch(is_first=is_first, is_last=is_last)
 
-    def begin_forward(self, *, learns: bool, repeated: bool) -> None:
-        self._engine.begin_forward(learns=learns, repeated=repeated)
+    def begin_forward(self, *, with_gradients: bool, repeated: bool) -> None:
+        self._engine.begin_forward(with_gradients=with_gradients, repeated=repeated)
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
         if not (unit == AT_ROOT and self._root_stays):

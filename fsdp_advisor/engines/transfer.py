@@ -85,7 +85,7 @@ class LoadedCheckpoint:
 
     @classmethod
     def of(cls, profile: Profile, element_bytes: int) -> LoadedCheckpoint:
-        """Load all of `profile` as weights of `element_bytes` per element."""
+        """Host memory for loading the base model's checkpoint, without adapters, as weights of `element_bytes` per element."""
         stored = checkpoint_element_bytes(profile)
         mapped = None if stored is None else stored * profile.base_parameters
         return cls(0 if stored == element_bytes else element_bytes * profile.base_parameters, mapped)

@@ -184,7 +184,7 @@ def usage(job: Job, file: str) -> str:
 
 def _notes(job: Job) -> list[str]:
     plan = job.plan
-    notes = behaviour(plan)
+    notes = difference_notes(plan)
     if job.adaptation.text:
         notes.append(f"the script adapts the model ({job.adaptation.text}); a bundle (-o DIR/) has one that does")
     if plan.backend == "ddp" or (plan.backend != "deepspeed" and (not plan.mixed or plan.dtype != "auto")):
@@ -210,8 +210,10 @@ def _accumulation(plan: Plan) -> str:
     return f"the estimate assumes that gradients are reduced after each micro-batch: pass {plugin}"
 
 
-def behaviour(plan: Plan) -> list[str]:
-    """Notes on how training through accelerate differs from plain PyTorch; empty if accelerate itself was estimated."""
+def difference_notes(plan: Plan) -> list[str]:
+    """Notes on how training through accelerate differs from plain PyTorch. Empty if accelerate was estimated, for
+    DDP and DeepSpeed, and for FSDP1 without mixed precision.
+    """
     if plan.uses_accelerate:
         return []
     if plan.backend == "fsdp2":

@@ -62,7 +62,7 @@ def unsupported(job: Job) -> str | None:
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
     """The configuration, and notes on what it cannot set."""
-    notes = [DATASETS_NOTE, *accelerate.behaviour(job.plan)]
+    notes = [DATASETS_NOTE, *accelerate.difference_notes(job.plan)]
     if job.plan.mixed and (job.plan.backend == "ddp" or job.adaptation.peft) and weights(job) == "float32":
         notes.append("axolotl loads the weights in 16 bits, so it needs less memory than predicted for fp32 weights")
     if job.plan.use_liger_kernel:

@@ -121,7 +121,7 @@ def _notes(job: Job, consumer: Consumer) -> Iterator[str]:
         yield from (trl if consumer == "trl" else llamafactory).notes(job)
         return
     if consumer in ("accelerate", "trainer", "axolotl"):
-        yield from accelerate.behaviour(job.plan)
+        yield from accelerate.difference_notes(job.plan)
     if consumer == "axolotl":
         yield axolotl.DATASETS_NOTE
     if job.offloads_to_nvme:

@@ -46,7 +46,7 @@ def report_for(target: str, request: EstimateRequest, model: Resolved | None = N
 
 
 def needs_recording_for(target: str, request: EstimateRequest) -> bool:
-    """Whether the report for a target is about steps that have to be recorded."""
+    """Whether `report_for` needs a step that the catalog does not have, so that PyTorch has to record it."""
     return needs_recording(_with_framework(find(target), request))
 
 

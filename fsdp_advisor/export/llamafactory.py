@@ -68,7 +68,7 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
 
 
 def notes(job: Job) -> list[str]:
-    found = ["dataset and template are examples: replace them with your own", *accelerate.behaviour(job.plan)]
+    found = ["dataset and template are examples: replace them with your own", *accelerate.difference_notes(job.plan)]
     if job.adaptation.peft and job.plan.mixed and not job.adaptation.quantization and weights(job) == "float32":
         found.append("LLaMA-Factory loads the base in 16 bits, so it needs less memory than predicted for fp32 weights")
     if job.adaptation.quantization:

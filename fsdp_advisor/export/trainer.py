@@ -58,7 +58,7 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
         replicas=plan.replica_degree if replicated(plan) else None,
         shards=plan.shard_degree,
     )
-    notes = list(accelerate.behaviour(plan))
+    notes = list(accelerate.difference_notes(plan))
     if plan.padding_free:
         notes.append(FLATTENING_NOTE)
     notes += evaluation_notes(job)

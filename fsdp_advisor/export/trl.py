@@ -70,7 +70,7 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
 
 
 def notes(job: Job) -> list[str]:
-    found = [DATASET_NOTE, *accelerate.behaviour(job.plan)]
+    found = [DATASET_NOTE, *accelerate.difference_notes(job.plan)]
     if job.plan.loss_code == "full" and job.plan.task != "reward":
         found.append(LOSS_NOTE)
     if job.adaptation.quantization and job.adaptation.prepared:

@@ -1,4 +1,4 @@
-"""What each framework changes about an engine. The only place that says so."""
+"""What each framework changes about an engine. `reduce_dtype` concerns FSDP1 and FSDP2 alone."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ from fsdp_advisor.parallelism.mesh import ONE_RANK, Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A job on rank 0 of a mesh. A search varies it by `dataclasses.replace`.
+    """One strategy of a request, as rank 0 runs it. A search varies it by `dataclasses.replace`.
 
-    Bytes per element are those of a parameter that has no storage dtype of its own.
+    `*_bytes` are bytes per element of a parameter that has no storage dtype of its own.
     """
 
     strategy: Strategy

@@ -16,7 +16,7 @@ from fsdp_advisor.job.step_fields import CHECKPOINTING
 from fsdp_advisor.units import parse_count, parse_fraction
 
 SEARCHED_CHECKPOINTING = replace(
-    CHECKPOINTING, word=read_searched_checkpointing, example=f"auto, {CHECKPOINTING_EXAMPLE}"
+    CHECKPOINTING, default=None, word=read_searched_checkpointing, example=f"auto, {CHECKPOINTING_EXAMPLE}"
 )
 
 

@@ -31,6 +31,7 @@ CHECKPOINTING = Rule(
     about="the layers that backward recomputes: none, full (all), reentrant (all, with use_reentrant), every-N (one of N), or "
     "selective (all, but the outputs of matrix products and attention are kept, as torchtitan's SelectiveAC keeps them)",
     group=GROUP,
+    default="none; full with TRL, selective with torchtitan",
     metavar="POLICY",
     max_length=32,
     synonyms=SYNONYMS,

@@ -99,9 +99,9 @@ def _short(name: str) -> str:
 
 
 def by_words(name: str) -> list[Entry]:
-    """The models whose names begin as `name` and have its other words and numbers in this order; next to each other if there is no number.
+    """The models that the words of `name` find: those of exactly this name; else those that begin with it; else, if it has a number,
+    those that begin with its first word and contain the others in this order. So qwen3 235b is no Qwen3-VL-235B.
 
-    A name with nothing in between is meant rather than others: qwen3 235b is no Qwen3-VL-235B.
     >>> [entry.id for entry in by_words("llama 4 scout")], len(by_words("qwen3.5")) > 1, by_words("bert cased")
     (['meta-llama/Llama-4-Scout-17B-16E'], True, [])
     """

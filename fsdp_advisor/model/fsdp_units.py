@@ -327,7 +327,7 @@ def _chosen_by_size(profile: Profile, least: int, places: Mapping[UnitId, Unit])
                     layer.add(name, (s, number, index), p.elements)
     found: dict[str, None] = {}
     _wrap_children(root, "", least, found)
-    layers, of_root = set(), []
+    layers = set()
     within: dict[UnitId, tuple[str, ...]] = {}
     for place, path in _first_places(root, ""):
         names = [name for name in root.child(path).paths(path) if name in found]

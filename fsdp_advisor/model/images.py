@@ -25,7 +25,7 @@ class Layout:
     """One image after the processor.
 
     `tokens`: placeholders in the text, each replaced by an output of the vision tower. `pixels`: the shape of its pixel values.
-    `grid`: rows and columns of patches, or of tiles. `assumed`: what no configuration says.
+    `grid`: rows and columns of patches, or of tiles. `assumed`: a note on values that the configuration lacks; empty if there are none.
     """
 
     format: PixelFormat

@@ -1,4 +1,4 @@
-"""A model that was found, its tapes, and what adapters or a quantized base make of it."""
+"""A resolved model: its profile, its tapes, and its variants with adapters, frozen parameters or a quantized base."""
 
 from __future__ import annotations
 

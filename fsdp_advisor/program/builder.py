@@ -52,8 +52,8 @@ class StepHooks:
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Before a micro-batch."""
 
-    def begin_forward(self, *, learns: bool, repeated: bool) -> None:
-        """Before a forward of the model. `learns`: with gradients; `repeated`: it is not the first one of its micro-batch."""
+    def begin_forward(self, *, with_gradients: bool, repeated: bool) -> None:
+        """Before a forward of the model. `with_gradients`: backward follows; `repeated`: it is not the first one of its micro-batch."""
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
         """Before a unit's forward."""
@@ -348,7 +348,7 @@ class _MicroBatchWalk:
                     hooks.after_recomputation(step, at)
                 case Op.PRE_FORWARD:
                     if at == AT_ROOT:
-                        hooks.begin_forward(learns=entry.phase == "forward", repeated=hooks in self._ran)
+                        hooks.begin_forward(with_gradients=entry.phase == "forward", repeated=hooks in self._ran)
                         self._ran.add(hooks)
                     hooks.pre_forward(step, at)
                 case Op.POST_FORWARD:

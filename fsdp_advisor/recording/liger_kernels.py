@@ -126,7 +126,7 @@ def _norm_in_place(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Source: ops/rms_norm.py, `LigerRMSNormFunction`. Both casting modes keep the inverse norm in fp32."""
+    """Liger's RMSNorm. Source: ops/rms_norm.py, `LigerRMSNormFunction`. Both casting modes keep the inverse norm in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, in_place: bool) -> torch.Tensor:
@@ -210,7 +210,10 @@ def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 class _GatedActivation(torch.autograd.Function):
-    """Source: ops/swiglu.py, `LigerSiLUMulFunction`; ops/geglu.py, `LigerGELUMulFunction`. Backward writes to the saved tensors."""
+    """Liger's SwiGLU or GEGLU in one kernel. Backward writes to the saved tensors.
+
+    Source: ops/swiglu.py, `LigerSiLUMulFunction`; ops/geglu.py, `LigerGELUMulFunction`.
+    """
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

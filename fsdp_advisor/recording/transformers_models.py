@@ -267,7 +267,7 @@ def _bind_windows(module: nn.Module, bind: bool) -> None:
 
 
 def _inputs(config: type, task: str) -> frozenset[str]:
-    """The names of the inputs of the class that transformers trains on a task."""
+    """The arguments of the forward of transformers' class for this configuration and task; empty if there is none."""
     found = getattr(transformers, _AUTO[task])._model_mapping.get(config, None)
     kind = found[0] if isinstance(found, (list, tuple)) else found
     return frozenset(inspect.signature(kind.forward).parameters) if kind is not None else frozenset()

@@ -115,7 +115,7 @@ def _gradient_places(
 
 
 class DeepspeedStep(StepHooks):
-    """DeepSpeed's hooks. The engine creates the masters, and the first step the moments."""
+    """DeepSpeed's hooks. `initialize` creates the fp32 master weights, and the first step of the optimizer its moments."""
 
     gradient_hooks = True
 
@@ -175,9 +175,9 @@ class DeepspeedStep(StepHooks):
         self._gathering.begin_forward()
         self._in_backward = False
 
-    def begin_forward(self, *, learns: bool, repeated: bool) -> None:
-        """Gather for a forward without gradients apart, as if nothing were still gathered since the forward before."""
-        if self._stage == 3 and not learns:
+    def begin_forward(self, *, with_gradients: bool, repeated: bool) -> None:
+        """Under ZeRO-3, give a forward without gradients its own coordinator, which starts with nothing gathered."""
+        if self._stage == 3 and not with_gradients:
             self._scored_after = self._gathering
             self._gathering = Gathering(gathered(self._profile, self._plan, self._settings, forward_only=True))
             self._gathering.begin_forward()

@@ -94,7 +94,7 @@ class Fsdp1Step(StepHooks):
         self._forward_order.clear()
         self._indices.clear()
 
-    def begin_forward(self, *, learns: bool, repeated: bool) -> None:
+    def begin_forward(self, *, with_gradients: bool, repeated: bool) -> None:
         self._repeated = repeated
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:

@@ -84,7 +84,7 @@ class Fsdp2Step(StepHooks):
         if self._policy is not None:
             self._policy.begin()
 
-    def begin_forward(self, *, learns: bool, repeated: bool) -> None:
+    def begin_forward(self, *, with_gradients: bool, repeated: bool) -> None:
         self._repeated = repeated
 
     def unsharded(self, unit: UnitId) -> Storages:
@@ -324,7 +324,9 @@ class Fsdp2Step(StepHooks):
     # Collectives
 
     def _gather(self, step: StepBuilder, unit: UnitId, start: Start, *, in_backward: bool = False) -> None:
-        """`FSDPParamGroup.unshard`: copy in and all-gather. The output stays until the copy-out."""
+        """`FSDPParamGroup.unshard`: copy in and all-gather. The output stays until the copy-out. In backward, after a reshard to fewer
+        ranks, those gather.
+        """
         if self._one_shard:
             return
         sizes = self._units[unit]

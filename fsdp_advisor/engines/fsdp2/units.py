@@ -54,7 +54,7 @@ class UnitBytes:
 
 
 def measure(unit: Unit, plan: Plan) -> UnitBytes:
-    """The storages of a unit under a plan."""
+    """A unit's storages on rank 0: each parameter is split along its first dimension over `shard_degree` ranks, with padding."""
     n, offload = plan.shard_degree, plan.offload == "parameters"
     stepping = optimizer_of(plan)
     shapes = [shard_shape(p.shape, n) for p in unit.parameters]

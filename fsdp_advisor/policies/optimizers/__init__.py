@@ -1,4 +1,4 @@
-"""The optimizers, one file each. To add one: a file here, a line in `_ALL`, and its name in `OptimizerName`."""
+"""The optimizers, one file each. CONTRIBUTING.md says how to add one."""
 
 from __future__ import annotations
 

@@ -209,7 +209,8 @@ class Optimizer(ABC):
         return self.state_storages(parameter, shape, element_bytes) + self.paged_state_storages(prod(shape))
 
     def paged_state_storages(self, elements: int) -> Storages:
-        """The state of one tensor on the GPU that is in CUDA's managed memory. The other methods do not count it.
+        """The state of one tensor on the GPU that is in CUDA's managed memory. `state_storages` and
+        `flat_state_storages` do not count it.
 
         cudaMallocManaged allocates it, not PyTorch. CUDA moves its pages to the GPU when they are used, and to the host when the
         GPU is full.

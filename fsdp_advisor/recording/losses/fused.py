@@ -77,7 +77,7 @@ class FusedLoss(nn.Module):
 
 
 class FusedLossSource(WrappedSource):
-    """A causal language model whose forward ends with such a module."""
+    """A causal language model whose forward ends with a `FusedLoss` in place of its head and loss."""
 
     not_causal: str
     """Why another kind of model is refused; `{task}` stands for it."""
