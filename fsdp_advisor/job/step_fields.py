@@ -28,7 +28,7 @@ from fsdp_advisor.job.projection import read_optim_args, read_target_modules
 GROUP = "Training"
 
 CHECKPOINTING = Rule(
-    about="the layers that backward recomputes: none, full (all), reentrant (all, with use_reentrant), every-N (one of N), or "
+    about="the layers that backward recomputes: none, full (all), reentrant (all, with use_reentrant), every-N (one of N, without it), or "
     "selective (all, but the outputs of matrix products and attention are kept, as torchtitan's SelectiveAC keeps them)",
     group=GROUP,
     default="none; full with TRL, selective with torchtitan",
