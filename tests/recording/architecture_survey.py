@@ -208,11 +208,11 @@ def _class(task: str, model_type: str) -> str:
     return found if isinstance(found, str) else found[0]
 
 
-def survey(task: str, model_type: str) -> Line:
-    """The outcome for one architecture."""
+def survey(task: str, model_type: str, *, any_batch: bool = True) -> Line:
+    """The outcome for one architecture. `any_batch`: try to record a causal model for any micro-batch and length."""
     try:
         with _time_limit():
-            return _compared(task, model_type)
+            return _compared(task, model_type, any_batch=any_batch and task == "causal-lm")
     except TimeoutError:
         reason = f"took longer than {SECONDS} s of CPU time"
     except AdvisorError as error:
@@ -224,16 +224,15 @@ def survey(task: str, model_type: str) -> Line:
     return Line(task=task, model_type=model_type, outcome="refused", reason=reason)
 
 
-def _compared(task: str, model_type: str) -> Line:
+def _compared(task: str, model_type: str, *, any_batch: bool) -> Line:
     config = task_config(task, model_type)
     if task != "causal-lm":
         config, _ = trained_part(config, model_type)
     recorder, plan = _recorder(config, task, model_type), PLAN
-    whole = task == "causal-lm"
     try:
-        tape, any_batch, plan = _tape_of_attention(recorder, plan, any_batch=whole)
+        tape, for_any, plan = _tape_of_attention(recorder, plan, any_batch=any_batch)
     except NotRecordable:
-        tape, any_batch, plan = _tape_of_attention(recorder, replace(plan, precision="fp32"), any_batch=whole)
+        tape, for_any, plan = _tape_of_attention(recorder, replace(plan, precision="fp32"), any_batch=any_batch)
     off, peak = _differences(recorder, tape, plan)
     return Line(
         task=task,
@@ -241,7 +240,7 @@ def _compared(task: str, model_type: str) -> Line:
         outcome="different" if off else "equal",
         attention=plan.attention,
         precision=plan.precision,
-        tape="any" if any_batch else "one",
+        tape="any" if for_any else "one",
         parameters=recorder.profile.parameters,
         peak_bytes=peak,
         reason=", ".join(f"{phase} {n_bytes:+d} B" for phase, n_bytes in off.items()),
