@@ -169,7 +169,18 @@ def adaptation_of(request: EstimateRequest) -> Adaptation:
         prepared=prepared,
         checkpoint_every=every_nth_layer(request.activation_checkpointing),
         reward_head=request.task == "reward",
-        in_one_graph=request.compile == "model",
+        in_one_graph=_makes_one_graph(request),
+    )
+
+
+def _makes_one_graph(request: EstimateRequest) -> bool:
+    """Whether the compiler makes one graph of the model: under DDP, which is all that `--strategy all` has then. FSDP2's hooks break the
+    graph at each unit.
+    """
+    return (
+        request.compile == "model"
+        and request.strategy in ("ddp", "zero1", "all")
+        and request.backend in ("auto", "ddp")
     )
 
 

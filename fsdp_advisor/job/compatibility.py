@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_advisor.errors import UsageError, assert_never
+from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload, Strategy, Wrap
 from fsdp_advisor.job.compilation import COMPILING, check_compile, refused_compile
@@ -122,6 +123,8 @@ def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]
     known = tuple(b for b in FRAMEWORKS[request.framework].backends if b not in unable)
     if request.compile != "none":
         known = tuple(b for b in known if b in COMPILING[request.compile])
+        if adaptation_of(request).in_one_graph:
+            known = ("ddp",)
     if request.fp8 != "none":
         known = tuple(b for b in known if b in CONVERTING)
     if offload != "none" and request.offload_device == "nvme":

@@ -8,7 +8,7 @@ from fsdp_advisor.job.choices import Backend, Compile
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 
-COMPILING: dict[Compile, tuple[Backend, ...]] = {"layer": ("ddp", "fsdp2"), "model": ("ddp",)}
+COMPILING: dict[Compile, tuple[Backend, ...]] = {"layer": ("ddp", "fsdp2"), "model": ("ddp", "fsdp2")}
 """The backends whose compiled steps were compared with PyTorch's own."""
 
 
@@ -41,10 +41,14 @@ def check_compile(request: EstimateRequest) -> None:
 
 def refused_compile(plan: Plan) -> UsageError | None:
     """Why the plan's backend is not modelled with compiled code. None if it is."""
+    if plan.compile == "model" and plan.backend == "fsdp2" and plan.activation_checkpointing != "none":
+        return UsageError(
+            "--compile model with FSDP2 is not modelled with activation checkpointing, whose recomputation runs FSDP2's hooks",
+            hint="use --compile layer, or leave --activation-checkpointing out",
+        )
     if plan.compile == "none" or plan.backend in COMPILING[plan.compile]:
         return None
-    why = ", whose hooks divide the graph" if plan.compile == "model" and plan.backend == "fsdp2" else ""
     return UsageError(
-        f"--compile {plan.compile} is not modelled with backend {plan.backend}{why}",
+        f"--compile {plan.compile} is not modelled with backend {plan.backend}",
         hint=f"use --backend {' or '.join(COMPILING[plan.compile])}, or leave --compile out",
     )

@@ -130,7 +130,7 @@ CompileOption = Annotated[
     Compile,
     Rule(
         about="part of the model that torch.compile compiles: layer is each layer by itself, as in torchtitan; model is the whole "
-        "model with its loss, on one GPU or with DDP",
+        "model with its loss, which FSDP2's hooks divide into its units",
         group=GROUP,
         synonyms={
             "layers": "layer",

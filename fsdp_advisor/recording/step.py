@@ -66,7 +66,7 @@ class Step:
         modules = source.root_modules(model)
         if modules.head is not None and not key.compiles_whole:
             modules.head.register_forward_pre_hook(self._head_begins, with_kwargs=True)
-        if key.engine == "fsdp2" and task_of(source.task).has_root_units:
+        if key.engine == "fsdp2" and task_of(source.task).has_root_units and not key.compiles_whole:
             marked = replace(modules, head=None) if key.gathered_head else modules
             mark_root_units(marked, self._mark_root_unit, loss_takes_head=key.loss == "torchtitan")
         self._chunks = None
@@ -363,8 +363,13 @@ class _UnitHooks:
         self._is_layer = whole and place.stack != ROOT
         self._is_within_layer = not whole and place.stack != ROOT
         self._of_fsdp2 = step._key.engine == "fsdp2" and place.is_unit
-        place.module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-        place.module.register_forward_hook(self._after_forward)
+        before, after = self._before_forward, self._after_forward
+        if step._key.compiles_whole:  # the graph breaks at hooks as it does at FSDP2's
+            from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable
+
+            before, after = _dynamo_disable(before), _dynamo_disable(after)
+        place.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        place.module.register_forward_hook(after)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step, cast = self._step, self._step._cast

@@ -371,10 +371,14 @@ def test_other_targets_do_not_take_layers_in_fp8() -> None:
         assert (target.limit(converted) is None) == (name in ("fsdp2", "ddp"))
 
 
-def test_scripts_compile_a_whole_model_before_ddp_wraps_it() -> None:
-    text = export("ddp", replace(DDP, plan=replace(DDP.plan, compile="model"))).text
+@pytest.mark.parametrize(
+    ("target", "of", "wraps"),
+    [("fsdp2", ZERO3, "shard(model, device)"), ("ddp", DDP, "return DistributedDataParallel")],
+)
+def test_scripts_compile_a_whole_model_before_it_is_wrapped(target: str, of: Job, wraps: str) -> None:
+    text = export(target, replace(of, plan=replace(of.plan, compile="model"))).text
     built = text[text.index("def build(") :]
-    assert built.index("model.compile()") < built.index("return DistributedDataParallel")
+    assert built.index("model.compile()") < built.index(wraps)
     assert "model compiled" in text and "layer.compile()" not in text
     ast.parse(text)
 
