@@ -52,7 +52,7 @@ QLORA = {**LORA, "load_in_4bit": True}
 SHARDED_QLORA = {**QLORA, "bnb_4bit_quant_storage": "bfloat16"}
 DORA = {**LORA, "use_dora": True}
 DTYPES: tuple[dict[str, Any], ...] = ({}, {"dtype": "bfloat16"})
-"""The default, and what a search chooses for a frozen base."""
+"""A frozen base in fp32, as TRL loads it, and in bf16, as transformers does."""
 FRAMEWORKS = ("torch", "trainer", "trl")
 
 
