@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from rehearsed_jobs import row_of
 
 pytestmark = pytest.mark.slow
@@ -77,6 +77,7 @@ def other_peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
     return run("compiled.py", json.dumps(jobs))
 
 
+@in_turn(1, of=2)  # the other day compiles layers
 @pytest.mark.parametrize("name", OTHERS)
 def test_whole_models_and_memory_budgets_need_what_is_predicted(
     name: str, other_peaks: dict[str, int], tmp_path: Path
@@ -94,6 +95,7 @@ def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
     return run("compiled.py", json.dumps(CASES))
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_layers_need_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
     config, engine, precision, checkpointing, batch, length = CASES[name]

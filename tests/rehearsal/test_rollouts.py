@@ -105,6 +105,7 @@ EVALUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
 )
 
 
+@in_turn(1, of=2)
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_evaluations_need_what_is_predicted(
     name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
