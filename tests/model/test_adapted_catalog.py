@@ -16,10 +16,13 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model import cache, catalog
 from fsdp_advisor.model.adapted_catalog import PATH, adapted_profile
+from fsdp_advisor.recording.adapted_catalog import MODELS
 from fsdp_advisor.rows import peak_of_step
 from fsdp_advisor.tapes import tape_key_of
 
 SMALL = "Qwen/Qwen2.5-0.5B"
+EAGER = "google/gemma-2-9b"
+"""It has no sdpa attention, and the archive no tapes of eager attention."""
 
 
 @pytest.fixture
@@ -48,6 +51,13 @@ def test_usual_adapters_are_answered_without_torch(gpus: int, options: dict[str,
     assert report.adapters is not None and report.adapters.parameters > 0
     for row in report.estimates:
         assert row.needed_bytes is not None and row.peak_tensor_bytes is not None and row.step is not None
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize("model", [model for model in MODELS if model != EAGER])
+def test_lora_on_one_gpu_is_answered_without_torch(model: str) -> None:
+    (row,) = estimate(model=model, gpus=1, gpu="A100", use_peft=True, strategy="ddp").estimates
+    assert row.needed_bytes is not None
 
 
 @pytest.mark.usefixtures("without_torch")
