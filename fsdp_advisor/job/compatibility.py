@@ -122,7 +122,7 @@ def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]
     unable = unable_backends(request.optim, request.framework)
     known = tuple(b for b in FRAMEWORKS[request.framework].backends if b not in unable)
     if request.compile != "none":
-        known = tuple(b for b in known if b in COMPILING[request.compile])
+        known = tuple(b for b in known if b in COMPILING)
         if adaptation_of(request).in_one_graph:
             known = ("ddp",)
     if request.fp8 != "none":

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import may_adapt
-from fsdp_advisor.job.choices import Backend, Compile
+from fsdp_advisor.job.choices import Backend
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 
-COMPILING: dict[Compile, tuple[Backend, ...]] = {"layer": ("ddp", "fsdp2"), "model": ("ddp", "fsdp2")}
+COMPILING: tuple[Backend, ...] = ("ddp", "fsdp2")
 """The backends whose compiled steps were compared with PyTorch's own."""
 
 
@@ -46,9 +46,9 @@ def refused_compile(plan: Plan) -> UsageError | None:
             "--compile model with FSDP2 is not modelled with activation checkpointing, whose recomputation runs FSDP2's hooks",
             hint="use --compile layer, or leave --activation-checkpointing out",
         )
-    if plan.compile == "none" or plan.backend in COMPILING[plan.compile]:
+    if plan.compile == "none" or plan.backend in COMPILING:
         return None
     return UsageError(
         f"--compile {plan.compile} is not modelled with backend {plan.backend}",
-        hint=f"use --backend {' or '.join(COMPILING[plan.compile])}, or leave --compile out",
+        hint=f"use --backend {' or '.join(COMPILING)}, or leave --compile out",
     )
