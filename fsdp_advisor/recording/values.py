@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 from unittest import mock
@@ -62,16 +62,15 @@ class KnownValues(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if _RANDOM in func.tags or any(self.value_of(t) is None for t in tensors):
+        values = {id(tensor): value for tensor in tensors if (value := self.value_of(tensor)) is not None}
+        if _RANDOM in func.tags or any(id(tensor) not in values for tensor in tensors):
             return self._call_with_unknown(func, args, kwargs)
         if func is _ITEM:
-            value = self.value_of(tensors[0])
-            assert value is not None
             with _on_host():
-                return value.item()
+                return values[id(tensors[0])].item()
         if not tensors and not _makes_few(func, args, kwargs):
             return func(*args, **kwargs)
-        return self._call_with_known(func, args, kwargs)
+        return self._call_with_known(func, args, kwargs, values)
 
     def _call_with_unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an operator of which an argument is unknown. What it writes is unknown afterwards."""
@@ -89,12 +88,14 @@ class KnownValues(TorchDispatchMode):
             self._choose(result[1], args[0].shape, kwargs.get("dim", args[2] if len(args) > 2 else -1))
         return result
 
-    def _call_with_known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an operator whose arguments are known. Its values are kept, unless it is a large tensor or a view, which has
-        those of its storage.
+    def _call_with_known(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[int, torch.Tensor]
+    ) -> Any:
+        """The result of an operator whose arguments are known: `values` by the `id` of each tensor among them. Its own values are kept,
+        unless it is a large tensor or a view, which has those of its storage.
         """
         leaves, tree = tree_flatten((args, kwargs))
-        hosted = [self.value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        hosted = [values[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         host_args, host_kwargs = tree_unflatten(hosted, tree)
         if func in _SIZED_BY_VALUES:  # fake tensors do not know the size: the values come first
             with _on_host():
