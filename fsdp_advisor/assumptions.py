@@ -247,16 +247,17 @@ def check_kernels(request: EstimateRequest, gpu: Gpu) -> None:
     Source for flash attention: flash-attn 2.8, README, and its checks in csrc/flash_attn/flash_api.cpp: Ampere or newer, in half precision.
     """
     able = gpu.compute_capability
+    before_ampere = able is not None and able < FLASH_FROM
     if request.attention == "flash_attention_2" and request.precision == "fp32":
         raise UsageError(
             "flash_attention_2 computes in bf16 and fp16 alone, not in fp32",
             hint="use --attention sdpa, or --precision bf16-mixed",
         )
-    if request.attention == "flash_attention_2" and able is not None and able < FLASH_FROM:
+    if request.attention == "flash_attention_2" and before_ampere:
         raise UsageError(
             f"flash-attn has no kernels for {gpu.name}", hint="use --attention sdpa, or name a GPU from Ampere on"
         )
-    if request.compile != "none" and able is not None and able < FLASH_FROM:
+    if request.compile != "none" and before_ampere:
         raise UsageError(
             f"compiled layers are not modelled on {gpu.name}", hint="leave --compile out, or name a GPU from Ampere on"
         )

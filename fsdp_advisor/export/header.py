@@ -5,6 +5,7 @@ from __future__ import annotations
 from fsdp_advisor.export.constants import VERSIONS
 from fsdp_advisor.export.job import PEAKS, Job
 from fsdp_advisor.job.choices import TrainingTask
+from fsdp_advisor.job.compilation import compiled_text
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.tasks import task_of
@@ -68,8 +69,7 @@ def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
             f"activation checkpointing {plan.activation_checkpointing}{offloaded}, {plan.attention} attention, {plan.optim}"
             + (f", loss {plan.loss_code}" if plan.loss_code != "full" else "")
             + (", Liger's kernels" if plan.use_liger_kernel else "")
-            + {"none": "", "layer": ", layers compiled", "model": ", model compiled"}[plan.compile]
-            + (f" with memory budget {plan.memory_budget:g}" if plan.memory_budget != 1 else "")
+            + (f", {compiled_text(plan)}" if plan.compile != "none" else "")
             + (f", fp8 {plan.fp8}" if plan.fp8 != "none" else "")
             + (f", MLP in shards ({plan.tiled_mlp})" if plan.tiled_mlp != "none" else "")
             + (f", experts {plan.experts_implementation}" if plan.experts_implementation != "grouped_mm" else "")

@@ -12,6 +12,12 @@ COMPILING: tuple[Backend, ...] = ("ddp", "fsdp2")
 """The backends whose compiled steps were compared with PyTorch's own."""
 
 
+def compiled_text(job: EstimateRequest | Plan) -> str:
+    """What a job that compiles compiles, as in `layers compiled with memory budget 0.5`."""
+    budget = f" with memory budget {job.memory_budget:g}" if job.memory_budget != 1 else ""
+    return f"{'layers' if job.compile == 'layer' else 'model'} compiled{budget}"
+
+
 def check_compile(request: EstimateRequest) -> None:
     """Raises UsageError for a job that is not modelled with compiled layers, whatever its strategy."""
     if request.compile == "none":

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.compilation import compiled_text
 from fsdp_advisor.job.generation import generation_of
 from fsdp_advisor.job.images import images_of
 from fsdp_advisor.model.tasks import task_of
@@ -229,9 +230,7 @@ def job_items(report: Report) -> tuple[str, ...]:
     if request.expert_imbalance != 1.0:
         items.append(f"busiest expert {request.expert_imbalance:g} times the mean")
     items += ["activations on the host"] if request.activation_offload else []
-    if request.compile != "none":
-        budget = f" with memory budget {request.memory_budget:g}" if request.memory_budget != 1 else ""
-        items.append(f"{'layers' if request.compile == 'layer' else 'model'} compiled{budget}")
+    items += [compiled_text(request)] if request.compile != "none" else []
     items += [f"MLP in shards ({request.tiled_mlp})"] if request.tiled_mlp != "none" else []
     items += [changed] if (changed := adaptation_of(request).on_checkpoint(report.packed).text) else []
     if request.dtype != "auto":

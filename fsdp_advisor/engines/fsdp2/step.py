@@ -201,8 +201,6 @@ class Fsdp2Step(StepHooks):
         if self._one_shard and self._plan.facts.sums_gradients:  # `reduce_scatter_input / gradient_divide_factor`
             step.transient(Account.COMMUNICATION, sizes.reduce_input, Stream.REDUCE_SCATTER)
         self._send_gradients(step, unit, sizes)
-        if not self._is_first and not self._plan.defers_reduction and not self._offload:
-            step.add(Copy(unit, ADDED_TENSORS * sizes.gradients.exact))
         if self._plan.replica_degree > 1:
             self._all_reduced.append((unit, reduced))  # `FSDPParamGroup._all_reduce_state`
         else:
@@ -212,6 +210,7 @@ class Fsdp2Step(StepHooks):
         if self._offload:
             step.free(output)
         elif not self._is_first and not self._plan.defers_reduction:
+            step.add(Copy(unit, ADDED_TENSORS * sizes.gradients.exact))
             if self._plan.replica_degree > 1 and reduced == NO_BUFFER:  # the output itself is all-reduced
                 step.reclassify(Account.COMMUNICATION, output)
                 self._all_reduced.append((unit, output))
@@ -324,8 +323,8 @@ class Fsdp2Step(StepHooks):
     # Collectives
 
     def _gather(self, step: StepBuilder, unit: UnitId, start: Start, *, in_backward: bool = False) -> None:
-        """`FSDPParamGroup.unshard`: copy in and all-gather. The output stays until the copy-out. In backward, after a reshard to fewer
-        ranks, those gather.
+        """`FSDPParamGroup.unshard`: copy in and all-gather. The output stays until the copy-out. If forward resharded to fewer
+        ranks, backward gathers from these alone.
         """
         if self._one_shard:
             return
