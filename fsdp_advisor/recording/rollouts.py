@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
 
+from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.recording.losses.fused import causal_model
 from fsdp_advisor.recording.scoring import scoring, without_checkpointing
 
@@ -42,15 +44,24 @@ def batch_of(ids: torch.Tensor, completion_length: int, *, policy: bool, referen
 
 
 def generate(module: nn.Module, batch: dict[str, torch.Tensor], name: str) -> None:
-    """The first forward of transformers' `generate`, and the last one. `name`: the model's, for errors."""
+    """The first forward of transformers' `generate`, and the last one. `name`: the model's, for errors.
+
+    Raises NotRecordable for a model whose class of configuration turns the cache off (MPT).
+    """
     prompts, last = batch["prompt_ids"], batch["completion_ids"].shape[1] - 1
-    cache = _GrowingCache(prompts.shape[1] + last)
+    config = causal_model(module, name).config
+    if not getattr(type(config)(), "use_cache", True):
+        raise NotRecordable(
+            f"{name} generates without a cache of keys and values, which is not recorded",
+            hint="generate with vLLM: --use-vllm",
+        )
+    cache = _GrowingCache(config, prompts.shape[1] + last)
     with _generating(module), scoring("prefill"):
         positions = _positions(module, batch["prompt_mask"], name)
         _sample(module(input_ids=prompts.clone(), past_key_values=cache, **positions))
         torch.clear_autocast_cache()
         del positions
-    cache.is_last = True
+    cache.grow()
     with _generating(module), scoring("decode"):
         ids = torch.cat([prompts, batch["completion_ids"]], dim=1)
         positions = _positions(module, torch.ones_like(ids), name)
@@ -92,23 +103,47 @@ def _sample(logits: torch.Tensor) -> torch.Tensor:
 
 
 class _GrowingCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
-    """transformers' cache of keys and values. Before the last token it has grown to one token less than the whole sequence."""
+    """transformers' cache of keys and values. Before the last token it has grown to one token less than the whole sequence.
 
-    def __init__(self, before_last: int) -> None:
-        super().__init__()
+    Layers with a sliding window keep one token less than the window, as a view of what the window and a new token need. States of linear
+    attention do not grow.
+    Source: transformers 5.23, cache_utils.py; generation/utils.py, `_prepare_cache_for_generation`.
+    """
+
+    def __init__(self, config: PreTrainedConfig, before_last: int) -> None:
+        super().__init__(config=config.get_text_config(decoder=True))
         self._before_last = before_last
-        self.is_last = False
+        self._short: set[int] = set()
+
+    def grow(self) -> None:
+        """Report the length before the last token to masks. Each layer's memory grows at its next update."""
+        for place, layer in enumerate(self.layers):
+            if not getattr(layer, "is_initialized", False) or not isinstance(layer, DynamicLayer):
+                continue  # it shares another layer's keys and values, or has none
+            self._short.add(place)
+            if layer.is_sliding:
+                layer.cumulative_length = self._before_last
+            for name in ("keys", "values"):
+                held = getattr(layer, name)
+                setattr(layer, name, held[:, :, :1].expand(-1, -1, self._length(layer), -1))
+
+    def _length(self, layer: DynamicLayer) -> int:
+        """The tokens that a layer keeps."""
+        return min(self._before_last, layer.sliding_window - 1) if layer.is_sliding else self._before_last
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.is_last:
+        if layer_idx in self._short:
+            self._short.remove(layer_idx)
             layer = self.layers[layer_idx]
+            kept = self._length(layer)
+            stored = min(self._before_last, layer.sliding_window) if layer.is_sliding else kept
             for name in ("keys", "values"):
                 held = getattr(layer, name)
-                shape = (*held.shape[:2], self._before_last, held.shape[3])
+                shape = (*held.shape[:2], stored, held.shape[3])
                 del held
-                setattr(layer, name, getattr(layer, name).new_empty(shape))
+                setattr(layer, name, getattr(layer, name).new_empty(shape)[:, :, -kept:])
         found: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return found
 

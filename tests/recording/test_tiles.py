@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tiny_llama import LLAMA
 
+from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.spans import storage_bytes
@@ -43,3 +44,11 @@ def storages(tape: Tape, b: int, t: int) -> list[tuple[int, int]]:
     """The bytes and the category of each storage, in the order of allocation."""
     sizes = storage_bytes(tape, b, t)
     return [(sizes[size], category) for births in tape.births for size, category in births]
+
+
+def test_a_model_that_generates_without_a_cache_is_refused() -> None:
+    config = {"model_type": "mpt", "d_model": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 128, "max_seq_len": 2048}
+    recorder = Recorder(source_of({**config, "architectures": ["MptForCausalLM"]}, name="mpt"))
+    with pytest.raises(NotRecordable, match="without a cache") as refusal:
+        recorder.tape(TapeKey("plain", "bf16", "eager", "none", **GRPO, at=(2, 1024)))
+    assert "--use-vllm" in (refusal.value.hint or "")

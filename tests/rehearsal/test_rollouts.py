@@ -11,7 +11,18 @@ import pytest
 from matrix import in_turn, taken
 from rehearsed_jobs import CONFIG, FSDP2_OPTIONS, FSDP2_SETTINGS, LORA_OPTIONS, LORA_SETTINGS, SETTINGS, predicted
 
+from fsdp_advisor.assumptions import gpu_of
+from fsdp_advisor.engines.registry import step_program
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.memory.allocator.caching import CachingAllocator
+from fsdp_advisor.memory.allocator.conf import AllocatorConf
+from fsdp_advisor.memory.allocator.operations import step_operations
+from fsdp_advisor.memory.libraries import cublas_workspace_bytes
+from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.tape import GENERATION_PHASES
 from fsdp_advisor.rehearsal.rehearse import Settings, rehearse
+from fsdp_advisor.tapes import gpu_tape, select_step_tape
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +101,66 @@ def test_steps_and_phases_need_what_is_predicted(
     for phase in {"generate", "score"} & set(row.job.phases):
         predicted_bytes = row.job.phases[phase].gpu_bytes + libraries
         assert predicted_bytes == pytest.approx(found[phase], rel=2e-3, abs=2 * UNSPLIT)
+
+
+BLOOM = {
+    "model_type": "bloom", "architectures": ["BloomForCausalLM"], "hidden_size": 512, "n_layer": 4, "n_head": 8, "vocab_size": 50_000,
+}  # fmt: skip
+"""Its masks and its position bias are as long as the cache."""
+MISTRAL = {
+    **CONFIG,
+    "model_type": "mistral",
+    "architectures": ["MistralForCausalLM"],
+    "head_dim": 64,
+    "sliding_window": 256,
+}
+GEMMA = {
+    **MISTRAL, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "sliding_window_pattern": 3,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+"""A third of its layers keep all keys and values, the others those of a window."""
+
+
+@in_turn(0, of=2)
+@pytest.mark.parametrize(("config", "completion_length"), taken([(BLOOM, 512)], [(GEMMA, 64), (MISTRAL, 64)]))
+def test_caches_grow_as_the_model_keeps_keys_and_values(
+    config: dict[str, Any], completion_length: int, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
+) -> None:
+    """Keys and values of a sliding window, and masks and position biases that are as long as the cache."""
+    usual = {"max_completion_length": completion_length, "num_generations": 2, "steps_per_generation": 1}
+    found = run_on_ranks("rollouts.py", json.dumps(config), json.dumps({**SETTINGS, **usual}), gpus=1)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    options = {"task": "grpo", "framework": "trl", "precision": "bf16-mixed", "micro_batch_size": 2, "seq_len": 1024}
+    job = {"gpu": "H100-80GB", "strategy": "ddp", "activation_checkpointing": "none"}
+    generated, peak = peaks_of_allocator({"model": str(path), **job, **options, **usual})
+    assert generated == pytest.approx(found["generate"], rel=2e-3)
+    assert peak == pytest.approx(max(found.values()), rel=1e-3)
+
+
+def peaks_of_allocator(options: dict[str, Any]) -> tuple[int, int]:
+    """The allocated peaks of a job's generation, and of its third step, both with the libraries."""
+    request = make_request(options)
+    (plan,), model, (gpu, _) = plans(request, seq_len=1024), resolve(request.model), gpu_of(request)
+    tape = gpu_tape(model.profile, select_step_tape(model, plan), plan, gpu)
+    workspaces = [cublas_workspace_bytes(gpu.compute_capability)] * plan.facts.threads
+    program = step_program(model.profile, tape, plan)
+    operations = step_operations(
+        program, *plan.tape_shape, resident_threads=gpu.resident_threads, workspace_bytes=workspaces
+    )
+    allocator = CachingAllocator(operations.requests, AllocatorConf())
+    for part in (operations.setup, operations.first, operations.following):
+        allocator.run(part)
+        if part is not operations.setup:
+            allocator.begin_step(operations.carried_over)
+    peaks: dict[bool, int] = {True: 0, False: 0}
+    ends = [at for at, _, _ in operations.visits[1:]] + [len(operations.following)]
+    for (at, _, name), end in zip(operations.visits, ends, strict=True):
+        allocator.allocated_peak = allocator.allocated
+        allocator.run(operations.following[at:end])
+        generates = name.startswith(GENERATION_PHASES)
+        peaks[generates] = max(peaks[generates], allocator.allocated_peak)
+    return peaks[True], max(peaks.values())
 
 
 EVALUATING: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 24}
