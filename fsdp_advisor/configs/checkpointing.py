@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from fsdp_advisor.configs.collect import Collector
+from fsdp_advisor.errors import UsageError
 
 
 def set_reentrant(found: Collector) -> None:
-    """Choose reentrant checkpoints of all layers. Those of some layers are estimated without."""
-    if found.options.get("activation_checkpointing") == "full":
+    """Choose reentrant checkpoints of all layers. Those that keep the outputs of some operators are estimated without.
+
+    Raises UsageError for those of every n-th layer, whose backward is not modelled.
+    """
+    policy = str(found.options.get("activation_checkpointing"))
+    if policy.startswith("every-"):
+        raise UsageError(
+            f"{found.file}: use_reentrant with every_n_layers: {policy.removeprefix('every-')} is not modelled",
+            hint="set use_reentrant: false, or leave every_n_layers out",
+        )
+    if policy == "full":
         found.options["activation_checkpointing"] = "reentrant"
     else:
-        found.omits("use_reentrant with checkpoints of some layers or operators; the estimate has use_reentrant: false")
+        found.omits("use_reentrant with checkpoints of some operators; the estimate has use_reentrant: false")

@@ -206,12 +206,12 @@ def test_reentrant_checkpoints_are_read(name: str, text: str, value: str, policy
     assert "reentrant" not in said(found, "not_modelled")
 
 
-def test_reentrant_checkpoints_of_some_layers_are_reported() -> None:
+def test_reentrant_checkpoints_of_some_layers_are_refused() -> None:
     keywords = "{use_reentrant: true, every_n_layers: 2}"
     text = f"per_device_train_batch_size: 1\ngradient_checkpointing: true\ngradient_checkpointing_kwargs: {keywords}"
-    found = read("args.yaml", text)
-    assert found.options["activation_checkpointing"] == "every-2"
-    assert "use_reentrant with checkpoints of some layers" in said(found, "not_modelled")
+    with pytest.raises(UsageError, match="use_reentrant with every_n_layers: 2") as refusal:
+        read("args.yaml", text)
+    assert refusal.value.hint == "set use_reentrant: false, or leave every_n_layers out"
 
 
 def test_a_named_file_that_is_missing_is_reported() -> None:
