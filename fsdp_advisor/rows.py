@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from fsdp_advisor.engines.evaluation import kept_logits
@@ -55,6 +55,16 @@ remembered = lru_cache(maxsize=1024)
 """For what takes most of the time of a row: a search, its explanation and a changed question ask about the same plans."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What a step is computed from. `tape`: with the kernels of the GPU."""
+
+    profile: Profile
+    tape: Tape
+    plan: Plan
+    gpu: Gpu
+
+
 def estimate_plan(
     model: Resolved,
     plan: Plan,
@@ -91,26 +101,24 @@ def tensor_bytes(model: Resolved, plan: Plan, gpu: Gpu) -> int:
     return _peak_bytes(model.profile, tape, plan)
 
 
-def _evaluation_tape(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Plan, Tape] | None:
-    """The plan of the Trainer's evaluation and its tape; None if the job has none. Raises AdvisorError if there is no tape."""
+def _evaluation(model: Resolved, plan: Plan, gpu: Gpu) -> StepInput | None:
+    """The input of the Trainer's evaluation; None if the job has none. Raises AdvisorError if there is no tape."""
     own, profile = plan.evaluation_plan, model.profile
     if own is None or profile is None:
         return None
-    return own, gpu_tape(profile, select_tape(model, own, gpu), own, gpu)
+    return StepInput(profile, gpu_tape(profile, select_tape(model, own, gpu), own, gpu), own, gpu)
 
 
-def _evaluation_bytes(profile: Profile, trained: Tape, plan: Plan, evaluation: tuple[Plan, Tape] | None) -> int | None:
-    """Peak tensor bytes of the evaluation; None if it is unknown. `trained`: the tape of a step."""
-    if evaluation is None:
-        return None
-    own, tape = evaluation
+def _evaluation_bytes(step: StepInput, evaluation: StepInput) -> int:
+    """Peak tensor bytes of the evaluation between two steps."""
+    profile, tape, own = evaluation.profile, evaluation.tape, evaluation.plan
     peak = peak_of_step(profile, tape, own)
     forward = evaluation_peak(profile, own, peak.tape_phase_peaks)
     left = timeline_of_step(profile, tape, own)[-1].live_bytes
     # a program in which nothing learns has no states of training
-    kept = bytes_between_steps(plan, states_of(learned(profile, trained, plan), plan))
+    kept = bytes_between_steps(step.plan, states_of(learned(profile, step.tape, step.plan), step.plan))
     of_training = kept - bytes_between_steps(own, states_of(learned(profile, tape, own), own))
-    return of_training + kept_logits(profile, plan).peak(forward=forward, left=left)
+    return of_training + kept_logits(profile, step.plan).peak(forward=forward, left=left)
 
 
 def logits_bytes_at_peak(model: Resolved, plan: Plan, gpu: Gpu) -> int:
@@ -242,23 +250,25 @@ def _with_step(
     tensors = peak_of_step(profile, on_gpu, plan)
     evaluation, evaluation_unknown = None, ""
     try:
-        evaluation = _evaluation_tape(model, plan, gpu)
+        evaluation = _evaluation(model, plan, gpu)
     except AdvisorError as error:
         evaluation_unknown = f"the peak of evaluation, and whether the job fits: {error.message}"
-    evaluated = _evaluation_bytes(profile, on_gpu, plan, evaluation)
+    step = StepInput(profile, on_gpu, plan, gpu)
+    evaluated = None if evaluation is None else _evaluation_bytes(step, evaluation)
     base = _base_row(profile, plan, gpu, host_memory_bytes, tensors, on_gpu, evaluated)
     overhead, job = base.overhead, base.job
     assert overhead is not None and job is not None
     warnings = base.warnings + gradient_warnings(profile, on_gpu, plan) + batch_warnings(plan)
     if key.attention != plan.attention:
         warnings += (f"the model has no {plan.attention} attention; {key.attention} is used",)
-    allocator = allocator_result(profile, on_gpu, plan, gpu, conf=conf, overhead=overhead, loading=job.load_method)
-    evaluating = None if evaluation is None else _evaluating(profile, on_gpu, plan, gpu, evaluation, base, conf)
-    step = step_of(profile, on_gpu, plan, gpu)
-    if step is not None:
-        step = step.with_retries(allocator.retries_per_step)
+    simulate = partial(allocator_result, step, conf=conf, overhead=overhead, loading=job.load_method)
+    allocator = simulate()
+    evaluating = None if evaluation is None else simulate(evaluation=evaluation)
+    time = step_of(profile, on_gpu, plan, gpu)
+    if time is not None:
+        time = time.with_retries(allocator.retries_per_step)
         left = gpu.memory_bytes - overhead.middle_bytes - allocator.reserved_peak_bytes
-        step = step.with_paging(base.paged_optimizer_bytes, left, gpu)
+        time = time.with_paging(base.paged_optimizer_bytes, left, gpu)
     outside = max(job.bytes_outside_steps, evaluating.reserved_peak_bytes if evaluating else 0)
     needed = overhead.middle_bytes + max(allocator.reserved_peak_bytes, outside)
     available = min(gpu.memory_bytes, overhead.middle_bytes + _allowed_bytes(gpu, conf))
@@ -277,8 +287,8 @@ def _with_step(
         fused_loss_peak_bytes=_peak_bytes(profile, on_gpu, plan, fused_loss=True) if explain else None,
         allocator=allocator,
         evaluation=evaluating,
-        step=step,
-        warnings=warnings + _allocator_warnings(allocator) + (step.warnings if step else ()),
+        step=time,
+        warnings=warnings + _allocator_warnings(allocator) + (time.warnings if time else ()),
         not_modelled=(
             *([evaluation_unknown] if evaluation_unknown else ()),  # `render.view.why_unknown` reads the first
             *base.not_modelled,
@@ -306,56 +316,24 @@ def _allowed_bytes(gpu: Gpu, conf: AllocatorConf | None) -> int:
 
 @remembered
 def allocator_result(
-    profile: Profile,
-    tape: Tape,
-    plan: Plan,
-    gpu: Gpu,
+    step: StepInput,
     *,
+    evaluation: StepInput | None = None,
     conf: AllocatorConf | None = None,
     overhead: DeviceOverhead | None = None,
     workspace_bytes: int | None = None,
     loading: LoadMethod | None = None,
 ) -> AllocatorResult:
-    """The result of the caching allocator for the plan's steps, in the GPU memory that CUDA and NCCL (`overhead`) leave."""
-    overhead = overhead or device_overhead(gpu, plan)
+    """The result of the caching allocator for several steps, in the GPU memory that CUDA and NCCL (`overhead`) leave.
+
+    `evaluation`: of an evaluation between two steps. `workspace_bytes` of cuBLAS: by default the GPU's.
+    """
+    overhead = overhead or device_overhead(step.gpu, step.plan)
     return simulate_allocator(
-        _operations(profile, tape, plan, gpu, workspace_bytes, loading),
+        _operations(step, evaluation, loading, workspace_bytes),
         conf=conf,
-        limit_bytes=gpu.memory_bytes - overhead.middle_bytes,
-        device_bytes=gpu.memory_bytes,
-    )
-
-
-def _evaluating(
-    profile: Profile,
-    tape: Tape,
-    plan: Plan,
-    gpu: Gpu,
-    evaluation: tuple[Plan, Tape],
-    row: StrategyEstimate,
-    conf: AllocatorConf | None,
-) -> AllocatorResult:
-    """The result of the caching allocator for steps with an evaluation between two of them. `row`: of the plan's steps."""
-    assert row.overhead is not None and row.job is not None
-    return simulate_allocator(
-        _with_evaluation(profile, tape, plan, gpu, evaluation, row.job.load_method),
-        conf=conf,
-        limit_bytes=gpu.memory_bytes - row.overhead.middle_bytes,
-        device_bytes=gpu.memory_bytes,
-    )
-
-
-def _with_evaluation(
-    profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, evaluation: tuple[Plan, Tape], loading: LoadMethod
-) -> StepOperations:
-    """The allocator's operations of a plan's steps and of its evaluation (a plan and its tape)."""
-    own, forward = evaluation
-    kept = kept_logits(profile, plan)
-    return with_evaluation(
-        _operations(profile, tape, plan, gpu, None, loading),
-        _operations(profile, forward, own, gpu, None, None),
-        before=kept.before,
-        after=kept.after,
+        limit_bytes=step.gpu.memory_bytes - overhead.middle_bytes,
+        device_bytes=step.gpu.memory_bytes,
     )
 
 
@@ -369,43 +347,42 @@ def runs_in(
     left = memory_bytes - overhead.middle_bytes
     if max(allocator.allocated_peak_bytes, job.bytes_outside_steps) > left:
         return False
-    on_gpu, evaluation = step_tape(model, plan, gpu), _evaluation_tape(model, plan, gpu)
-    return _completes(profile, on_gpu, plan, gpu, evaluation, job.load_method, left, memory_bytes, conf)
+    step, evaluation = StepInput(profile, step_tape(model, plan, gpu), plan, gpu), _evaluation(model, plan, gpu)
+    return _completes(step, evaluation, job.load_method, conf, limit_bytes=left, device_bytes=memory_bytes)
 
 
 @remembered
 def _completes(
-    profile: Profile,
-    tape: Tape,
-    plan: Plan,
-    gpu: Gpu,
-    evaluation: tuple[Plan, Tape] | None,
+    step: StepInput,
+    evaluation: StepInput | None,
     loading: LoadMethod,
+    conf: AllocatorConf | None,
+    *,
     limit_bytes: int,
     device_bytes: int,
-    conf: AllocatorConf | None,
 ) -> bool:
-    """Whether the plan's steps, and its evaluation if it has one, run in `limit_bytes` of a device with `device_bytes`."""
-    operations = (
-        _operations(profile, tape, plan, gpu, None, loading)
-        if evaluation is None
-        else _with_evaluation(profile, tape, plan, gpu, evaluation, loading)
-    )
+    """Whether the steps, and an evaluation if there is one, run in `limit_bytes` of a device with `device_bytes`."""
+    operations = _operations(step, evaluation, loading)
     return completes(operations, conf=conf, limit_bytes=limit_bytes, device_bytes=device_bytes)
 
 
 def _operations(
-    profile: Profile, tape: Tape, plan: Plan, gpu: Gpu, workspace_bytes: int | None, loading: LoadMethod | None
+    step: StepInput, evaluation: StepInput | None, loading: LoadMethod | None, workspace_bytes: int | None = None
 ) -> StepOperations:
-    """The allocator's operations of a plan's steps over a tape. `workspace_bytes` of cuBLAS: by default the GPU's."""
+    """The allocator's operations of the step, and of an evaluation if there is one."""
+    plan, gpu = step.plan, step.gpu
     workspace = cublas_workspace_bytes(gpu.compute_capability) if workspace_bytes is None else workspace_bytes
-    return step_operations(
-        step_program(profile, tape, plan),
+    operations = step_operations(
+        step_program(step.profile, step.tape, plan),
         *plan.tape_shape,
         resident_threads=gpu.resident_threads,
         workspace_bytes=[workspace] * plan.facts.threads,
         loaded=loading.transfers if loading else (),
     )
+    if evaluation is None:
+        return operations
+    kept = kept_logits(step.profile, plan)
+    return with_evaluation(operations, _operations(evaluation, None, None), before=kept.before, after=kept.after)
 
 
 def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:

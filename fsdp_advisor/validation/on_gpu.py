@@ -20,7 +20,7 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.rows import allocator_result, estimate_plan, peak_of_step, timeline_of_step
+from fsdp_advisor.rows import StepInput, allocator_result, estimate_plan, peak_of_step, timeline_of_step
 from fsdp_advisor.tapes import recorded_gpu_tape
 from fsdp_advisor.validation.records import Mode
 
@@ -109,9 +109,8 @@ def predict_on_gpu(model: Resolved, run: GpuRun) -> GpuPrediction:
 def _estimate_of_run(model: Resolved, run: GpuRun, fits: bool) -> StrategyEstimate:
     """The estimate of the plan with what differs in a run: kernels, workspaces, NCCL, and no checkpoints."""
     plan, gpu, overhead = run.plan, run.gpu, run.overhead
-    allocator = allocator_result(
-        run.profile, run.tape, plan, gpu, conf=run.conf, overhead=overhead, workspace_bytes=run.workspace_bytes
-    )
+    step = StepInput(run.profile, run.tape, plan, gpu)
+    allocator = allocator_result(step, conf=run.conf, overhead=overhead, workspace_bytes=run.workspace_bytes)
     needed = allocator.reserved_peak_bytes + overhead.middle_bytes
     return replace(
         estimate_plan(model, plan, gpu),
