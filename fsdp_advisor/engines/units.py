@@ -41,9 +41,8 @@ def parameters_in_order(profile: Profile) -> Iterator[tuple[UnitId, int, Paramet
     for s, (before, stack) in enumerate(zip(profile.order, profile.stacks, strict=True)):
         yield from ((AT_ROOT, index, p) for index, p in root[done:before])
         done = before
-        for run in stack.runs:
-            for layer in run.pattern * run.repeats:
-                yield from ((UnitId(s, layer), index, p) for index, p in enumerate(stack.units[layer].parameters))
+        for layer in stack.recorded_order:
+            yield from ((UnitId(s, layer), index, p) for index, p in enumerate(stack.units[layer].parameters))
     yield from ((AT_ROOT, index, p) for index, p in root[done:])
 
 

@@ -236,7 +236,7 @@ def _members(
         if at == len(profile.stacks):
             continue
         done: set[UnitId] = set()
-        for recorded in _recorded(profile, at):
+        for recorded in profile.stacks[at].recorded_order:
             place = UnitId(at, recorded)
             for owner, parameter in zip(
                 owner_in_layer[place], profile.stacks[at].units[recorded].parameters, strict=True
@@ -247,13 +247,6 @@ def _members(
     return {unit: tuple(parameters) for unit, parameters in members.items()}, counts
 
 
-def _recorded(profile: Profile, stack: int) -> Iterator[int]:
-    """The recorded layer of each real layer, in forward order."""
-    for run in profile.stacks[stack].runs:
-        for _ in range(run.repeats):
-            yield from run.pattern
-
-
 def _groups(
     profile: Profile, size: int
 ) -> tuple[dict[int, tuple[UnitId, ...]], dict[UnitId, tuple[tuple[Parameter, ...], int]]]:
@@ -261,8 +254,8 @@ def _groups(
     groups: dict[int, tuple[UnitId, ...]] = {}
     members: dict[UnitId, tuple[tuple[Parameter, ...], int]] = {}
     for s, stack in enumerate(profile.stacks):
-        recorded = list(_recorded(profile, s))
-        patterns = [tuple(recorded[i : i + size]) for i in range(0, len(recorded), size)]
+        recorded = stack.recorded_order
+        patterns = [recorded[i : i + size] for i in range(0, len(recorded), size)]
         numbers = {pattern: n for n, pattern in enumerate(dict.fromkeys(patterns))}
         groups[s] = tuple(UnitId(s, numbers[pattern], GROUP) for pattern in patterns)
         for pattern, n in numbers.items():
@@ -319,7 +312,7 @@ def _chosen_by_size(profile: Profile, least: int, places: Mapping[UnitId, Unit])
             root.add(name, index, p.elements)
     for s, stack in enumerate(profile.stacks):
         alone = profile.task == "module" and stack.depth == 1  # its path is the layer's own name
-        for number, recorded in enumerate(_recorded(profile, s)):
+        for number, recorded in enumerate(stack.recorded_order):
             layer = root.child(stack.path if alone else f"{stack.path}.{number}")
             layer.place = UnitId(s, recorded)
             for index, p in enumerate(stack.units[recorded].parameters):

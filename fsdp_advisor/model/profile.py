@@ -121,24 +121,22 @@ class Stack:
     runs: tuple[Run, ...]  # which recorded layer stands for each real one
 
     @cached_property
+    def recorded_order(self) -> tuple[int, ...]:
+        """The recorded layer that stands for each real layer, in forward order."""
+        return tuple(recorded for run in self.runs for recorded in run.pattern * run.repeats)
+
+    @property
     def depth(self) -> int:
-        return sum(len(run.pattern) * run.repeats for run in self.runs)
+        return len(self.recorded_order)
 
     def layers(self) -> Iterator[Unit]:
         """Every real layer's unit, in forward order."""
-        for run in self.runs:
-            for _ in range(run.repeats):
-                for recorded in run.pattern:
-                    yield self.units[recorded]
+        return map(self.units.__getitem__, self.recorded_order)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """The number of real layers that each recorded layer stands for."""
-        counts = [0] * len(self.units)
-        for run in self.runs:
-            for recorded in run.pattern:
-                counts[recorded] += run.repeats
-        return tuple(counts)
+        return tuple(map(self.recorded_order.count, range(len(self.units))))
 
 
 @dataclass(frozen=True, eq=False)

@@ -180,9 +180,7 @@ class _LayoutReader:
             of_phase[-1].steps[layer] = tuple(self._steps(index, is_last=not differs))
             if differs:
                 of_phase[-1].last[layer] = tuple(self._steps(index, is_last=True))
-        recorded = tuple(
-            tuple(layer for run in stack.runs for layer in run.pattern * run.repeats) for stack in self._profile.stacks
-        )
+        recorded = tuple(stack.recorded_order for stack in self._profile.stacks)
         return TapeLayout(self._tape, recorded, tuple(forward), tuple(backward), tuple(self._spans))
 
     def _last_differs(self, segment: Segment) -> bool:

@@ -75,8 +75,7 @@ def _names(source: Source, profile: Profile, model: nn.Module, units: Units) -> 
     names = {module: name for name, module in model.named_modules()}
     found = set(units.of_root)
     for s, stack in enumerate(source.stacks(model)):
-        recorded = [layer for run in profile.stacks[s].runs for layer in run.pattern * run.repeats]
-        for layer, module in zip(recorded, stack.layers, strict=True):
+        for layer, module in zip(profile.stacks[s].recorded_order, stack.layers, strict=True):
             found |= {names[module]} if UnitId(s, layer) in units.layers else set()
             found |= {f"{names[module]}.{name}" for name in units.within[UnitId(s, layer)]}
     return found

@@ -118,7 +118,7 @@ def test_one_of_n_layers_repeats_its_forward(tmp_path: Path) -> None:
     assert model.profile is not None
     (stack,) = model.profile.stacks
     repeated = {s.layer: s.recomputed.operators > 0 for s in tape.segments if s.recomputed is not None}
-    order = [repeated[layer] for run in stack.runs for layer in run.pattern * run.repeats]
+    order = [repeated[layer] for layer in stack.recorded_order]
     assert order == [True, False, False, True, False, False, True]
 
 

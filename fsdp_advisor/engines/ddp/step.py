@@ -75,10 +75,9 @@ def _ready_order(profile: Profile, tape: Tape) -> Iterator[Parameter]:
         elif segment.stack not in stacks:
             stacks.add(segment.stack)
             layers = {other.layer: other for other in backward if other.stack == segment.stack}
-            for run in reversed(profile.stacks[segment.stack].runs):
-                for layer in run.pattern[::-1] * run.repeats:
-                    if layer in layers:
-                        yield from _ready(profile, layers[layer])
+            for layer in reversed(profile.stacks[segment.stack].recorded_order):
+                if layer in layers:
+                    yield from _ready(profile, layers[layer])
 
 
 def _ready(profile: Profile, segment: Segment) -> Iterator[Parameter]:

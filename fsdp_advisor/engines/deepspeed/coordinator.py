@@ -252,9 +252,8 @@ def _inventory(profile: Profile, plan: Plan) -> _Inventory:
         tied.update((name, len(found.elements) + i) for i, p in enumerate(root[done:before]) for name in p.tied)
         found.add(UnitId(ROOT, index), root[done:before], plan)
         done = before
-        for run in stack.runs:
-            for layer in run.pattern * run.repeats:
-                found.add(UnitId(index, layer), stack.units[layer].parameters, plan)
+        for layer in stack.recorded_order:
+            found.add(UnitId(index, layer), stack.units[layer].parameters, plan)
     found.add(UnitId(ROOT, len(profile.stacks)), root[done:], plan)
     found.units[-1][1].extend((index,) for index in tied.values())  # a head tied to the embedding
     return found

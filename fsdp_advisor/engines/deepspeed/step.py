@@ -105,10 +105,9 @@ def _gradient_places(
         for n, unit in enumerate(stack.units):
             gradients[UnitId(s, n)] = measure(unit.parameters, 0)
         begins = []
-        for run in stack.runs:
-            for recorded in run.pattern * run.repeats:
-                begins.append(at)
-                at += stack.units[recorded].trainable_elements
+        for unit in stack.layers():
+            begins.append(at)
+            at += unit.trainable_elements
         starts.append(tuple(begins))
     gradients[AT_ROOT] = root + measure(profile.root.parameters[done:], at)
     return gradients, tuple(starts)
