@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fsdp_advisor.assumptions import (
-    assumption_notes,
-    batch_notes,
-    check_kernels,
-    gpu_of,
-    image_notes,
-    memory_notes,
-    sequence_length,
-    settled,
-)
+from fsdp_advisor.assumption_notes import assumption_notes, batch_notes, image_notes, memory_notes
+from fsdp_advisor.assumptions import check_kernels, gpu_of, sequence_length, settled
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.registry import model_refusal
 from fsdp_advisor.errors import UsageError

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fsdp_advisor import estimate, recommend
-from fsdp_advisor.assumptions import assumption_notes, settled
+from fsdp_advisor.assumption_notes import assumption_notes
+from fsdp_advisor.assumptions import settled
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.hardware import find_gpu

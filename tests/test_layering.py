@@ -31,6 +31,7 @@ LAYERS = (
     "report",
     "verdict",
     "assumptions",
+    "assumption_notes",
     "rows",
     "estimator",
     "comparison",

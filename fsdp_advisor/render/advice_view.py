@@ -15,7 +15,7 @@ from fsdp_advisor.advice.methods import LORA, QLORA
 from fsdp_advisor.advice.result import Method
 from fsdp_advisor.advice.savings import Saving
 from fsdp_advisor.advice.search_space import StrategyChoice
-from fsdp_advisor.assumptions import FP32_AROUND_PACKED
+from fsdp_advisor.assumption_notes import FP32_AROUND_PACKED
 from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.export.bundle import script_limit, start_command
 from fsdp_advisor.job.fields import dashed
