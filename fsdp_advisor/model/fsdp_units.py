@@ -19,8 +19,8 @@ from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.model.tape import ROOT, MarkedUnit
 
-FIRST_OF_ROOT = max(MarkedUnit)
-"""The `number` of the first module outside the layers that a policy makes a unit. Lower ones are those of `MarkedUnit`."""
+FIRST_OF_ROOT = max(MarkedUnit) + 1
+"""The number of the first module outside the layers that a policy makes a unit. Lower ones are those of `MarkedUnit`."""
 WHOLE = -1
 GROUP = -2
 _WITHIN = 1000
@@ -30,7 +30,7 @@ _WITHIN = 1000
 class UnitId(NamedTuple):
     """The name of a unit. Layers of one kind share it.
 
-    - the root: `AT_ROOT`; another unit outside the layers: stack ROOT, and its number
+    - the root: `AT_ROOT`; another unit outside the layers: stack ROOT, and the number of its marks
     - a layer: its stack, and the number of the recorded layer
     - a module within a layer: as the layer, with the number of the module as `part`
     - a group of consecutive layers: its stack, its number, and GROUP as `part`
@@ -64,10 +64,10 @@ class UnitId(NamedTuple):
         """
         if self.part != WHOLE:
             return _WITHIN + self.part
-        return self.number + 1 if self.is_outside_layers else int(MarkedUnit.LAYER)
+        return self.number if self.is_outside_layers else int(MarkedUnit.LAYER)
 
 
-AT_ROOT = UnitId(ROOT, 0)
+AT_ROOT = UnitId(ROOT, int(MarkedUnit.ROOT))
 
 
 def module_mark(number: int, place: UnitId) -> int:
@@ -76,18 +76,18 @@ def module_mark(number: int, place: UnitId) -> int:
     >>> module_mark(0, AT_ROOT), module_mark(0, UnitId(0, 3))
     (5, 1000)
     """
-    return number + (FIRST_OF_ROOT + 1 if place == AT_ROOT else _WITHIN)
+    return number + (FIRST_OF_ROOT if place == AT_ROOT else _WITHIN)
 
 
 def unit_at(mark: int, place: UnitId) -> UnitId:
     """The unit of a mark in the code of a layer or of the root.
 
     >>> unit_at(1001, UnitId(0, 3)), unit_at(5, UnitId(0, 3))
-    (UnitId(stack=0, number=3, part=1), UnitId(stack=-1, number=4, part=-1))
+    (UnitId(stack=0, number=3, part=1), UnitId(stack=-1, number=5, part=-1))
     """
     if mark >= _WITHIN:
         return place._replace(part=mark - _WITHIN)
-    return UnitId(ROOT, mark - 1) if mark else place
+    return place if mark == MarkedUnit.LAYER else UnitId(ROOT, mark)
 
 
 def unit_of(profile: Profile, place: UnitId) -> Unit:

@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings, offloads_parameters
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.fsdp_units import UnitId
+from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.profile import Parameter, Profile
-from fsdp_advisor.model.tape import ROOT
 from fsdp_advisor.policies.dtypes import cast_bytes
 from fsdp_advisor.program.storages import round_up
 
@@ -34,8 +33,7 @@ Change = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One unit's part of a micro-batch. `unit` is (stack, recorded layer), or (ROOT, n) for the root's modules before the
-    n-th stack.
+    """One unit's part of a micro-batch. The root has a visit for its modules before each stack, and one for those after the last.
 
     `rising` are the allocations and frees up to the peak of gathered parameters, `falling` those after the peak.
     `gathered_bytes` are the bytes of all parameters whose all-gather begins in this visit.
@@ -248,13 +246,13 @@ def _inventory(profile: Profile, plan: Plan) -> _Inventory:
     found = _Inventory()
     tied: dict[str, int] = {}  # by its other name: a parameter of the root
     root, done = profile.root.parameters, 0
-    for index, (stack, before) in enumerate(zip(profile.stacks, profile.order, strict=False)):
+    for s, (stack, before) in enumerate(zip(profile.stacks, profile.order, strict=True)):
         tied.update((name, len(found.elements) + i) for i, p in enumerate(root[done:before]) for name in p.tied)
-        found.add(UnitId(ROOT, index), root[done:before], plan)
+        found.add(AT_ROOT, root[done:before], plan)
         done = before
         for layer in stack.recorded_order:
-            found.add(UnitId(index, layer), stack.units[layer].parameters, plan)
-    found.add(UnitId(ROOT, len(profile.stacks)), root[done:], plan)
+            found.add(UnitId(s, layer), stack.units[layer].parameters, plan)
+    found.add(AT_ROOT, root[done:], plan)
     found.units[-1][1].extend((index,) for index in tied.values())  # a head tied to the embedding
     return found
 

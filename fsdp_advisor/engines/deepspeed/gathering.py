@@ -46,7 +46,7 @@ class Gathering:
             self._apply(step, self._current.rising)
             self._falling = self._current.falling
             self._bytes += self._current.gathered_bytes
-            if self._current.unit == unit or (self._current.unit.is_outside_layers and unit == AT_ROOT):
+            if self._current.unit == unit:
                 return
 
     def leave(self, step: StepBuilder, unit: UnitId) -> None:
