@@ -4,8 +4,8 @@ The limit is `Gpu.memory_bytes`, the total of `torch.cuda.mem_get_info`. It excl
 tables, ECC), and so does nvidia-smi's "used". It includes the context of the training process and everything counted here. Not
 counted: other processes (a desktop, a second job).
 
-Every part is a range. Its ends are published readings, or sizes from NCCL's source, each with its source; this project measured
-none of them.
+Every part is a range. Its ends are published readings, sizes from NCCL's source, or readings of this project on an H200 (torch 2.11.0,
+CUDA 13.0, NCCL 2.28.9, driver 580.159), each with its source.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ _MIB = 2**20
 
 # CUDA
 
-CONTEXT_BYTES_PER_MULTIPROCESSOR = (3 * _MIB, 9 * _MIB // 2)
+CONTEXT_BYTES_PER_MULTIPROCESSOR = (3 * _MIB, 14 * _MIB // 3)
 """Bytes of a context without kernels. It grows with the number of multiprocessors, because it holds local memory for each.
 
 Source: 256 MiB on an RTX 3090 with 82 (torch 2.7, driver 610; invoke-ai/InvokeAI#9413), 320 MiB on a Titan V with 80
-(pytorch/pytorch#28394); 300 to 400 MiB "if lazy module loading is enabled" (pytorch/pytorch#107667, #109888).
+(pytorch/pytorch#28394); 300 to 400 MiB "if lazy module loading is enabled" (pytorch/pytorch#107667, #109888). The H200 has 132: 616 MiB
+with the kernel that fills a tensor.
 """
 CONTEXT_BYTES_UNKNOWN_GPU = (120 * _MIB, 720 * _MIB)
 """Bytes of a context on a GPU of which only the memory size is given: 40 (T4) to 160 multiprocessors are assumed."""
-LAZY_KERNEL_BYTES = (16 * _MIB, 256 * _MIB)
+LAZY_KERNEL_BYTES = (128 * _MIB, 256 * _MIB)
 """Kernels that training loads on first use (of PyTorch, cuBLAS, cuDNN and attention).
 
+On the H200, 46 jobs loaded 135 to 233 MiB: the first product 66 MiB, attention 16 MiB, the rest operator by operator.
 Lazy loading is the default since CUDA 12.2 on Linux. NVIDIA: an application calls perhaps 5 % of the tens of thousands of
 kernels in cuBLAS or cuDNN (forums.developer.nvidia.com/t/261135). The upper end is a quarter of that of EAGER_KERNEL_BYTES.
 """
@@ -50,6 +52,9 @@ BUFFER_BYTES = {"LL": 8 * 512 * 8 * 16, "LL128": 120 * 640 * 8 * 8, "Simple": 4 
 DEFAULT_BUFFSIZE."""
 IPC_BYTES = 2 * _MIB
 """Source: NCCL 2.30 src/include/comm.h, CUDA_IPC_MIN: each shareable buffer is rounded up to a multiple of it."""
+CHANNEL_BYTES = 3 * IPC_BYTES
+"""A channel's own tables: three allocations of a few bytes, each of which takes IPC_BYTES. On the H200 a communicator of one rank has 64
+channels and no buffers, and takes 388 MiB. Source: NCCL 2.28 src/channel.cc, initChannel, as NCCL_DEBUG_SUBSYS=ALLOC shows."""
 CONTROL_BYTES = 4096
 """A connection's ncclSendMem or ncclRecvMem. Source: NCCL 2.30 src/include/comm.h, MEM_ALIGN."""
 
@@ -81,9 +86,9 @@ doubled)."""
 NVLS_BYTES = (0, 16 * 2 * 8 * _MIB)
 """Buffers of NVLink SHARP on Hopper and later: 16 channels, 8 heads, 8 steps of 128 KiB, both directions.
 Source: NCCL 2.30 src/transport/nvls.cc, NCCL_NVLS_CHUNKSIZE, ncclNvlsBufferSetup."""
-NCCL_KERNEL_BYTES = (0, 256 * _MIB)
-"""NCCL's own kernels and bookkeeping. Together with the buffers of 24 channels they explain the observed 544 MB of a group of two
-A100, and 688 MB of a larger group (NVIDIA/nccl#964)."""
+NCCL_KERNEL_BYTES = (112 * _MIB, 170 * _MIB)
+"""NCCL's own kernels. 170 MiB on the H200. Together with the 24 channels of a group of two A100, 112 MiB explain its observed 544 MB
+(NVIDIA/nccl#964, which also names 688 MB for a larger group)."""
 RCCL_FIRST_BYTES = (512 * _MIB, 1280 * _MIB)
 RCCL_FURTHER_BYTES = (512 * _MIB, 768 * _MIB)
 """Context and first communicator on AMD: about 1 GiB; each further one about 0.65 GiB (Lumi-supercomputer/LUMI-AI-Guide#111)."""
@@ -187,8 +192,8 @@ def _context(gpu: Gpu) -> tuple[int, int]:
 
 
 def communicator_range(gpu: Gpu, ranks: int, nnodes: int = 1) -> tuple[int, int]:
-    """Bytes of one communicator's buffers on each GPU of `ranks` on `nnodes`: at least those of the rings, at most those of rings,
-    trees and NVLink SHARP. Zero for one rank."""
+    """Bytes of one communicator on each GPU of `ranks` on `nnodes`: its channels, and at least the buffers of the rings, at most those of
+    rings, trees and NVLink SHARP. Zero for one rank."""
     if ranks == 1:
         return 0, 0
     nvlink = gpu.intra_node is not None and gpu.intra_node.kind == "nvlink"
@@ -199,6 +204,7 @@ def communicator_range(gpu: Gpu, ranks: int, nnodes: int = 1) -> tuple[int, int]
     low, high = channels[0] * one, channels[1] * one * (1 if ranks == 2 else 2)
     if nnodes > 1:
         high = 2 * channels[1] * NETWORK_CONNECTION_BYTES
+    low, high = low + channels[0] * CHANNEL_BYTES, high + channels[1] * CHANNEL_BYTES
     if gpu.architecture in ("hopper", "blackwell", None) and ranks // nnodes > 2:
         low, high = low + NVLS_BYTES[0], high + NVLS_BYTES[1]
     return low, high

@@ -1,7 +1,7 @@
 """The rates that hardware achieves, as shares of its datasheet's rates. This file contains every constant of the time model.
 
-A constant is published (with its source), assumed, or chosen on the fitted part of the published training runs
-(`tests/timing/published_split.py`). Each says which. A chosen constant has a physical meaning and can be measured separately.
+A constant is published (with its source), measured (`tests/records`), assumed, or chosen on the fitted part of the published training
+runs (`tests/timing/published_split.py`). Each says which. A chosen constant has a physical meaning and can be measured separately.
 """
 
 from __future__ import annotations
@@ -12,20 +12,47 @@ from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.hardware.links import PCIE_3_X16, PCIE_4_X16, PCIE_5_X16, Link, LinkKind
 from fsdp_advisor.program.instructions import HostKernel
 
+SMALL_HEAD = 0.88
+"""Flash attention's rate with heads of 64 against 128. Source: FlashAttention-3, figure 5: 324 of 370 forward on H100; forward
+and backward together 296 of 338 there and 176 of 203 on A100 (FlashAttention-2's benchmark figures, no mask, 16384 tokens)."""
+
+HALF_RATE_TOKENS = 256
+"""The length at which flash attention reaches half of its rate: T / (T + 256). It models the blocks on the diagonal, which are
+computed whole, and the start of the kernel. Source: FlashAttention-3, figure 5: FlashAttention-2, causal, head 128 on H100: 191,
+260, 298, 319, 333, 335 TFLOP/s at 512 ... 16384 tokens. The model is within 18 % at 512 and within 4 % from 1024 on."""
+
+PLAIN_MATMUL = 0.90
+"""fp32 products without tensor cores, on NVIDIA. cuBLAS nearly reaches the peak of the boards that train in fp32. Source: V100
+13.9 of 15.7 TFLOP/s at 4096 and 14.5 at 10240 (zzc0721/torch-performance-test-data issue 140), A100 18.9 of 19.5
+(Yinghan-Li/YHs_Sample issue 4). Power limits later boards: 0.78 on H200 NVL (xzwgit/gpu-flops-bench)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Achieved:
     """Shares of the datasheet's rates that a generation of GPUs sustains while it trains.
 
     `matmul`: large matrix products in a training loop, at the clocks under the power limit, not the best product of a
-    benchmark. `attention_forward`, `attention_backward`: flash attention with heads of 128. `memory`: a streaming kernel.
-    `seen`: whether there is a published training run on such boards (`fsdp_advisor/validation/published.csv`, `tests/published`).
+    benchmark. `plain_matmul`: the same in fp32 without tensor cores. `misaligned_matmul`: products in 16 bits with an odd dimension.
+    `attention_forward`, `attention_backward`: flash attention with heads of 128 and long sequences; `small_head`: its rate with heads
+    of 64, relative to these; `half_rate_forward`, `half_rate_backward`: the tokens at which it reaches half of its rate.
+    `memory`: a streaming kernel; `eager`: PyTorch's kernels of single operators; `update_16_bit`, `update_32_bit`: an optimizer's
+    update of weights and states in 16 or 32 bits. What is None is as fast as `memory`, or as `matmul`.
+    `seen`: whether there is a measured training run on such boards (`fsdp_advisor/validation/published.csv`, `tests/published`,
+    `tests/records`).
     """
 
     matmul: float
     attention_forward: float
     attention_backward: float
     memory: float
+    plain_matmul: float = PLAIN_MATMUL
+    misaligned_matmul: float | None = None
+    small_head: float = SMALL_HEAD
+    half_rate_forward: int = HALF_RATE_TOKENS
+    half_rate_backward: int = HALF_RATE_TOKENS
+    eager: float | None = None
+    update_16_bit: float | None = None
+    update_32_bit: float | None = None
     seen: bool = False
 
 
@@ -48,26 +75,33 @@ _ACHIEVED: dict[str, Achieved] = {
     "turing": Achieved(matmul=0.35, attention_forward=0.35, attention_backward=0.25, memory=0.85),
     "ampere": Achieved(matmul=0.72, attention_forward=0.65, attention_backward=0.56, memory=0.88, seen=True),
     "ada": Achieved(matmul=0.72, attention_forward=0.65, attention_backward=0.56, memory=0.88),
-    "hopper": Achieved(matmul=0.56, attention_forward=0.34, attention_backward=0.29, memory=0.88, seen=True),
+    "hopper": Achieved(
+        matmul=0.56, misaligned_matmul=0.125, attention_forward=0.34, attention_backward=0.29, memory=0.88, update_16_bit=0.82, seen=True
+    ),
     "blackwell": Achieved(matmul=0.56, attention_forward=0.30, attention_backward=0.25, memory=0.90),
     "cdna2": Achieved(matmul=0.54, attention_forward=0.30, attention_backward=0.22, memory=0.80),
     "cdna3": Achieved(matmul=0.39, attention_forward=0.30, attention_backward=0.22, memory=0.80),
     "cdna4": Achieved(matmul=0.48, attention_forward=0.30, attention_backward=0.22, memory=0.80),
-}
+}  # fmt: skip
 
-SMALL_HEAD = 0.88
-"""Flash attention's rate with heads of 64 against 128. Source: FlashAttention-3, figure 5: 324 of 370 forward on H100; forward
-and backward together 296 of 338 there and 176 of 203 on A100 (FlashAttention-2's benchmark figures, no mask, 16384 tokens)."""
+_MEASURED: dict[str, Achieved] = {
+    "H200": Achieved(
+        matmul=0.76, plain_matmul=0.74, misaligned_matmul=0.125, attention_forward=0.69, attention_backward=0.63, small_head=0.80,
+        half_rate_forward=942, half_rate_backward=1459, memory=0.88, eager=0.66, update_16_bit=0.57, update_32_bit=0.72, seen=True,
+    ),
+}  # fmt: skip
+"""Boards on which this project has measured: H200 (SXM, 700 W) with torch 2.11.0, CUDA 13.0, cuBLAS 13.1, cuDNN 9.19, driver 580.159.
 
-HALF_RATE_TOKENS = 256
-"""The length at which flash attention reaches half of its rate: T / (T + 256). It models the blocks on the diagonal, which are
-computed whole, and the start of the kernel. Source: FlashAttention-3, figure 5: FlashAttention-2, causal, head 128 on H100: 191,
-260, 298, 319, 333, 335 TFLOP/s at 512 ... 16384 tokens. The model is within 18 % at 512 and within 4 % from 1024 on."""
-
-PLAIN_MATMUL = 0.90
-"""fp32 products without tensor cores, on NVIDIA. cuBLAS nearly reaches the peak of the boards that train in fp32. Source: V100
-13.9 of 15.7 TFLOP/s at 4096 and 14.5 at 10240 (zzc0721/torch-performance-test-data issue 140), A100 18.9 of 19.5
-(Yinghan-Li/YHs_Sample issue 4). Power limits later boards: 0.78 on H200 NVL (xzwgit/gpu-flops-bench)."""
+From torch.profiler over one step of 16 jobs (`tests/records/h200_kernels.csv`), as shares of 989 TFLOP/s and 4.8 TB/s. Products: 0.70
+to 0.91, median 0.82, but in long steps the power limit holds them lower, and single products of 2048 to 16384 rows, one after the
+other, reach 0.64 to 0.75: 0.76 is chosen on the step times of `tests/records/h200.jsonl`.
+In fp32 49 of 67 TFLOP/s. An odd vocabulary leaves only kernels that load single elements: the heads of GPT-2 (50257) and Whisper
+(51865) reach 0.125, that of BERT (30522, divisible by 2) 0.25. Attention is cuDNN's, causal, head 128: forward 199, 356, 485, 539 and
+612 TFLOP/s at 512, 1024, 2048, 4096 and 8192 tokens, backward 118, 257, 384, 453 and 529. `memory`: a copy in bf16. `eager`: all other
+operators, whose recorded bytes take 1.2 to 1.8 times as long as at `memory`: casts to fp32 reach 0.44, factors that are broadcast
+over a row 0.34. Fused AdamW over 2**29 elements: 2.74 ms in bf16 (14 bytes an element), 4.33 ms in fp32 (28 bytes).
+H100 has the same chip and 3.35 TB/s: its products and its attention stay as chosen on published runs, which had older libraries, its
+eager kernels are limited by memory, and `update_16_bit` is the same 2.74 TB/s."""
 
 SPLIT_K = 256
 """The shortest piece of the inner dimension that a multiprocessor computes if a product has fewer tiles than multiprocessors.
@@ -153,6 +187,8 @@ def achieved_by(gpu: Gpu) -> Achieved | None:
     """The shares that this GPU achieves; None if its generation is unknown."""
     if gpu.architecture is None:
         return None
+    if gpu.name in _MEASURED:
+        return _MEASURED[gpu.name]
     found = _ACHIEVED[gpu.architecture]
     if gpu.name in _LIMITED_BY_POWER:
         return _limited_by_power(found, _LIMITED_BY_POWER[gpu.name])

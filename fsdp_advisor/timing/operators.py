@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, gcd, inf
 
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.fp8 import suits_fp8
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.timing.achieved import (
-    HALF_RATE_TOKENS,
-    PLAIN_MATMUL,
-    SMALL_HEAD,
     SPLIT_K,
     TILES,
     Achieved,
@@ -25,12 +22,19 @@ from fsdp_advisor.timing.achieved import (
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The rates that a GPU sustains at one precision."""
+    """The rates that a GPU sustains at one precision.
 
+    `achieved`: the shares of the datasheet's rates. `eager_bytes_per_s`: of operators apart from products and attention;
+    `update_bytes_per_s`: of the optimizer's step.
+    """
+
+    achieved: Achieved
     matmul_flops: float
     attention_forward_flops: float
     attention_backward_flops: float
     memory_bytes_per_s: float
+    eager_bytes_per_s: float
+    update_bytes_per_s: float
     multiprocessors: int
     element_bytes: int
     peak_flops: float
@@ -38,17 +42,21 @@ class Device:
 
 
 @lru_cache(maxsize=256)
-def device_of(gpu: Gpu, precision: str) -> Device | None:
-    """The rates of `gpu` at `precision`; None if they are unknown."""
+def device_of(gpu: Gpu, precision: str, *, compiled: bool = False) -> Device | None:
+    """The rates of `gpu` at `precision`; None if they are unknown. `compiled`: kernels that a compiler has fused."""
     achieved = achieved_by(gpu)
     peak = _peak_flops(gpu, precision)
     if achieved is None or peak is None or gpu.memory_bytes_per_s is None or gpu.multiprocessors is None:
         return None
+    update = achieved.update_16_bit if precision == "bf16" else achieved.update_32_bit
     return Device(
+        achieved=achieved,
         matmul_flops=peak * (_matmul_share(gpu, precision, achieved)),
         attention_forward_flops=peak * achieved.attention_forward,
         attention_backward_flops=peak * achieved.attention_backward,
         memory_bytes_per_s=gpu.memory_bytes_per_s * achieved.memory,
+        eager_bytes_per_s=gpu.memory_bytes_per_s * ((None if compiled else achieved.eager) or achieved.memory),
+        update_bytes_per_s=gpu.memory_bytes_per_s * (update or achieved.memory),
         multiprocessors=gpu.multiprocessors,
         element_bytes=4 if precision == "fp32" else 2,
         peak_flops=peak,
@@ -61,7 +69,7 @@ def _matmul_share(gpu: Gpu, precision: str, achieved: Achieved) -> float:
     rate is that of the other cores; AMD's use the matrix cores.
     """
     plain = precision == "fp32" and not (gpu.architecture or "").startswith("cdna")
-    return PLAIN_MATMUL if plain else achieved.matmul
+    return achieved.plain_matmul if plain else achieved.matmul
 
 
 def _peak_flops(gpu: Gpu, precision: str) -> float | None:
@@ -93,19 +101,32 @@ def tile_share(m: float, k: float, n: int, multiprocessors: int, products: int =
     return best
 
 
-def product_s(m: float, k: float, n: int, device: Device, products: int = 1, *, in_fp8: bool = False) -> float:
+def product_s(
+    m: float, k: float, n: int, device: Device, products: int = 1, *, in_fp8: bool = False, most_flops: float = inf
+) -> float:
     """Seconds of one (m, k) x (k, n) product, or of `products` of them together: the longer of compute and memory traffic.
 
-    `in_fp8`: the operands have one byte per element. Their casts are other operators.
+    `in_fp8`: the operands have one byte per element. Their casts are other operators. `most_flops`: the rate that misaligned rows allow.
     """
     flops = 2 * m * k * n * products
     read = (m * k + k * n) * (1 if in_fp8 else device.element_bytes)
     moved = (read + m * n * device.element_bytes) * products
     rate = device.fp8_flops if in_fp8 and device.fp8_flops is not None else device.matmul_flops
     return max(
-        flops / (rate * tile_share(m, k, n, device.multiprocessors, products)),
+        flops / min(rate * tile_share(m, k, n, device.multiprocessors, products), most_flops),
         moved / device.memory_bytes_per_s,
     )
+
+
+def misaligned_flops(k: int, n: int, device: Device) -> float:
+    """The rate that the width of loads allows in products with an (n, k) weight; infinite if rows are whole vectors of 16 bytes.
+
+    Tensor cores read rows in vectors. Rows of an odd number of elements are read one by one, those of an even number two by two.
+    """
+    share, together = device.achieved.misaligned_matmul, gcd(8, k, n)
+    if share is None or device.element_bytes != 2 or together == 8:
+        return inf
+    return device.peak_flops * share * together
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +184,10 @@ def matmul_s_per_flop(
         own = 2 * m * k * n * count
         flops, backward_flops = flops + own, backward_flops + own * (1 + trained)
         in_fp8 = fp8 and not is_root and count == 1 and suits_fp8(k, n)
-        forward += product_s(m, k, n, device, count, in_fp8=in_fp8)
-        backward += product_s(m, n, k, device, count, in_fp8=in_fp8)
-        backward += product_s(n, m, k, device, count, in_fp8=in_fp8) if trained else 0.0
+        most = misaligned_flops(k, n, device)
+        forward += product_s(m, k, n, device, count, in_fp8=in_fp8, most_flops=most)
+        backward += product_s(m, n, k, device, count, in_fp8=in_fp8, most_flops=most)
+        backward += product_s(n, m, k, device, count, in_fp8=in_fp8, most_flops=most) if trained else 0.0
     return forward / flops, backward / backward_flops
 
 
@@ -182,8 +204,10 @@ def head_dim(profile: Profile) -> int:
 
 def attention_s(flops: float, device: Device, head: int, tokens: int, *, causal: bool, backward: bool) -> float:
     """Seconds of flash attention. A causal kernel skips the masked half, which `flops` includes."""
+    achieved = device.achieved
     rate = device.attention_backward_flops if backward else device.attention_forward_flops
-    rate *= (SMALL_HEAD if head <= 64 else 1.0) * tokens / (tokens + HALF_RATE_TOKENS)
+    half_rate = achieved.half_rate_backward if backward else achieved.half_rate_forward
+    rate *= (achieved.small_head if head <= 64 else 1.0) * tokens / (tokens + half_rate)
     return flops * (0.5 if causal else 1.0) / rate
 
 

@@ -151,7 +151,7 @@ def step_time(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, betw
 
     `program` is the step over the tape that the GPU runs.
     """
-    device = device_of(gpu, plan.precision)
+    device = device_of(gpu, plan.precision, compiled=plan.compile != "none")
     if device is None or why_unknown(plan, gpu) is not None:
         return None
     rates, work = rates_of(plan, gpu, between, device), work_of(profile, program, plan, device, gpu)
@@ -210,7 +210,7 @@ def _runs(plan: Plan) -> tuple[tuple[str, float], ...]:
 
 def timeline(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, between: Link) -> tuple[Interval, ...]:
     """The intervals of both streams in the last micro-batch and the optimizer's step; empty if `why_unknown` returns a reason."""
-    device = device_of(gpu, plan.precision)
+    device = device_of(gpu, plan.precision, compiled=plan.compile != "none")
     if device is None or why_unknown(plan, gpu) is not None:
         return ()
     rates = rates_of(plan, gpu, between, device)

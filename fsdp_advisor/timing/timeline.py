@@ -245,7 +245,7 @@ class _Walk:
         """Run a share of the visit's compute and copies. The GPU waits if the CPU takes longer to launch them."""
         work = Work() if visit.segment is None else self.work[visit.segment]
         copied = sum(i.n_bytes for i in instructions if isinstance(i, Copy))
-        copies = copied / self.rates.device.memory_bytes_per_s
+        copies = copied / self.rates.device.eager_bytes_per_s
         hooks = sum(isinstance(i, PythonHooks) for i in instructions)
         on_gpu, on_cpu = share * (work.gpu + copies), share * (work.cpu + hooks * self.rates.hooks_s)
         self.time.copies += share * copies
@@ -321,7 +321,7 @@ def optimizer_time(program: StepProgram, rates: Rates) -> OptimizerTime:
     update = host_update = host_transfer = gather = 0.0
     for instruction in program.optimizer.instructions:
         if isinstance(instruction, OptimizerStep):
-            update += instruction.n_bytes / rates.device.memory_bytes_per_s
+            update += instruction.n_bytes / rates.device.update_bytes_per_s
             update += instruction.flops / rates.device.matmul_flops
             gather += _collectives_s(instruction, rates.groups["shard"])
             host_update += instruction.host_elements / rates.host_updates_per_s[instruction.host_kernel]

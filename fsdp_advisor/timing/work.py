@@ -151,7 +151,7 @@ def _work(
     own = value_at(segment.matmul_flops, b, t)
     batched = min(own, _batched_flops(segment.matmul_flops, b, t))
     attention = value_at(segment.attention_flops, b, t)
-    moved = value_at(segment.traffic_bytes, b, t) / device.memory_bytes_per_s + segment.operators * KERNEL_GAP_S
+    moved = value_at(segment.traffic_bytes, b, t) / device.eager_bytes_per_s + segment.operators * KERNEL_GAP_S
     flash = attention_s(attention, device, head, t, causal=causal, backward=segment.phase == "backward")
     return Work(
         matmul=(own - batched) * s_per_flop,

@@ -113,7 +113,19 @@ def test_an_unusual_host_is_said_once(cli: Cli) -> None:
         "--micro-batch-size",
         "1",
     )
-    large = ("--model", "Qwen/Qwen2.5-32B", "--gpus", "8", "--gpu", "T4", "--offload", "parameters", *one_plan)
+    large = (
+        "--model",
+        "Qwen/Qwen2.5-32B",
+        "--gpus",
+        "8",
+        "--gpu",
+        "T4",
+        "--offload",
+        "parameters",
+        "--seq-len",
+        "1024",
+        *one_plan,
+    )
     ran = cli("recommend", *large, columns=200)
     assert ran.out.count("and nodes usually have 384.00 GiB or less: give --host-memory to check it") == 1
     assert "--host-memory" not in ran.err

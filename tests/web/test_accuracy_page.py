@@ -79,11 +79,16 @@ def test_the_readme_has_the_figures_of_the_page() -> None:
         f"for {judged.runs} published runs that were not used to choose constants, the median error is "
         f"{judged.median_percent:g} % and {within} are within 30 %"
     ) in readme
-    spreads = {s["figure"]: s for s in page["spreads"] if s["strategy"] == "all"}
-    allocated, reserved = spreads["peak_allocated_bytes"], spreads["peak_reserved_bytes"]
-    assert f"over {len(page['cases'])} cases" in readme
+    spreads = {(s["mode"], s["figure"]): s for s in page["spreads"] if s["strategy"] == "all"}
+    figures = ("peak_allocated_bytes", "peak_reserved_bytes")
+    allocated, reserved = (spreads["stand-in (cuda without kernels)", figure] for figure in figures)
+    assert f"over {page['without_kernels']} cases" in readme
     assert f"and the worst {_size(allocated['worst'])} %" in readme
     assert f"the median is {_size(reserved['median'])} % and the worst {_size(reserved['worst'])} %" in readme
+    allocated, reserved = (spreads["stand-in", figure] for figure in figures)
+    assert f"of {allocated['cases']} jobs" in readme
+    assert f"(worst {_size(allocated['worst'])} %)" in readme
+    assert f"0.03 % ({float(_size(reserved['worst'])):.1f} %)" in readme
 
 
 def _size(percent: str) -> str:
