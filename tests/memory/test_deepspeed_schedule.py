@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import ALL, taken
+from matrix import ALL, in_turn, taken
 from ranks import as_ranks, run_ranks
 
 pytest.importorskip("torch")
@@ -192,6 +192,7 @@ def case_settings(case: dict[str, Any]) -> Settings:
     return Settings(**known | {"reduce_bucket_size": case["bucket"]})
 
 
+@in_turn(1, of=2)
 def test_against_deepspeed(tmp_path: Path) -> None:
     """The highest moment of backward and of the optimizer step, in bytes above the states.
 

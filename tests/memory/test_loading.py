@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from matrix import in_turn
 from ranks import RANKS, llama
 
 from fsdp_advisor.engines.loading import choose_load_method, load_methods, one_copy_bytes
@@ -16,6 +17,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 
 pytestmark = pytest.mark.slow
+measures = in_turn(0, of=2)  # two processes load a model in every way
 
 GIB = 2**30
 SMALL = (512, 1376, 4, 16001)
@@ -34,6 +36,7 @@ def near(n_bytes: int) -> Any:
     return pytest.approx(n_bytes, rel=0.05)
 
 
+@measures
 def test_from_pretrained_holds_a_converted_copy_on_every_rank(measured: list[dict[str, Any]]) -> None:
     """accelerate's cpu_ram_efficient_loading changes nothing: transformers 5 ignores it."""
     profile = llama(*SMALL)
@@ -43,6 +46,7 @@ def test_from_pretrained_holds_a_converted_copy_on_every_rank(measured: list[dic
         assert measured[1][case]["high_bytes"] == near(predicted.other_ranks_host_bytes)
 
 
+@measures
 def test_from_pretrained_maps_the_file_if_the_dtype_is_kept(measured: list[dict[str, Any]]) -> None:
     profile = llama(*SMALL, config={"dtype": "bfloat16"})
     predicted = load_method(profile, plan("fsdp2", precision="bf16"), "every_rank")
@@ -52,12 +56,14 @@ def test_from_pretrained_maps_the_file_if_the_dtype_is_kept(measured: list[dict[
         assert rank["every_rank_mapped"]["file_bytes"] == near(predicted.mapped_bytes or 0)
 
 
+@measures
 def test_fsdp1_without_device_id_flattens_units_on_the_host(measured: list[dict[str, Any]]) -> None:
     predicted = load_method(llama(*SMALL), plan("fsdp1"), "every_rank_without_device_id")
     for rank in measured:
         assert rank["fsdp1_without_device_id"]["high_bytes"] == near(predicted.first_rank_host_bytes)
 
 
+@measures
 def test_fsdp1_moves_and_flattens_one_unit_at_a_time(measured: list[dict[str, Any]]) -> None:
     """Measured on rank 1, which allocates each unit when it wraps it. Differs by the model's buffers and a few small tensors."""
     predicted = load_method(llama(*SMALL), plan("fsdp1"), "rank0")
@@ -65,6 +71,7 @@ def test_fsdp1_moves_and_flattens_one_unit_at_a_time(measured: list[dict[str, An
     assert predicted.other_ranks_host_bytes == 0
 
 
+@measures
 def test_fsdp2_broadcasts_whole_tensors_from_rank0(measured: list[dict[str, Any]]) -> None:
     """On the CPU device and host memory are the same, so rank 0 holds both. Its own copy is the tensor it broadcasts."""
     predicted = load_method(llama(*SMALL), plan("fsdp2"), "rank0")
@@ -73,6 +80,7 @@ def test_fsdp2_broadcasts_whole_tensors_from_rank0(measured: list[dict[str, Any]
     assert measured[0]["fsdp2_rank0"]["high_bytes"] == near(predicted.first_rank_host_bytes + shards)
 
 
+@measures
 def test_fsdp2_sharded_loading_reads_only_the_own_rows(measured: list[dict[str, Any]]) -> None:
     """Each rank reads its rows from the mapped file and allocates only its shards."""
     predicted = load_method(llama(*SMALL), plan("fsdp2"), "sharded")
@@ -80,12 +88,14 @@ def test_fsdp2_sharded_loading_reads_only_the_own_rows(measured: list[dict[str, 
         assert rank["fsdp2_sharded"]["high_bytes"] == near(predicted.gpu_bytes)
 
 
+@measures
 def test_fsdp2_moves_one_unit_at_a_time(measured: list[dict[str, Any]]) -> None:
     predicted = load_method(llama(*SMALL), plan("fsdp2"), "every_rank")
     for rank in measured:
         assert rank["fsdp2_every_rank"]["device_bytes"] == pytest.approx(predicted.gpu_bytes, rel=1e-4)
 
 
+@measures
 def test_accelerate_scatters_one_tensor_at_a_time(measured: list[dict[str, Any]]) -> None:
     """Measured on rank 0, without buffers. 16001 rows on two ranks, so the last chunk is padded."""
     predicted = load_method(llama(*SMALL), plan("fsdp2", framework="accelerate"), "cpu_ram_efficient_loading")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from matrix import with_all_cases
 from ranks import RESUMABLE, llama, run_ranks
-from test_loading import GIB, LLAMA_7B, SMALL, every_plan, near, plan
+from test_loading import GIB, LLAMA_7B, SMALL, every_plan, measures, near, plan
 
 from fsdp_advisor.engines.loading import load_methods
 from fsdp_advisor.engines.saving import choose_save_method, save_methods
@@ -52,6 +52,7 @@ def test_fsdp1_files_of_a_7b_model() -> None:
 
 
 @pytest.mark.parametrize("way", ["full", "full_on_every_rank", "sharded", "local"])
+@measures
 def test_fsdp1_files_match_a_real_run(measured: list[dict[str, Any]], way: str) -> None:
     predicted, files = (
         only_files(save_method(llama(*SMALL), plan("fsdp1", **WEIGHTS), way)),
@@ -62,6 +63,7 @@ def test_fsdp1_files_match_a_real_run(measured: list[dict[str, Any]], way: str) 
 
 
 @pytest.mark.parametrize(("way", "padding"), [("full", PADDING), ("sharded", 0)])
+@measures
 def test_fsdp2_files_match_a_real_run(measured: list[dict[str, Any]], way: str, padding: int) -> None:
     predicted, files = (
         only_files(save_method(llama(*SMALL), plan("fsdp2", **WEIGHTS), way)),
@@ -72,12 +74,14 @@ def test_fsdp2_files_match_a_real_run(measured: list[dict[str, Any]], way: str, 
 
 
 @pytest.mark.parametrize("way", ["save_pretrained", "full"])
+@measures
 def test_ddp_files_match_a_real_run(measured: list[dict[str, Any]], way: str) -> None:
     predicted = only_files(save_method(llama(*SMALL), plan("ddp", "ddp", **WEIGHTS), way))
     assert measured[0][f"save_ddp_{way}"]["files"] == {predicted.name: predicted.tensor_bytes}
 
 
 @pytest.mark.parametrize("case", RESUMABLE)
+@measures
 def test_files_with_optimizer_states_match_a_real_run(measured: list[dict[str, Any]], case: str) -> None:
     _, backend, way, _ = case.split("_")
     job = plan(backend, "ddp" if backend == "ddp" else "zero3", **RESUMED)
@@ -100,6 +104,7 @@ def test_a_checkpoint_has_three_times_the_bytes_of_fp32_weights() -> None:
             assert ratio == pytest.approx(3, rel=1e-4), (backend, method.way)
 
 
+@measures
 def test_full_state_dicts_with_optimizer_states_need_the_memory_of_a_real_run(measured: list[dict[str, Any]]) -> None:
     """On the CPU device and host memory are the same, so rank 0 holds both at the end."""
     profile = llama(*SMALL)
@@ -125,6 +130,7 @@ def test_save_pretrained_splits_files_as_huggingface_hub_does(profile: Profile) 
     assert (files.count, files.tensor_bytes) == (len(expected), max(expected))
 
 
+@measures
 def test_full_state_dicts_need_the_memory_of_a_real_run(measured: list[dict[str, Any]]) -> None:
     """On the CPU device and host memory are the same, so rank 0 holds both at the end."""
     profile = llama(*SMALL)
@@ -137,6 +143,7 @@ def test_full_state_dicts_need_the_memory_of_a_real_run(measured: list[dict[str,
         assert rank["save_fsdp1_full_on_every_rank"]["high_bytes"] == near(every.first_rank_host_bytes)
 
 
+@measures
 def test_sharded_state_dicts_need_the_memory_of_a_real_run(measured: list[dict[str, Any]]) -> None:
     """FSDP1 gathers each unit even for shards. gloo makes a second copy of a gathered root, NCCL does not.
 

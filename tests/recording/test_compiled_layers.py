@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.errors import UsageError
@@ -26,6 +27,7 @@ def _row(folder: Path, **options: Any) -> StrategyEstimate:
     return row
 
 
+@in_turn(0, of=2)
 @pytest.mark.slow
 def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 
 from fsdp_advisor import estimate
 from fsdp_advisor.errors import UsageError
@@ -107,6 +107,7 @@ os._exit(0)
 """
 
 
+@in_turn(1, of=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "error"), taken([("ddp", "Expected to mark a variable ready only once")], [("fsdp1", "size mismatch")])
