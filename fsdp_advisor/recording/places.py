@@ -27,6 +27,18 @@ class HookedModule:
     number: int | None = None
     is_unit: bool = True
 
+    @property
+    def is_root(self) -> bool:
+        return self.number is None and self.stack == ROOT
+
+    @property
+    def is_layer(self) -> bool:
+        return self.number is None and self.stack != ROOT
+
+    @property
+    def is_within_layer(self) -> bool:
+        return self.number is not None and self.stack != ROOT
+
 
 class Leaf(NamedTuple):
     """A leaf parameter's place, and its number among the place's parameters; for a flat parameter, that of its unit."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from fsdp_advisor.model.fsdp_units import Units
-from fsdp_advisor.model.tape import ROOT, Category, MarkedUnit, Op, Parts, TapePhase, Tiled
+from fsdp_advisor.model.tape import ROOT, Category, MarkedUnit, Op
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.recording.checkpointing import is_recomputing
@@ -27,12 +27,14 @@ from fsdp_advisor.recording.places import HookedModule, Leaf, hooked_modules
 from fsdp_advisor.recording.quantized import state_tensors
 from fsdp_advisor.recording.remembered import Operators
 from fsdp_advisor.recording.root_units import mark_root_units
-from fsdp_advisor.recording.scoring import phases_watched, scoring_phase
+from fsdp_advisor.recording.scoring import phases_watched
 from fsdp_advisor.recording.source import Source
+from fsdp_advisor.recording.step_events import StepEvents
 from fsdp_advisor.recording.storages import StorageWatch
-from fsdp_advisor.recording.take import RawSegment, Take
+from fsdp_advisor.recording.take import Take
 from fsdp_advisor.recording.tiled_mlp import gradients_wait
-from fsdp_advisor.recording.tiles import current_parts, current_tile
+from fsdp_advisor.recording.tiles import current_tile
+from fsdp_advisor.recording.unit_hooks import UnitHooks
 
 
 class Step:
@@ -56,13 +58,17 @@ class Step:
         self._replaced = replaced
         self._operators, self._work = operators, NONE
         self._sums_in_place = sums_in_place
+        self._records = False
+        self._events = StepEvents(lists_recomputed=key.checkpointing not in ("none", "full", "reentrant"))
         stacks = source.stacks(model)
         places = hooked_modules(model, stacks, units)
-        self._last = {s: len(stack.layers) - 1 for s, stack in enumerate(stacks)}
+        self._leaves: list[torch.Tensor] = []
+        self._flat: dict[nn.Module, FlatUnit] = {}
         self._parameters = self._assign(places)
-        self._cast = torch.bfloat16 if key.mixed else None
+        self._tied_shapes = _tied_shapes(model)
         for place in places:
-            _UnitHooks(self, place)
+            ends_stack = place.is_layer and place.layer == len(stacks[place.stack].layers) - 1
+            UnitHooks(self._events, key, place, self._flat.get(place.module), ends_stack=ends_stack)
         modules = source.root_modules(model)
         if modules.head is not None and not key.compiles_whole:
             modules.head.register_forward_pre_hook(self._head_begins, with_kwargs=True)
@@ -74,14 +80,12 @@ class Step:
             assert modules.head is not None
             self._chunks = LossChunks(modules.head)
             modules.head.register_forward_pre_hook(self._chunk_begins, with_kwargs=True)
-        self._reset()
 
     def _assign(self, places: list[HookedModule]) -> dict[int, Leaf]:
         """Each leaf parameter's place and index. Registers hooks that run when its gradient is ready.
 
         A flat parameter belongs to a unit. Other parameters belong to their layer or to the root, whatever the units are.
         """
-        self._flat: dict[nn.Module, FlatUnit] = {}
         flat = self._key.uses_flat_parameter
         order = {module: at for at, module in enumerate(self._model.modules())}
         chosen = [place for place in places if (place.is_unit if flat else place.number is None)]
@@ -107,28 +111,12 @@ class Step:
                 assigned[id(parameter)] = Leaf(place, index)
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._gradient_ready)
-            self._leaves = [*getattr(self, "_leaves", ()), *parameters]
+            self._leaves += parameters
         return assigned
-
-    def _reset(self) -> None:
-        self._phase, self._recording = "forward", False
-        self._segments = [RawSegment("forward", ROOT, 0)]
-        self._sizes: list[int] = []
-        self._category: list[int | None] = []
-        self._columns: dict[int, int] = {}
-        self._tiled: dict[int, Tiled] = {}
-        self._divided: dict[int, Parts] = {}
-        self._born_in: list[str] = []
-        self._died_in: list[str | None] = []
-        self._alive: dict[int, int] = {}
-        self._in_loss = False
-        self._seen: set[tuple[str, HookedModule]] = set()
-        self._seen_of_root: set[tuple[Op, MarkedUnit, str]] = set()
-        self._complete: set[int] = set()
 
     def run(self, micro_batch_size: int, seq_len: int) -> Take:
         """Run one step: forward, backward, and freeing the gradients."""
-        self._reset()
+        self._events.reset()
         watch = StorageWatch(self._resized, sums_in_place=self._sums_in_place, call=self._called)
         watch.on_operator = self._operator
         states = [tensor for _, tensor in state_tensors(self._model)]
@@ -142,22 +130,22 @@ class Step:
             batch = self._source.batch(micro_batch_size, seq_len)
             if self._key.precision == "bf16":  # a trainer passes images and audio in the model's dtype
                 batch = cast_floating(batch, torch.bfloat16)
-            self._reset()
-            self._recording = True
-            for tensor in replaced:
+            self._events.reset()
+            self._records = True
+            for tensor in replaced:  # which live until the next step
                 watch.see(tensor)
-                self._category[-1] = Category.INPUT  # which live until the next step
+                if (storage := self._events.storage_of(tensor)) is not None:
+                    storage.category = Category.INPUT
             del replaced
             self._inputs(batch)
             with self._phases_watched(), torch.autocast("cpu", torch.bfloat16, enabled=self._key.autocasts):
                 loss = self._source.loss(self._model, batch)
             if self._key.engine.startswith("plain"):
-                self._mark(Op.POST_FORWARD, MarkedUnit.OUTPUTS)
-            self._phase = "backward"
-            self._begin("backward", ROOT, 0)
+                self._events.mark(Op.POST_FORWARD, MarkedUnit.OUTPUTS)
+            self._events.begin_backward()
             loss.backward()
             take = self._take()
-            self._recording = False
+            self._records = False
             for leaf in self._leaves:
                 leaf.grad = None
             if self._chunks is not None:
@@ -176,33 +164,19 @@ class Step:
 
     def _inputs(self, batch: dict[str, torch.Tensor]) -> None:
         for tensor in batch.values():
-            key = tensor.untyped_storage()._cdata
-            if key not in self._alive:
-                self._resized(key, 0, tensor.untyped_storage().nbytes(), "input", ())
-                self._category[-1] = Category.INPUT
+            if self._events.storage_of(tensor) is None:
+                storage = tensor.untyped_storage()
+                self._events.allocate(storage._cdata, storage.nbytes(), Category.INPUT)
 
     def _resized(self, key: int, before: int, after: int, operator: str, args: tuple[Any, ...]) -> None:
-        if not self._recording:
+        if not self._records:
             return
-        events = self._segments[-1].events
-        if before and key in self._alive:
-            storage = self._alive.pop(key)
-            self._died_in[storage] = self._phase
-            events.append((Op.FREE, storage, 0))
+        if before:
+            self._events.free(key)
         if after:
-            storage = len(self._sizes)
-            self._alive[key] = storage
-            if (tile := current_tile()) is not None:
-                self._tiled[storage] = tile.size_of(after)
-            if (parts := current_parts()) is not None:
-                self._divided[storage] = parts
-            self._sizes.append(0 if tile is not None else after)
-            self._born_in.append(self._phase)
-            self._died_in.append(None)
-            self._category.append(self._category_at_birth(operator, args))
-            events.append((Op.ALLOC, storage, 0))
+            self._events.allocate(key, after, self._category_at_birth(operator, args))
 
-    def _category_at_birth(self, operator: str, args: tuple[Any, ...]) -> int | None:
+    def _category_at_birth(self, operator: str, args: tuple[Any, ...]) -> int:
         if in_scratch():
             return Category.SCRATCH
         if (
@@ -213,119 +187,64 @@ class Step:
         ):
             return Category.CAST_PARAMETER
         shape = _weight_gradient_shape(operator, args)
-        if (self._phase == "backward" and shape in self._tied_shapes) or (self._chunks and shape == self._chunks.shape):
+        in_backward = self._events.phase == "backward"
+        if (in_backward and shape in self._tied_shapes) or (self._chunks and shape == self._chunks.shape):
             return Category.PARTIAL_GRADIENT
-        return Category.LOSS if self._in_loss else None
-
-    @property
-    def _tied_shapes(self) -> set[tuple[int, ...]]:
-        """Shapes of tied parameters. The partial gradients that autograd sums count as gradients too."""
-        if not hasattr(self, "_tied"):
-            uses: dict[int, int] = {}
-            for _, p in self._model.named_parameters(remove_duplicate=False):
-                uses[id(p)] = uses.get(id(p), 0) + 1
-            self._tied = {tuple(p.shape) for p in self._model.parameters() if uses[id(p)] > 1}
-        return self._tied
+        return Category.LOSS if self._events.in_loss else Category.TEMPORARY
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, self._work = self._operators.call(func, args, kwargs)
         return result
 
     def _operator(self, func: Any, args: tuple[Any, ...]) -> None:
-        if not self._recording or current_tile() is not None:  # to allocate a tile is no work, and one stands for all
+        if not self._records or current_tile() is not None:  # to allocate a tile is no work, and one stands for all
             return
-        segment, work = self._segments[-1], self._work
+        segment, work = self._events.segment, self._work
         if work != NONE:
             segment.work.append(work)
             if segment.recomputed is not None and is_recomputing():
                 segment.recomputed.append(work)
         if (summed := rows_and_columns(func, args)) is not None:
-            self._staged(*summed)
+            self._events.stage(*summed)
 
     def _copied(self, n_bytes: int) -> None:
-        self._segments[-1].host_copies.append(n_bytes)
-
-    def _staged(self, rows: int, columns: int) -> None:
-        """Record the workspace of a sum over rows on a GPU, which lives as long as the sum runs."""
-        storage = len(self._sizes)
-        self._columns[storage] = columns
-        self._sizes.append(rows)
-        self._born_in.append(self._phase)
-        self._died_in.append(self._phase)
-        self._category.append(Category.SCRATCH)
-        self._segments[-1].events += [(Op.ALLOC, storage, 0), (Op.FREE, storage, 0)]
+        self._events.segment.host_copies.append(n_bytes)
 
     def _take(self) -> Take:
         for leaf in self._leaves:
-            if leaf.grad is not None and (storage := self._alive.get(leaf.grad.untyped_storage()._cdata)) is not None:
-                self._category[storage] = self._category_of_gradient(leaf)
+            if leaf.grad is not None:
+                self._count_as_gradient(leaf.grad, leaf)
         if self._chunks is not None and self._chunks.gradient is not None:
-            self._category[self._alive[self._chunks.gradient.untyped_storage()._cdata]] = self._category_of_gradient(
-                self._chunks.weight
-            )
-        categories = []
-        for born, died, category in zip(self._born_in, self._died_in, self._category, strict=True):
-            if category is None:
-                category = Category.TEMPORARY if born == died else Category.ACTIVATION
-            categories.append(int(category))
-        for segment in self._segments:
-            segment.events = _deaths_in_order(segment.events)
-        return Take(self._segments, self._sizes, categories, self._columns, self._tiled, self._divided)
+            self._count_as_gradient(self._chunks.gradient, self._chunks.weight)
+        return self._events.take()
 
-    def _category_of_gradient(self, parameter: torch.Tensor) -> int:
-        of = self._parameters[id(parameter)]
-        return Category.GRADIENT + 2 * of.number + (of.place.stack == ROOT)
+    def _count_as_gradient(self, gradient: torch.Tensor, parameter: torch.Tensor) -> None:
+        if (storage := self._events.storage_of(gradient)) is not None:
+            of = self._parameters[id(parameter)]
+            storage.category = Category.GRADIENT + 2 * of.number + (of.place.stack == ROOT)
 
     # Boundaries
 
-    def _begin(self, phase: TapePhase, stack: int, layer: int) -> None:
-        self._segments.append(RawSegment(phase, stack, layer))
-        if phase == "backward" and stack != ROOT and self._key.checkpointing not in ("none", "full", "reentrant"):
-            self._segments[-1].recomputed = []
-
     def _phases_watched(self) -> contextlib.AbstractContextManager[None]:
         """Context in which GRPO's generation and scores have segments of their own, because only some micro-batches have them."""
-        return phases_watched(self._phase_changed) if self._key.task == "grpo" else contextlib.nullcontext()
-
-    def _phase_changed(self) -> None:
-        self._begin(self._forward_phase, ROOT, 0)
-        self._in_loss = False
-
-    @property
-    def _forward_phase(self) -> TapePhase:
-        """The phase of a forward that runs now."""
-        return scoring_phase() or "forward"
-
-    def _mark(self, op: Op, a: int, b: int = 0) -> None:
-        self._segments[-1].events.append((op, int(a), b))
+        return phases_watched(self._events.begin_root) if self._key.task == "grpo" else contextlib.nullcontext()
 
     def _mark_root_unit(self, op: Op, unit: MarkedUnit) -> None:
         """Record a mark of a unit within the root, once per forward, also if the unit has several tensors or runs several times."""
-        mark = op, unit, self._forward_phase
-        if mark not in self._seen_of_root:
-            self._seen_of_root.add(mark)
-            self._mark(op, unit)
+        if self._events.is_first((op, unit, self._events.forward_phase)):
+            self._events.mark(op, unit)
 
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
-        if self._chunks is not None and self._phase == "forward":
+        if self._chunks is not None and self._events.phase == "forward":
             return  # of one chunk
-        if self._key.tiled_mlp:  # later shards add to the gradient
-            if gradients_wait() or id(parameter) in self._complete:
-                return
-            self._complete.add(id(parameter))
+        if self._key.tiled_mlp and (gradients_wait() or not self._events.is_first(id(parameter))):
+            return  # later shards add to the gradient
         of = self._parameters[id(parameter)]
-        self._mark(Op.GRAD_READY, of.number, int(of.place.stack == ROOT))
+        self._events.mark(Op.GRAD_READY, of.number, int(of.place.stack == ROOT))
         if self._key.uses_flat_parameter:
-            self._mark(Op.POST_BACKWARD, of.place.mark)
+            self._events.mark(Op.POST_BACKWARD, of.place.mark)
             if of.place.number is not None:  # recomputation may have stopped in it
                 self._flat[of.place.module].use_shards()
-
-    def _view_gradient(self, grad: torch.Tensor | None) -> None:
-        """Count the gradient of a view of a flat parameter. A packed weight has none."""
-        if grad is None:
-            return
-        if (storage := self._alive.get(grad.untyped_storage()._cdata)) is not None:
-            self._category[storage] = Category.PARTIAL_GRADIENT
 
     def _chunk_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hook a chunk of the loss on what FSDP2 hooks its end: the gradients of the head's inputs."""
@@ -335,117 +254,24 @@ class Step:
         """Sum the gradient of the head. Mark the end of the loss, where FSDP2 reduces it."""
         assert self._chunks is not None
         if self._chunks.add():
-            self._mark(Op.GRAD_READY, self._parameters[id(self._chunks.weight)].number, 1)
+            self._events.mark(Op.GRAD_READY, self._parameters[id(self._chunks.weight)].number, 1)
 
     def _head_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._phase != "forward":
+        if self._events.phase != "forward":
             return
-        self._in_loss = True
+        self._events.in_loss = True
         for leaf in tree_iter((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._loss_ends)
 
     def _loss_ends(self, grad: torch.Tensor) -> None:
-        self._in_loss = False
+        self._events.in_loss = False
 
 
-class _UnitHooks:
-    """The hooks of one unit: they mark where its forward and its backward begin and end, as its engine's own hooks do.
-
-    A layer that is recomputed runs its forward again in the backward. FSDP gathers it before that, with the hooks of the backward; so in
-    a recomputation only units within a layer mark their forward.
-    """
-
-    def __init__(self, step: Step, place: HookedModule) -> None:
-        self._step, self._place = step, place
-        whole = place.number is None
-        self._is_root = whole and place.stack == ROOT
-        self._is_layer = whole and place.stack != ROOT
-        self._is_within_layer = not whole and place.stack != ROOT
-        self._of_fsdp2 = step._key.engine == "fsdp2" and place.is_unit
-        before, after = self._before_forward, self._after_forward
-        if step._key.compiles_whole:  # the graph breaks at hooks as it does at FSDP2's
-            from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable
-
-            before, after = _dynamo_disable(before), _dynamo_disable(after)
-        place.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        place.module.register_forward_hook(after)
-
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        step, cast = self._step, self._step._cast
-        recomputes = step._phase == "backward"
-        if not recomputes:
-            self._begin_forward()
-        if self._of_fsdp2 and cast is not None:  # before it gathers: FSDPState._pre_forward
-            args, kwargs = cast_floating((args, kwargs), cast)
-        if not recomputes or self._is_within_layer:
-            step._mark(Op.PRE_FORWARD, self._place.mark)
-        if step._key.uses_flat_parameter and cast is not None and self._is_root:
-            args, kwargs = cast_floating((args, kwargs), cast)
-        if not recomputes or self._is_within_layer:
-            self._use_views(module)
-        if self._of_fsdp2 and not recomputes and torch.is_grad_enabled():
-            args, kwargs = watch_input_gradients(args, kwargs, self._end_backward)
-        return args, kwargs
-
-    def _begin_forward(self) -> None:
-        """Begin the segment of a layer, or of the root where it has none yet in this phase."""
-        step, place = self._step, self._place
-        if self._is_root and step._segments[-1].phase != step._forward_phase:
-            step._begin(step._forward_phase, ROOT, 0)
-            step._in_loss = False
-        if self._is_layer:
-            step._begin(step._forward_phase, place.stack, place.layer)
-
-    def _use_views(self, module: nn.Module) -> None:
-        """Let the parameters of an FSDP1 unit be views of its flat parameter."""
-        unit = self._step._flat.get(module)
-        if unit is not None and (torch.is_grad_enabled() or not unit.has_views):
-            unit.use_views(self._step._view_gradient)
-
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        step, place = self._step, self._place
-        if place.number is not None and (unit := step._flat.get(module)) is not None:
-            unit.use_shards()
-        if step._phase == "backward":
-            if self._is_within_layer:
-                step._mark(Op.POST_FORWARD, place.mark)
-            return None
-        if self._is_root and step._key.autocasts_fsdp1:
-            output = cast_floating(output, torch.float32)
-        step._mark(Op.POST_FORWARD, place.mark)
-        if self._is_layer and place.layer == step._last[place.stack]:
-            step._begin(step._forward_phase, ROOT, place.stack + 1)
-        for leaf in tree_iter(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._begin_backward)
-        return output
-
-    def _begin_backward(self, grad: torch.Tensor) -> None:
-        """Begin the backward with the first gradient of an output."""
-        step, place = self._step, self._place
-        if ("pre", place) in step._seen:
-            return
-        step._seen.add(("pre", place))
-        if self._is_layer:
-            step._begin("backward", place.stack, place.layer)
-        step._mark(Op.PRE_BACKWARD, place.mark)
-
-    def _end_backward(self) -> None:
-        """End the backward of an FSDP2 unit once the gradients of its inputs exist."""
-        step, place = self._step, self._place
-        if ("post", place) not in step._seen:
-            step._seen.add(("post", place))
-            step._mark(Op.POST_BACKWARD, place.mark)
-
-
-def _deaths_in_order(events: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The events with storages that are freed together in order of birth. Autocast frees its cache in the order of addresses."""
-    ordered: list[tuple[int, int, int]] = []
-    for together, group in itertools.groupby(events, key=lambda event: event[0] == Op.FREE):
-        events_together = list(group)
-        ordered += sorted(events_together) if together else events_together
-    return ordered
+def _tied_shapes(model: nn.Module) -> set[tuple[int, ...]]:
+    """Shapes of tied parameters. The partial gradients that autograd sums count as gradients too."""
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return {tuple(p.shape) for p in model.parameters() if uses[id(p)] > 1}
 
 
 def _weight_gradient_shape(operator: str, args: tuple[Any, ...]) -> tuple[int, ...] | None:

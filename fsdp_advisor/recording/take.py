@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from fsdp_advisor.errors import NotPolynomial
 from fsdp_advisor.model.tape import (
+    Category,
     Chunked,
     Divided,
     Op,
@@ -38,16 +39,37 @@ class RawSegment:
     host_copies: list[int] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class RawStorage:
+    """A storage of one step. `phase`: in which it is allocated.
+
+    `size`: its bytes; if it has `columns`, the rows of a sum's workspace; if it is `tiled`, 0; if it has `parts`, the bytes of one.
+    """
+
+    size: int
+    category: int
+    phase: TapePhase
+    columns: int | None = None
+    tiled: Tiled | None = None
+    parts: Parts | None = None
+
+    def outlives_phase(self) -> None:
+        """Count it as an activation, if it has no category of its own."""
+        if self.category == Category.TEMPORARY:
+            self.category = Category.ACTIVATION
+
+
 @dataclass
 class Take:
-    """One recorded step at one point."""
+    """One recorded step at one point. Storages are in order of birth."""
 
     segments: list[RawSegment]
-    sizes: list[int]  # by storage, in order of birth; for a sum's workspace: its rows
-    categories: list[int]  # by storage
-    columns: dict[int, int]  # by storage of a sum's workspace: its columns
-    tiled: dict[int, Tiled] = field(default_factory=dict)  # by storage of a loss's tile, whose size above is 0
-    divided: dict[int, Parts] = field(default_factory=dict)  # by storage with several parts, whose size above is of one
+    storages: list[RawStorage]
+
+    @property
+    def columns(self) -> list[int]:
+        """The columns of each sum's workspace."""
+        return [s.columns for s in self.storages if s.columns is not None]
 
     @property
     def works(self) -> list[list[Work]]:
@@ -58,7 +80,7 @@ class Take:
     def bytes(self) -> list[int]:
         """All values but the work that polynomials must reproduce."""
         copies = [n for s in self.segments for n in s.host_copies]
-        return self.sizes + list(self.columns.values()) + copies
+        return [s.size for s in self.storages] + self.columns + copies
 
     @property
     def totals(self) -> list[int]:
@@ -73,10 +95,7 @@ def quantities(work: Work) -> tuple[int, int, int]:
 def storages_of(take: Take) -> object:
     """The order of allocations and frees as a comparable value, without sizes and without marks of modules."""
     return (
-        take.categories,
-        list(take.columns),
-        take.tiled,
-        take.divided,
+        [(s.category, s.columns is None, s.tiled, s.parts) for s in take.storages],
         [
             (
                 s.phase,
@@ -169,7 +188,7 @@ def check_order(takes: Sequence[Take]) -> None:
 
 def _fitted(take: Take, totals: Sequence[Quantity]) -> Fitted:
     """`totals`: a polynomial for each of the take's totals."""
-    births = len(take.sizes)
+    births = len(take.storages)
     ends = births + len(take.columns)
     copies = ends + sum(len(s.host_copies) for s in take.segments)
     rest = totals[copies:]
@@ -179,13 +198,8 @@ def _fitted(take: Take, totals: Sequence[Quantity]) -> Fitted:
 
 def tape_of(take: Take, fitted: Fitted) -> Tape:
     """The events of a take with fitted sizes."""
-    sizes: list[Size] = list(fitted.storages)
-    for storage, columns in zip(take.columns, fitted.columns, strict=True):
-        sizes[storage] = Staging(fitted.storages[storage], columns)
-    for storage, parts in take.divided.items():
-        sizes[storage] = Divided(fitted.storages[storage], *parts)
-    for storage, tiled in take.tiled.items():
-        sizes[storage] = tiled
+    columns = iter(fitted.columns)
+    sizes = [_size(storage, size, columns) for storage, size in zip(take.storages, fitted.storages, strict=True)]
     table = {size: i for i, size in enumerate(dict.fromkeys(sizes))}
     home: dict[int, tuple[int, int]] = {}
     segments = []
@@ -197,7 +211,7 @@ def tape_of(take: Take, fitted: Fitted) -> Tape:
             if op == Op.ALLOC:
                 home[a] = (number, births)
                 births += 1
-                events.append((int(op), table[sizes[a]], take.categories[a]))
+                events.append((int(op), table[sizes[a]], int(take.storages[a].category)))
             elif op == Op.FREE:
                 events.append((int(op), *home[a]))
             else:
@@ -216,3 +230,12 @@ def tape_of(take: Take, fitted: Fitted) -> Tape:
             )
         )
     return Tape(tuple(table), tuple(segments))
+
+
+def _size(storage: RawStorage, size: Quantity, columns: Iterator[Quantity]) -> Size:
+    """The size of a storage on a tape. `columns`: those of the next sums' workspaces."""
+    if storage.tiled is not None:
+        return storage.tiled
+    if storage.columns is not None:
+        return Staging(size, next(columns))
+    return size if storage.parts is None else Divided(size, *storage.parts)

@@ -1,0 +1,104 @@
+"""The hooks of a unit, which mark where its forward and its backward begin and end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from fsdp_advisor.model.tape import ROOT, Category, Op
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.recording.engines import FlatUnit, cast_floating, watch_input_gradients
+from fsdp_advisor.recording.places import HookedModule
+from fsdp_advisor.recording.step_events import StepEvents
+
+
+class UnitHooks:
+    """The hooks of one unit, which report to a step's events as the engine's own hooks run.
+
+    A layer that is recomputed runs its forward again in the backward. FSDP gathers it before that, with the hooks of the backward; so in
+    a recomputation only units within a layer mark their forward.
+    """
+
+    def __init__(
+        self, events: StepEvents, key: TapeKey, place: HookedModule, flat: FlatUnit | None, *, ends_stack: bool
+    ) -> None:
+        """Hook the module of `place`. `flat`: its flat parameter under FSDP1. `ends_stack`: it is the last layer of its stack."""
+        self._events, self._key, self._place, self._flat = events, key, place, flat
+        self._ends_stack = ends_stack
+        self._cast = torch.bfloat16 if key.mixed else None
+        self._of_fsdp2 = key.engine == "fsdp2" and place.is_unit
+        before, after = self._before_forward, self._after_forward
+        if key.compiles_whole:  # the graph breaks at hooks as it does at FSDP2's
+            from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable
+
+            before, after = _dynamo_disable(before), _dynamo_disable(after)
+        place.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        place.module.register_forward_hook(after)
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recomputes = self._events.phase == "backward"
+        if not recomputes:
+            self._begin_forward()
+        if self._of_fsdp2 and self._cast is not None:  # before it gathers: FSDPState._pre_forward
+            args, kwargs = cast_floating((args, kwargs), self._cast)
+        if not recomputes or self._place.is_within_layer:
+            self._events.mark(Op.PRE_FORWARD, self._place.mark)
+        if self._key.uses_flat_parameter and self._cast is not None and self._place.is_root:
+            args, kwargs = cast_floating((args, kwargs), self._cast)
+        if not recomputes or self._place.is_within_layer:
+            self._use_views()
+        if self._of_fsdp2 and not recomputes and torch.is_grad_enabled():
+            args, kwargs = watch_input_gradients(args, kwargs, self._end_backward)
+        return args, kwargs
+
+    def _begin_forward(self) -> None:
+        """Begin the segment of a layer, or of the root where it has none yet in this phase."""
+        events, place = self._events, self._place
+        if place.is_root and events.segment.phase != events.forward_phase:
+            events.begin_root()
+        if place.is_layer:
+            events.begin(events.forward_phase, place.stack, place.layer)
+
+    def _use_views(self) -> None:
+        """Let the parameters of an FSDP1 unit be views of its flat parameter."""
+        if self._flat is not None and (torch.is_grad_enabled() or not self._flat.has_views):
+            self._flat.use_views(self._view_gradient)
+
+    def _view_gradient(self, grad: torch.Tensor | None) -> None:
+        """Count the gradient of a view of a flat parameter. A packed weight has none."""
+        if grad is not None and (storage := self._events.storage_of(grad)) is not None:
+            storage.category = Category.PARTIAL_GRADIENT
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        events, place = self._events, self._place
+        if place.number is not None and self._flat is not None:
+            self._flat.use_shards()
+        if events.phase == "backward":
+            if place.is_within_layer:
+                events.mark(Op.POST_FORWARD, place.mark)
+            return None
+        if place.is_root and self._key.autocasts_fsdp1:
+            output = cast_floating(output, torch.float32)
+        events.mark(Op.POST_FORWARD, place.mark)
+        if self._ends_stack:
+            events.begin(events.forward_phase, ROOT, place.stack + 1)
+        for leaf in tree_iter(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._begin_backward)
+        return output
+
+    def _begin_backward(self, grad: torch.Tensor) -> None:
+        """Begin the backward with the first gradient of an output."""
+        events, place = self._events, self._place
+        if events.is_first((Op.PRE_BACKWARD, place)):
+            if place.is_layer:
+                events.begin("backward", place.stack, place.layer)
+            events.mark(Op.PRE_BACKWARD, place.mark)
+
+    def _end_backward(self) -> None:
+        """End the backward of an FSDP2 unit once the gradients of its inputs exist."""
+        if self._events.is_first((Op.POST_BACKWARD, self._place)):
+            self._events.mark(Op.POST_BACKWARD, self._place.mark)
