@@ -14,14 +14,13 @@ _ALWAYS = {"model", "gpus", "gpu", "strategy", "backend", "seq_len", *GPU_DEPEND
 def options_of(plan: Plan, request: EstimateRequest, *, gpu: str, allocator_conf: str | None) -> tuple[str, ...]:
     """The words of a command line, unquoted. Options with their default's value are left out.
 
-    The plan's values replace those of the request. Host memory is left out: it decides what fits, not what is launched.
+    The plan's values replace those of the request.
     """
     decided = {
         "gpus": plan.world_size,
         "gpu": gpu,
         "allocator_conf": allocator_conf,
         "reserved": False,
-        "host_memory": None,
         "global_batch_size": None,
     }
     if plan.offload == "none":

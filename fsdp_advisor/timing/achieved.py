@@ -92,7 +92,7 @@ _MEASURED: dict[str, Achieved] = {
 }  # fmt: skip
 """Boards on which this project has measured: H200 (SXM, 700 W) with torch 2.11.0, CUDA 13.0, cuBLAS 13.1, cuDNN 9.19, driver 580.159.
 
-From torch.profiler over one step of 16 jobs (`tests/records/h200_kernels.csv`), as shares of 989 TFLOP/s and 4.8 TB/s. Products: 0.70
+From torch.profiler over one step of 20 jobs (`tests/records/h200_kernels.csv`), as shares of 989 TFLOP/s and 4.8 TB/s. Products: 0.70
 to 0.91, median 0.82, but in long steps the power limit holds them lower, and single products of 2048 to 16384 rows, one after the
 other, reach 0.64 to 0.75: 0.76 is chosen on the step times of `tests/records/h200.jsonl`.
 In fp32 49 of 67 TFLOP/s. An odd vocabulary leaves only kernels that load single elements: the heads of GPT-2 (50257) and Whisper

@@ -141,7 +141,7 @@ def test_a_rule_of_thumb_has_no_speed_in_a_sweep_over_batches() -> None:
 
 def test_unusual_host_memory_is_warned_of() -> None:
     one_plan = {"strategy": "zero3", "backend": "fsdp2", "activation_checkpointing": "full", "micro_batch_size": 1}
-    job: dict[str, Any] = {"model": "Qwen/Qwen2.5-32B", "gpus": 8, "gpu": "T4", **one_plan}
+    job: dict[str, Any] = {"model": "Qwen/Qwen2.5-32B", "gpus": 8, "gpu": "T4", "seq_len": 1024, **one_plan}
     recommendation = advise(**job, offload="parameters")
     assert recommendation.winner is not None and recommendation.winner.host_unusual
     usual = find_gpu("T4").host_memory_bytes
