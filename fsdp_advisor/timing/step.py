@@ -135,9 +135,14 @@ class StepTime:
         return self.breakdown["communication"] / self.seconds
 
 
+def _device(plan: Plan, gpu: Gpu) -> Device | None:
+    """The rates at which the GPU runs the plan; None if they are unknown."""
+    return device_of(gpu, plan.precision, compiled=plan.compile != "none")
+
+
 def why_unknown(plan: Plan, gpu: Gpu) -> str | None:
     """The reason why there is no step time; None if there is one."""
-    if device_of(gpu, plan.precision) is None:
+    if _device(plan, gpu) is None:
         if gpu.is_memory_size:
             return f"{gpu.name} is known by its memory alone: name a GPU for the time of a step"
         return f"the rates that {gpu.name} achieves are not known"
@@ -151,7 +156,7 @@ def step_time(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, betw
 
     `program` is the step over the tape that the GPU runs.
     """
-    device = device_of(gpu, plan.precision, compiled=plan.compile != "none")
+    device = _device(plan, gpu)
     if device is None or why_unknown(plan, gpu) is not None:
         return None
     rates, work = rates_of(plan, gpu, between, device), work_of(profile, program, plan, device, gpu)
@@ -210,7 +215,7 @@ def _runs(plan: Plan) -> tuple[tuple[str, float], ...]:
 
 def timeline(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, between: Link) -> tuple[Interval, ...]:
     """The intervals of both streams in the last micro-batch and the optimizer's step; empty if `why_unknown` returns a reason."""
-    device = device_of(gpu, plan.precision, compiled=plan.compile != "none")
+    device = _device(plan, gpu)
     if device is None or why_unknown(plan, gpu) is not None:
         return ()
     rates = rates_of(plan, gpu, between, device)

@@ -73,22 +73,22 @@ def faults(made: Sequence[Record]) -> list[str]:
     return found + [f"wrong verdict: {record.label}" for record in wrong]
 
 
-def predicted_today(path: Path) -> list[Record]:
-    """Records of a file with today's predictions."""
+def predicted_today(path: Path, days: int = 1) -> list[Record]:
+    """Records of a file, all of which are taken within so many days, with today's predictions."""
     made, notes = records.read(path)
     assert not notes, notes
-    return [today(record) for record in of_today(report.latest(made), 2) if record.outcome in ("ok", "oom")]
+    return [today(record) for record in of_today(report.latest(made), days) if record.outcome in ("ok", "oom")]
 
 
 @pytest.fixture(scope="module")
 def kept() -> dict[str, list[Record]]:
     """Half of the kept records of each file, alternating from day to day, with today's predictions."""
-    return {path.name: predicted_today(path) for path in FILES}
+    return {path.name: predicted_today(path, days=2) for path in FILES}
 
 
 def faults_today(path: Path) -> list[str]:
     """The faults of today's predictions for all records of a file."""
-    return faults([today(record) for record in records.read(path)[0] if record.outcome in ("ok", "oom")])
+    return faults(predicted_today(path))
 
 
 def test_predictions_meet_the_standard_for_every_kept_record(kept: dict[str, list[Record]]) -> None:
