@@ -68,7 +68,7 @@ class Muon(Optimizer):
         return (elements * element_bytes,)
 
     def textbook_bytes(self, element_bytes: int) -> int:
-        """Of the matrices, which are most of a model."""
+        """Bytes of state per parameter of a matrix. Matrices are most of a model; other parameters have AdamW's state."""
         return element_bytes
 
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
