@@ -63,6 +63,10 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         raise NotRecognized(f"{task['name']} of TRL is not recognized; estimate --task describes its job")
     if model.get("compile", "none") == "parts":
         raise NotRecognized("torch.compile of parts other than each layer or the model is not modelled")
+    if model["checkpointing"] == "other":
+        raise NotRecognized(
+            "activation checkpointing of some layers, or with a policy of the script's own, is not modelled"
+        )
     path = folder / "config.json"
     quantization = _quantization(model["config"])
     config = {name: v for name, v in model["config"].items() if not (quantization and name == "quantization_config")}
@@ -75,7 +79,8 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         "micro-batch-size": str(batch[0] // sequences_per_example(task["name"])),
         "seq-len": str(batch[1]),
         "gradient-accumulation-steps": str(job.get("forwards_per_step", 1)),
-        "activation-checkpointing": _checkpointing(model),
+        "activation-checkpointing": model["checkpointing"],
+        **({"activation-offload": "true"} if model.get("offloads_checkpoints") else {}),
         "attention": model["attention"] or "sdpa",
         "framework": job["framework"],
         **_compile(model),
@@ -98,12 +103,6 @@ def _compile(model: Mapping[str, Any]) -> dict[str, str]:
         return {}
     budget = model.get("memory_budget", 1.0)
     return {"compile": model["compile"], **({"memory-budget": str(budget)} if budget != 1 else {})}
-
-
-def _checkpointing(model: Mapping[str, Any]) -> str:
-    if not model["checkpointing"]:
-        return "none"
-    return "reentrant" if model.get("reentrant") else "full"
 
 
 def _loss(model: Mapping[str, Any], framework: str, task: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from fsdp_advisor.rehearsal.report import RankResult
 
 JOB: dict[str, Any] = {
     "engine": {"backend": "ddp"}, "framework": "trl", "task": {"name": "dpo", "precompute_ref_log_probs": False}, "batch": [4, 128],
-    "model": {"class": "LlamaForCausalLM", "config": {}, "attention": "sdpa", "checkpointing": False, "loss": "auto", "peft": None},
+    "model": {"class": "LlamaForCausalLM", "config": {}, "attention": "sdpa", "checkpointing": "none", "loss": "auto", "peft": None},
     "parameters": 10, "trainable_parameters": 10, "dtypes": ["torch.float32"], "frozen_dtypes": [], "autocast": None,
     "optimizer": {"class": "AdamW", "fused": True},
 }  # fmt: skip
@@ -74,6 +74,46 @@ def test_a_base_in_fp32_is_recognized_as_such(tmp_path: Path) -> None:
     model = JOB["model"] | {"peft": {"peft_type": "LORA"}}
     found = options(tmp_path, model=model, frozen_dtypes=["torch.float32"], autocast="torch.bfloat16")
     assert (found["precision"], found["dtype"]) == ("bf16-mixed", "float32")  # without it a base is taken to be in bf16
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "full"),
+        ({"every_n_layers": 2}, "every-2"),
+        ({"every_n_layers": 9}, "every-5"),  # the first of five layers
+        ({"offload": True}, "full"),
+        ({"activation_checkpointing_kwargs": {"use_reentrant": True}}, "reentrant"),
+        ({"activation_checkpointing_kwargs": {"use_reentrant": True}, "every_n_layers": 2}, "other"),
+        ({"activation_checkpointing_kwargs": {"use_reentrant": False, "context_fn": print}}, "other"),
+    ],
+    ids=["all", "every second", "the first", "on the host", "reentrant", "every second, reentrant", "a function"],
+)
+def test_checkpointed_layers_are_recognized(settings: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=8))
+    assert job_facts.model_of(model)["checkpointing"] == "none"
+    model.activation_checkpointing_enable(**settings)
+    found = job_facts.model_of(model)
+    assert found["checkpointing"] == expected
+    if expected == "other":
+        with pytest.raises(NotRecognized, match="activation checkpointing of some layers"):
+            options(tmp_path, model=JOB["model"] | {"checkpointing": expected})
+    else:
+        recognized = options(tmp_path, model=found)
+        assert recognized["activation-checkpointing"] == expected
+        assert recognized.get("activation-offload") == ("true" if "offload" in settings else None)
+
+
+def test_layers_in_pytorchs_wrapper_are_recognized() -> None:
+    pytest.importorskip("torch")
+    from torch import nn
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for wrapped, expected in (([0, 1, 2, 3], "full"), ([0, 2], "every-2"), ([1, 3], "other")):
+        layers = [checkpoint_wrapper(nn.Linear(1, 1)) if n in wrapped else nn.Linear(1, 1) for n in range(4)]
+        assert job_facts.checkpointing_of(nn.Sequential(nn.ModuleList(layers))) == expected
 
 
 def test_what_is_compiled_is_recognized(tmp_path: Path) -> None:

@@ -166,8 +166,8 @@ def model_of(module: Any) -> dict[str, Any] | None:
                 "config": config.to_dict(),
                 "attention": getattr(config, "_attn_implementation", None),
                 "experts": _experts_of(each, config),
-                "checkpointing": any(_is_checkpointed(m) for m in each.modules()),
-                "reentrant": any(_is_reentrant(m) for m in each.modules()),
+                "checkpointing": checkpointing_of(each),
+                "offloads_checkpoints": any(_offloads(m) for m in each.modules()),
                 "compile": _compiled(module, each),
                 "memory_budget": _memory_budget(),
                 "loss": "liger" if each.forward.__module__.startswith("liger_kernel") else "auto",
@@ -177,16 +177,54 @@ def model_of(module: Any) -> dict[str, Any] | None:
     return None
 
 
-def _is_checkpointed(module: Any) -> bool:
-    """Whether the module's activations are checkpointed: by transformers, or in PyTorch's wrapper, as accelerate's FSDP has it."""
-    names = {kind.__name__ for kind in type(module).__mro__}  # FSDP2 makes a class of its own of each
-    return getattr(module, "gradient_checkpointing", False) or "CheckpointWrapper" in names
+def checkpointing_of(model: Any) -> str:
+    """The policy of activation checkpointing, as `--activation-checkpointing` names it; `other` for one that it does not describe."""
+    layers = _checkpointed_layers(model)
+    keywords = [_checkpointing_keywords(module) for module in model.modules()]
+    contexts = [each["context_fn"] for each in keywords if "context_fn" in each]
+    period = next((n for n, flag in enumerate(layers) if n and flag), len(layers))
+    if not any(layers):
+        return "none"
+    if layers != [n % period == 0 for n in range(len(layers))]:
+        return "other"
+    if any(each.get("use_reentrant") is True for each in keywords):
+        return "reentrant" if period == 1 else "other"
+    if contexts:
+        return "selective" if period == 1 and all(_is_of_trl(context) for context in contexts) else "other"
+    return f"every-{period}" if period > 1 else "full"
 
 
-def _is_reentrant(module: Any) -> bool:
-    """Whether transformers checkpoints the module with `use_reentrant=True`."""
-    keywords = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", None) or {}
-    return keywords.get("use_reentrant") is True
+def _checkpointed_layers(model: Any) -> list[bool]:
+    """For each layer, whether its activations are checkpointed: by PyTorch's wrapper, as accelerate's FSDP has it, or by transformers,
+    which checkpoints the first of each `every_n_layers`. Code of a model that checkpoints by itself has one flag for all layers.
+    """
+    # FSDP2 derives a class of its own for each module
+    named = [(each, {kind.__name__ for kind in type(each).__mro__}) for each in model.modules()]
+    wrapped = {each for each, names in named if "CheckpointWrapper" in names}
+    lists = [list(each) for each, names in named if "ModuleList" in names]
+    if wrapped:
+        return [layer in wrapped for layers in lists if wrapped & set(layers) for layer in layers] or [True]
+    flags = [each.gradient_checkpointing for each, names in named if "GradientCheckpointingLayer" in names]
+    return flags or [any(getattr(each, "gradient_checkpointing", False) for each, _ in named)]
+
+
+def _checkpointing_keywords(module: Any) -> dict[str, Any]:
+    """The keywords with which a module calls PyTorch's `checkpoint`; of transformers, or of PyTorch's wrapper."""
+    functions: list[Any] = [getattr(module, name, None) for name in ("_gradient_checkpointing_func", "checkpoint_fn")]
+    return next((function.keywords for function in functions if hasattr(function, "keywords")), {})
+
+
+def _is_of_trl(context: Any) -> bool:
+    """Whether a `context_fn` selects outputs by TRL's policy. Source: trl 1.16, models/selective_activation_checkpointing.py."""
+    return any(getattr(each, "__module__", "").startswith("trl.") for each in getattr(context, "args", ()))
+
+
+def _offloads(module: Any) -> bool:
+    """Whether transformers keeps the inputs of the checkpointed module in host memory. Source: transformers 5.23, modeling_utils.py,
+    `_activation_checkpointing_enable`: a function of its own around PyTorch's `checkpoint`.
+    """
+    function = getattr(getattr(module, "_gradient_checkpointing_func", None), "func", None)
+    return getattr(module, "gradient_checkpointing", False) and getattr(function, "__name__", "") == "checkpoint_func"
 
 
 def _compiled(module: Any, model: Any) -> str:
