@@ -151,10 +151,9 @@ class TorchtitanSource:
             FullAC.Config().build().apply(module)
         elif checkpointing == "selective":
             policy = SelectiveAC.Config().build()
-            kept = {
-                *policy.get_save_ops(),
-                torch.ops.fsdp_advisor.flash_attention.default,
-            }  # it stands for FlexAttention
+            # FlexAttention is a compiled graph: its output, and what it saves for its backward, which are its inputs too
+            flex_attention = {torch.ops.fsdp_advisor.flash_attention.default, torch.ops.aten.alias.default}
+            kept = {*policy.get_save_ops(), *flex_attention}
             policy.get_save_ops = lambda: kept
             policy.apply(module)
 
@@ -214,8 +213,12 @@ def _detach_table(rope: Any) -> None:
 
 
 def _flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-    """`FlexAttention.forward` with the compiled kernel's allocations. q, k, v have shape (B, T, H, D)."""
-    return flex(q, k, v)
+    """`FlexAttention.forward` with the compiled kernel's allocations. q, k, v have shape (B, T, H, D).
+
+    A policy of selective checkpointing that keeps what the graph returns keeps q, k and v, which its forward returns for its backward.
+    Source: torch 2.13, _higher_order_ops/inductor_compiled_code.py; torchtitan 0.3.0, models/common/attention.py, `inductor_configs`.
+    """
+    return flex(*(torch.ops.aten.alias.default(x) for x in (q, k, v)))
 
 
 def _check_installed(name: str) -> None:

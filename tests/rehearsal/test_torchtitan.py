@@ -1,0 +1,70 @@
+"""Steps of torchtitan 0.3's own code on a simulated GPU, compared with the prediction: FlexAttention, which is always compiled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrix import taken
+from rehearsed_jobs import row_of
+
+pytestmark = pytest.mark.slow
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    name: {
+        "model_type": name, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 3, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": head_dim, "vocab_size": 4096, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+    }
+    for name, head_dim in (("llama", 64), ("qwen3", 128))
+}  # fmt: skip
+Job = tuple[str, bool, str, int, int]
+CASES: dict[str, tuple[str, Job]] = dict(
+    taken(
+        [
+            ("llama, selective", ("llama", ("selective", False, "bf16-mixed", 4, 8192))),
+            ("qwen3, selective", ("qwen3", ("selective", False, "bf16-mixed", 2, 4096))),
+        ],
+        [
+            ("llama", ("llama", ("none", False, "bf16-mixed", 4, 8192))),
+            ("llama, full", ("llama", ("full", False, "bf16-mixed", 4, 8192))),
+        ],
+        days=2,
+    )
+)
+"""The model, and its checkpointing, whether it is compiled, the precision, the micro-batch and the length."""
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with torchtitan's package of this environment: that of rehearsals has another version, for its launcher."""
+    folder = tmp_path_factory.mktemp("packages")
+    for name in ("torchtitan", "spmd_types"):
+        spec = find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
+            pytest.skip(f"{name} is not installed")
+        (folder / name).symlink_to(spec.submodule_search_locations[0])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def peaks(run: Callable[..., dict[str, int]], packages: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for model, config in CONFIGS.items():
+        jobs = {name: job for name, (of, job) in CASES.items() if of == model}
+        if jobs:
+            found |= run("torchtitan_layers.py", json.dumps(str(packages)), json.dumps(config), json.dumps(jobs))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torchtitans_step_needs_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
+    model, (checkpointing, compiles, precision, batch, length) = CASES[name]
+    row = row_of(
+        tmp_path, CONFIGS[model], framework="torchtitan", gpus=2, strategy="zero3", precision=precision, micro_batch_size=batch,
+        seq_len=length, activation_checkpointing=checkpointing, compile="layer" if compiles else "none",
+    )  # fmt: skip
+    assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-3)
