@@ -65,6 +65,15 @@ class StepInput:
     gpu: Gpu
 
 
+@dataclass(frozen=True, slots=True)
+class _StepTensors:
+    """The tape of a step, its peak, and the peak tensor bytes of an evaluation between two steps; None if there is none."""
+
+    tape: Tape
+    peak: StepPeak
+    evaluation_bytes: int | None
+
+
 def estimate_plan(
     model: Resolved,
     plan: Plan,
@@ -91,7 +100,11 @@ def estimate_plan(
         base = _base_row(model.profile, plan, gpu, host_memory_bytes)
         time = "" if why_unknown(plan, gpu) else f", {TIME_UNKNOWN}"
         return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error.message}", *base.not_modelled))
-    return _with_step(model, selected, plan, gpu, explain=explain, conf=conf, host_memory_bytes=host_memory_bytes)
+    step = StepInput(model.profile, gpu_tape(model.profile, selected, plan, gpu), plan, gpu)
+    row = _with_step(model, selected, step, conf, host_memory_bytes)
+    if not explain:
+        return row
+    return replace(row, fused_loss_peak_bytes=_peak_bytes(step.profile, step.tape, plan, fused_loss=True))
 
 
 def tensor_bytes(model: Resolved, plan: Plan, gpu: Gpu) -> int:
@@ -169,19 +182,16 @@ def _base_row(
     plan: Plan,
     gpu: Gpu,
     host_memory_bytes: int | None,
-    tensors: StepPeak | None = None,
-    tape: Tape | None = None,
-    evaluation_bytes: int | None = None,
+    step: _StepTensors | None = None,
 ) -> StrategyEstimate:
-    """A row's states, host memory, phases and notes, without what the allocator and the time model say of its step.
+    """A row's states, host memory, phases and notes, without the allocator's figures and the time of its step.
 
-    `tensors` and `tape`: the step's, if they are known. `evaluation_bytes`: the peak of evaluation, if it is known. `fits` is False if
-    that much already needs too much, else None.
+    `step`: None if there is no tape. `fits` is False if that much already needs too much, else None.
     """
-    if tape is not None:
-        profile = learned(profile, tape, plan)
+    if step is not None:
+        profile = learned(profile, step.tape, plan)
     states = states_of(profile, plan)
-    host = host_memory(profile, plan, tape)
+    host = host_memory(profile, plan, step.tape if step else None)
     unknown = not_modelled(profile, plan)
     if (why := why_unknown(plan, gpu)) is not None:
         unknown.append(f"{TIME_UNKNOWN}: {why}")
@@ -194,8 +204,8 @@ def _base_row(
         states=states,
         host=host,
         overhead=overhead,
-        tensors=tensors,
-        evaluation_bytes=evaluation_bytes,
+        tensors=step.peak if step else None,
+        evaluation_bytes=step.evaluation_bytes if step else None,
         host_memory_bytes=host_memory_bytes,
     )
     kept = sum(s.rounded for s in (states.parameters, states.gradients, states.optimizer, states.communication))
@@ -236,26 +246,23 @@ def _parameter_parts(profile: Profile, plan: Plan, states: States) -> dict[str, 
 def _with_step(
     model: Resolved,
     selected: tuple[TapeKey, Tape],
-    plan: Plan,
-    gpu: Gpu,
-    *,
-    explain: bool,
+    step: StepInput,
     conf: AllocatorConf | None,
     host_memory_bytes: int | None,
 ) -> StrategyEstimate:
-    """The whole row of a plan: `_base_row`, tensors, allocator, verdict and time."""
-    profile, (key, tape) = model.profile, selected
-    assert profile is not None
-    gpu_key, on_gpu = gpu_tape_key_of(profile, key, plan, gpu), gpu_tape(profile, selected, plan, gpu)
+    """The whole row of a plan: `_base_row`, tensors, allocator, verdict and time. `selected`: the tape of the plan's code path and its
+    key; `step` has the same tape with the kernels of the GPU.
+    """
+    profile, on_gpu, plan, gpu = step.profile, step.tape, step.plan, step.gpu
+    key, tape = selected
     tensors = peak_of_step(profile, on_gpu, plan)
     evaluation, evaluation_unknown = None, ""
     try:
         evaluation = _evaluation(model, plan, gpu)
     except AdvisorError as error:
         evaluation_unknown = f"the peak of evaluation, and whether the job fits: {error.message}"
-    step = StepInput(profile, on_gpu, plan, gpu)
     evaluated = None if evaluation is None else _evaluation_bytes(step, evaluation)
-    base = _base_row(profile, plan, gpu, host_memory_bytes, tensors, on_gpu, evaluated)
+    base = _base_row(profile, plan, gpu, host_memory_bytes, _StepTensors(on_gpu, tensors, evaluated))
     overhead, job = base.overhead, base.job
     assert overhead is not None and job is not None
     warnings = base.warnings + gradient_warnings(profile, on_gpu, plan) + batch_warnings(plan)
@@ -284,7 +291,6 @@ def _with_step(
         peak_where=tensors.where,
         phase_peaks=tensors.phase_peaks,
         at_peak=tensors.at_peak,
-        fused_loss_peak_bytes=_peak_bytes(profile, on_gpu, plan, fused_loss=True) if explain else None,
         allocator=allocator,
         evaluation=evaluating,
         step=time,
@@ -292,7 +298,7 @@ def _with_step(
         not_modelled=(
             *([evaluation_unknown] if evaluation_unknown else ()),  # `render.view.why_unknown` reads the first
             *base.not_modelled,
-            *_missing_in_tape(profile, plan, key, gpu_key),
+            *_missing_in_tape(profile, plan, key, gpu_tape_key_of(profile, key, plan, gpu)),
         ),
         simulate_peak=partial(_simulated_peak_bytes, model, key, tape, plan),
         replay_timeline=partial(timeline_of_step, profile, on_gpu, plan),

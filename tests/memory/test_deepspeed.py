@@ -177,8 +177,6 @@ def test_lifetimes() -> None:
     assert not buffers(LLAMA_7B, plan(2)).whole_gradients
     assert buffers(LLAMA_7B, plan(1)).bucket == Storages.of(2 * DEFAULTS.reduce_bucket_size)
     assert buffers(LLAMA_7B, plan(3)).bucket == Storages()
-    assert buffers(LLAMA_7B, plan(2, gradient_accumulation_steps=4)).accumulators == 2
-    assert buffers(LLAMA_7B, plan(1, gradient_accumulation_steps=4)).accumulators == 1
     offloaded = buffers(LLAMA_7B, plan(2, offload="optimizer"))
     assert offloaded.averaged == Storages() and offloaded.moments[-1].total == Storages()
     assert offloaded.offload_temporaries(1000) == Storages.of(8000)

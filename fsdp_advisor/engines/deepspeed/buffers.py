@@ -106,7 +106,6 @@ class Buffers:
     this number.
     `averaged`: stages 1, 2: rank 0's own gradients. They live from the first reduction that contains one of them to the
     optimizer step.
-    `accumulators`: how many of `averaged` live while a micro-batch after the first is reduced.
     `whole_gradients`: whether gradients stay whole, as autograd allocated them, until the last micro-batch's backward ends.
     `released_at_step`: the states that are freed while the optimizer steps.
     `moments`: the instants of the optimizer step. `offload_cast_bytes`: bytes per element of the copy of a gradient that
@@ -118,7 +117,6 @@ class Buffers:
     gradient_bytes: int
     partition_elements: int
     averaged: Storages
-    accumulators: int
     whole_gradients: bool
     released_at_step: Storages
     moments: tuple[Moment, ...]
@@ -219,7 +217,6 @@ def buffers(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> Buff
         gradient_bytes=c,
         partition_elements=owned,
         averaged=averaged,
-        accumulators=2 if stage(plan) == 2 and plan.gradient_accumulation_steps > 1 else 1,
         whole_gradients=stage(plan) == 1,
         released_at_step=persistent(profile, plan, settings) if sharded else NO_STORAGES,
         moments=moments,

@@ -15,7 +15,7 @@ from typing import Literal
 
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers.interface import (
-    Optimizer,
+    PlainLoop,
     Refusal,
     Shape,
     Shards,
@@ -49,7 +49,7 @@ def block_of(name: str) -> Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamMini(Optimizer):
+class AdamMini(PlainLoop):
     """`heads`: those of a matrix of queries or keys. The state of up to 128 heads takes one block of PyTorch's allocator."""
 
     heads: int = 32
@@ -65,20 +65,9 @@ class AdamMini(Optimizer):
         moment = Storages.of(element_bytes * prod(shape))
         return moment + Storages.of(element_bytes * self._second_moments(parameter, shape))
 
-    def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
-        """Not used: DeepSpeed is refused."""
-        return Storages.of(elements * element_bytes) if elements else NO_STORAGES
-
-    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
-        """Not used: DeepSpeed is refused."""
-        return (elements * element_bytes,)
-
     def textbook_bytes(self, element_bytes: int) -> int:
         """The second moments of blocks are negligible."""
         return element_bytes
-
-    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
-        return self.loop([Stepped(parameter, shape, element_bytes)]).peak
 
     def loop(self, tensors: Sequence[Stepped]) -> Variables:
         variables = Variables()
@@ -89,13 +78,6 @@ class AdamMini(Optimizer):
                 self._step_blocks(variables, tensor)
         variables.drop_all()
         return variables
-
-    def steps_one_by_one(self, framework: str) -> bool:
-        return True
-
-    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
-        """Not used: DeepSpeed is refused."""
-        return NO_STORAGES
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
         """The square (2) and its mean (1), the first moment (3), the update (2 + 2), its negative (2) and the sum (3): 15 tensors."""

@@ -14,7 +14,7 @@ from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers.adamw import FUSED
 from fsdp_advisor.policies.optimizers.interface import (
     Constructor,
-    Optimizer,
+    NotForDeepSpeed,
     Refusal,
     Shape,
     engine_refusal,
@@ -25,7 +25,7 @@ MINIMAL_ELEMENTS = 4096
 """A tensor with fewer elements stays on the GPU (`minimal_size`)."""
 
 
-class CpuOffload(Optimizer):
+class CpuOffload(NotForDeepSpeed):
     """Two moments in the parameter's dtype and a step count: on the host, those of small tensors on the GPU."""
 
     def on_host(self, elements: int) -> bool:
@@ -37,23 +37,11 @@ class CpuOffload(Optimizer):
     def all_state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         return FUSED.state_storages(parameter, shape, element_bytes)
 
-    def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
-        """Not used: DeepSpeed is refused."""
-        return FUSED.flat_state_storages(elements, element_bytes)
-
-    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
-        """Not used: DeepSpeed is refused."""
-        return FUSED.deepspeed_host_states(elements, element_bytes)
-
     def textbook_bytes(self, element_bytes: int) -> int:
         """The state is on the host."""
         return 0
 
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
-        return NO_STORAGES
-
-    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
-        """Not used: DeepSpeed is refused."""
         return NO_STORAGES
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:

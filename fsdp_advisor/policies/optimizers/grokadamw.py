@@ -13,7 +13,7 @@ from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers.interface import (
     Constructor,
     NamedOptimizer,
-    Optimizer,
+    PlainLoop,
     Refusal,
     Shape,
     Stepped,
@@ -28,7 +28,7 @@ NORMS = 4
 """Scalars of a tensor's clipping that live at the same time: its norm, the norms' stack, the norm of these, and the factor."""
 
 
-class GrokAdamW(Optimizer):
+class GrokAdamW(PlainLoop):
     """Three tensors of state on the host. On the GPU it holds them while it updates one tensor."""
 
     def host_state(self, elements: int, element_bytes: int) -> int:
@@ -41,20 +41,9 @@ class GrokAdamW(Optimizer):
         """The state, and the parameter as its key."""
         return Storages.of(prod(shape) * element_bytes, MOMENTS + 1) if prod(shape) else NO_STORAGES
 
-    def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
-        """Not used: DeepSpeed is refused."""
-        return NO_STORAGES
-
-    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
-        """Not used: DeepSpeed is refused."""
-        return (elements * element_bytes,) * MOMENTS
-
     def textbook_bytes(self, element_bytes: int) -> int:
         """The state is on the host."""
         return 0
-
-    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
-        return self.loop([Stepped(parameter, shape, element_bytes)]).peak
 
     def loop(self, tensors: Sequence[Stepped]) -> Variables:
         variables = Variables()
@@ -69,13 +58,6 @@ class GrokAdamW(Optimizer):
             variables.use(n_bytes)
         variables.drop_all()
         return variables
-
-    def steps_one_by_one(self, framework: str) -> bool:
-        return True
-
-    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
-        """Not used: DeepSpeed is refused."""
-        return NO_STORAGES
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
         """The copies (6); the norm (1) and the clipping (2); the average (2 + 3), its multiple (2), the sum (3); the moments (2 + 3 and

@@ -275,6 +275,32 @@ class Optimizer(ABC):
         return Collectives()
 
 
+class NotForDeepSpeed(Optimizer):
+    """An optimizer that DeepSpeed cannot step. `job.optimizers` refuses such jobs before anything asks for flat partitions."""
+
+    def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
+        raise NotImplementedError(f"DeepSpeed does not step {self.name}")
+
+    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
+        raise NotImplementedError(f"DeepSpeed does not step {self.name}")
+
+    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
+        raise NotImplementedError(f"DeepSpeed does not step {self.name}")
+
+
+class PlainLoop(NotForDeepSpeed):
+    """An optimizer written in plain PyTorch that updates one parameter after the other. `loop` follows its local variables."""
+
+    @abstractmethod
+    def loop(self, tensors: Sequence[Stepped]) -> Variables: ...
+
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+        return self.loop([Stepped(parameter, shape, element_bytes)]).peak
+
+    def steps_one_by_one(self, framework: str) -> bool:
+        return True
+
+
 def engine_refusal(name: OptimizerName, backend: Backend) -> Refusal:
     """The reason in `job.optimizers.LIMITS` why the engine cannot step the optimizer."""
     return Refusal(LIMITS[name][backend].reason)

@@ -14,7 +14,7 @@ from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers.interface import (
     NamedOptimizer,
-    Optimizer,
+    NotForDeepSpeed,
     Refusal,
     Shape,
     Shards,
@@ -26,19 +26,11 @@ FP32_BYTES = 4
 _ACCUMULATION = "updates the weights after each micro-batch, and does not clip gradients"
 
 
-class Lomo(Optimizer):
+class Lomo(NotForDeepSpeed):
     """Without state. The update needs fp32 copies of a parameter in 16 bits and of its gradient."""
 
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         return NO_STORAGES
-
-    def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
-        """Not used: DeepSpeed is refused."""
-        return NO_STORAGES
-
-    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
-        """Not used: DeepSpeed is refused."""
-        return ()
 
     def textbook_bytes(self, element_bytes: int) -> int:
         return 0
@@ -49,10 +41,6 @@ class Lomo(Optimizer):
 
     def steps_one_by_one(self, framework: str) -> bool:
         return True
-
-    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
-        """Not used: DeepSpeed is refused."""
-        return NO_STORAGES
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
         """The sum: 3 tensors in fp32; with 16 bits also two casts to fp32 and one back."""

@@ -22,7 +22,7 @@ from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers.interface import (
     WHOLE,
     NamedOptimizer,
-    Optimizer,
+    PlainLoop,
     Refusal,
     Shape,
     Shards,
@@ -66,7 +66,7 @@ _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clv
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRank(Optimizer):
+class LowRank(PlainLoop):
     """AdamW whose moments have at most as many columns or rows as the projection's rank."""
 
     label: str
@@ -107,20 +107,9 @@ class LowRank(Optimizer):
         moment = element_bytes * self.rank_of(shape) * max(shape)
         return Storages.of(self.projection_bytes(shape, element_bytes)) + Storages.of(moment, 2)
 
-    def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
-        """Not used: DeepSpeed is refused."""
-        return Storages.of(elements * element_bytes, 2)
-
-    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
-        """Not used: DeepSpeed is refused."""
-        return (elements * element_bytes,) * 2
-
     def textbook_bytes(self, element_bytes: int) -> int:
         """The moments of a low rank are negligible."""
         return 0
-
-    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
-        return self.loop([Stepped(parameter, shape, element_bytes)]).peak
 
     def loop(self, tensors: Sequence[Stepped]) -> Variables:
         variables = Variables()
@@ -140,13 +129,6 @@ class LowRank(Optimizer):
             self.step_matrix(variables, tensor.shape, tensor.element_bytes)
         else:
             self._adam(variables, tensor.n_bytes)
-
-    def steps_one_by_one(self, framework: str) -> bool:
-        return True
-
-    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
-        """Not used: DeepSpeed is refused."""
-        return NO_STORAGES
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
         """Of a step that does not compute the projection again."""

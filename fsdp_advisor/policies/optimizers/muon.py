@@ -15,7 +15,7 @@ from fsdp_advisor.policies.optimizers import adamw
 from fsdp_advisor.policies.optimizers.interface import (
     WHOLE,
     Collectives,
-    Optimizer,
+    NotForDeepSpeed,
     Refusal,
     Shape,
     Shards,
@@ -41,7 +41,7 @@ it by columns.
 """
 
 
-class Muon(Optimizer):
+class Muon(NotForDeepSpeed):
     """One momentum in the parameter's dtype for a matrix, AdamW's state for the rest."""
 
     def shard_failure(self, parameter: Parameter, shards: Shards) -> str | None:
@@ -60,22 +60,12 @@ class Muon(Optimizer):
         elements = shape[0] * shape[1]
         return Storages.of(elements * element_bytes) if elements else NO_STORAGES
 
-    def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
-        """Not used: `job.optimizers` refuses DeepSpeed."""
-        return Storages.of(elements * element_bytes)
-
-    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
-        return (elements * element_bytes,)
-
     def textbook_bytes(self, element_bytes: int) -> int:
         """Bytes of state per parameter of a matrix. Matrices are most of a model; other parameters have AdamW's state."""
         return element_bytes
 
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
         return self.shard_temporaries(parameter, shape, element_bytes, framework, WHOLE)
-
-    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
-        return NO_STORAGES
 
     def shard_temporaries(
         self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str, shards: Shards
