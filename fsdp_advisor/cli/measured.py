@@ -98,7 +98,7 @@ def add_to_json(document: dict[str, Any], records: list[Record]) -> None:
     """Add `measured` to each estimate of the document."""
     for row, record in zip(document["estimates"], records, strict=True):
         row["measured"] = {
-            "rung": record.mode,
+            "mode": record.mode,
             "device": record.device,
             "outcome": record.outcome,
             "message": record.message,

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from fsdp_advisor.errors import UsageError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 WITHOUT_KERNELS = "cuda without kernels"
 """`Record.device` of runs of PyTorch's CUDA build on a machine without a GPU (the package `rehearsal`)."""
@@ -31,8 +31,6 @@ FINAL: frozenset[Outcome] = frozenset({"ok", "oom", "crash", "timeout"})
 FIGURES = ("peak_tensor_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
 """The four memory figures, from the smallest to the largest; the largest known one decides whether a job fits."""
 
-_MODE_KEY = "rung"
-"""The JSON key of `mode` in schema version 1."""
 _REQUIRED = frozenset({"model", "strategy", "backend", "gpus", "micro_batch_size", "seq_len", "precision"})
 """Keys without which a request has no label."""
 
@@ -90,13 +88,13 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         """The record as JSON values, with its errors."""
-        return {**json_fields(self), "errors": {k: round(v, 6) for k, v in self.errors.items()}}
+        return {**asdict(self), "errors": {k: round(v, 6) for k, v in self.errors.items()}}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
         """The record of a JSON object. Ignores unknown keys, which newer versions may add. Raises ValueError if it is not a record."""
         known = {f.name for f in fields(cls)}
-        given = {name: v for k, v in values.items() if (name := "mode" if k == _MODE_KEY else k) in known}
+        given = {name: value for name, value in _renamed(values).items() if name in known}
         mappings = ("request", "versions", "measured", "predicted", "detail")
         if not all(isinstance(given.get(name, {}), dict) for name in mappings):
             raise ValueError("not a record")
@@ -104,12 +102,16 @@ class Record:
             raise ValueError("not a record")
         if missing := _REQUIRED - {*given["request"]}:
             raise ValueError(f"its request lacks {', '.join(sorted(missing))}")
-        return cls(**given)
+        return cls(**given | {"schema_version": SCHEMA_VERSION})
 
 
-def json_fields(row: Any) -> dict[str, Any]:
-    """The fields of a dataclass under their JSON names."""
-    return {_MODE_KEY if name == "mode" else name: value for name, value in asdict(row).items()}
+def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of schema version 1 under today's names: `mode` was `rung`, and `equal_segments` of a snapshot was `alike`."""
+    renamed = {"mode" if name == "rung" else name: value for name, value in values.items()}
+    match renamed:
+        case {"measured": {"snapshot": {"alike": equal, **counts}, **figures}}:
+            renamed["measured"] = {**figures, "snapshot": {**counts, "equal_segments": equal}}
+    return renamed
 
 
 def _flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

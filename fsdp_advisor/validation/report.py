@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fsdp_advisor.validation.records import FIGURES, Record, json_fields
+from fsdp_advisor.validation.records import FIGURES, Record
 
 TIMES = ("step_seconds", "step_seconds_without_communication")
 NEAR_FULL = 0.03
@@ -165,8 +165,8 @@ def as_dict(records: Sequence[Record]) -> dict[str, Any]:
         "schema_version": 1,
         "cases": [{**r.as_dict(), "case": r.label} for r in records],
         "outcomes": dict(Counter(r.outcome for r in records)),
-        "errors": [json_fields(row) for row in spreads(records)],
-        "ranges": [json_fields(row) for row in ranges(records)],
+        "errors": [asdict(row) for row in spreads(records)],
+        "ranges": [asdict(row) for row in ranges(records)],
         "verdicts": {**asdict(found), "precision": found.precision, "recall": found.recall},
     }
 

@@ -23,7 +23,6 @@ from fsdp_advisor.validation.report import (
     verdicts,
     wrong_verdict,
 )
-from fsdp_advisor.validation.snapshots import EQUAL_SEGMENTS
 
 CASE_COLUMNS = ("case", "mode", "outcome", "figure", "predicted", "measured", "error", "fits: predicted", "really")
 SPREAD_COLUMNS = ("mode", "strategy", "figure", "cases", "median", "p95", "worst")
@@ -153,8 +152,10 @@ def _segment_lines(records: Sequence[Record]) -> list[str]:
     found = [r.measured["snapshot"] for r in records if isinstance(r.measured.get("snapshot"), dict)]
     if not found:
         return []
-    equal, real, predicted = (sum(s[name] for s in found) for name in (EQUAL_SEGMENTS, "segments", "modelled_segments"))
-    exact = sum(s[EQUAL_SEGMENTS] == s["segments"] == s["modelled_segments"] for s in found)
+    equal, real, predicted = (
+        sum(s[name] for s in found) for name in ("equal_segments", "segments", "modelled_segments")
+    )
+    exact = sum(s["equal_segments"] == s["segments"] == s["modelled_segments"] for s in found)
     lines = [f"allocator segments equal block by block: {equal} of {real} real ones, {predicted} predicted"]
     if len(found) > 1:
         lines[0] += f"; all segments in {exact} of {len(found)} runs"

@@ -17,9 +17,6 @@ from fsdp_advisor.memory.allocator import Segment
 _NAMED_SEGMENTS = 5
 """Differing segments of each side that a record names."""
 
-EQUAL_SEGMENTS = "alike"
-"""The JSON key of the number of equal segments in schema version 1 of records."""
-
 Layout = tuple[str, bool, tuple[tuple[int, bool], ...]]
 """(`small` or `large`, expandable, blocks as (bytes, in use))."""
 
@@ -39,7 +36,7 @@ class SnapshotComparison:
         return {
             "segments": self.equal + len(self.only_recorded),
             "modelled_segments": self.equal + len(self.only_modelled),
-            EQUAL_SEGMENTS: self.equal,
+            "equal_segments": self.equal,
             "recorded_bytes": self.recorded_bytes,
             "modelled_bytes": self.modelled_bytes,
             "only_recorded": [_describe(layout) for layout in self.only_recorded[:_NAMED_SEGMENTS]],

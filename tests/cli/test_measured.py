@@ -37,7 +37,7 @@ def validated(cli: Callable[..., Any], folder: Path, *arguments: str) -> Any:
 def test_json_has_the_measured_figures(cli: Callable[..., Any], tmp_path: Path) -> None:
     done = validated(cli, tmp_path, "--json", "-q", "--strategy", "zero3")
     (row,) = json.loads(done.out)["estimates"]
-    assert row["measured"]["rung"] == "simulate" and row["measured"]["outcome"] == "ok"
+    assert row["measured"]["mode"] == "simulate" and row["measured"]["outcome"] == "ok"
     assert row["measured"]["figures"]["peak_tensor_bytes"] == row["peak_tensor_bytes"]
     assert set(row["measured"]["errors"].values()) == {0.0}
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from fsdp_advisor.hardware.lookup import find_gpu
 from fsdp_advisor.validation import records, report
-from fsdp_advisor.validation.snapshots import EQUAL_SEGMENTS
 
 KEPT_FIGURES = (
     "peak_allocated_bytes",
@@ -23,7 +22,7 @@ KEPT_FIGURES = (
     "phases",
     "allocator_retries",
 )
-KEPT_COUNTS = ("segments", "modelled_segments", EQUAL_SEGMENTS)
+KEPT_COUNTS = ("segments", "modelled_segments", "equal_segments")
 
 
 def reduced(figures: Mapping[str, Any]) -> dict[str, Any]:

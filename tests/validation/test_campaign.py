@@ -195,7 +195,7 @@ def test_single_case_is_shown_as_its_record(model: str, tmp_path: Path) -> None:
     done = program(*job, "--mode", "simulate", "--format", "json", "--records", str(tmp_path / "r.jsonl"))
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
-    assert shown["errors"]["peak_tensor_bytes"] == 0 and shown["rung"] == "simulate" and "mode: simulate" in done.stderr
+    assert shown["errors"]["peak_tensor_bytes"] == 0 and shown["mode"] == "simulate" and "mode: simulate" in done.stderr
     assert json.loads((tmp_path / "r.jsonl").read_text()) == shown
 
 

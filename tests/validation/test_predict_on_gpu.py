@@ -21,7 +21,7 @@ from fsdp_advisor.validation.case import Case
 from fsdp_advisor.validation.on_gpu import CONF_VARIABLES
 from fsdp_advisor.validation.predict import Prediction, predict
 from fsdp_advisor.validation.run_result import RunResult
-from fsdp_advisor.validation.snapshots import EQUAL_SEGMENTS, compare_snapshot
+from fsdp_advisor.validation.snapshots import compare_snapshot
 
 pytestmark = pytest.mark.slow
 
@@ -222,12 +222,12 @@ def test_device_figures_exclude_other_processes_if_nvml_answers(nvml: bool, monk
     assert reported["peak_device_bytes"] == reserved + cuda.CONTEXT + cuda.LATER + cuda.OTHERS - others
     assert (reported["allocator_retries"], reported["segments"], reported["device_memory_bytes"]) == (1, 7, cuda.TOTAL)
     kept = reported["snapshot"]
-    assert kept[EQUAL_SEGMENTS] == kept["segments"] == kept["modelled_segments"] == len(found.segments) > 1
+    assert kept["equal_segments"] == kept["segments"] == kept["modelled_segments"] == len(found.segments) > 1
     assert kept["recorded_bytes"] == kept["modelled_bytes"] == reserved and kept["only_recorded"] == []
     snapshot[0]["blocks"][0]["size"] += 512
     reported = gpu_memory.allocator_figures(0, baseline, reserved, found.segments)
     assert (
-        reported["snapshot"][EQUAL_SEGMENTS] == len(found.segments) - 1
+        reported["snapshot"]["equal_segments"] == len(found.segments) - 1
         and len(reported["snapshot"]["only_recorded"]) == 1
     )
     assert "snapshot" not in gpu_memory.allocator_figures(0, baseline, reserved, None)
@@ -259,4 +259,4 @@ def test_record_of_a_stand_in_compares_measured_and_predicted_figures(monkeypatc
     assert record.errors["phases.backward.allocated_bytes"] == said["phases"]["backward"]["allocated_bytes"] / 1010 - 1
     assert record.fits_predicted is True and record.fits_really is False  # a byte more than the GPU has
     assert record.detail["gpu_memory_bytes"] == H100.memory_bytes
-    assert record.measured["snapshot"][EQUAL_SEGMENTS] == record.measured["snapshot"]["segments"]
+    assert record.measured["snapshot"]["equal_segments"] == record.measured["snapshot"]["segments"]

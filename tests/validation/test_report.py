@@ -16,7 +16,6 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.program.accounts import PHASES
 from fsdp_advisor.validation import drawing, report, report_text
 from fsdp_advisor.validation.records import Record, downsampled
-from fsdp_advisor.validation.snapshots import EQUAL_SEGMENTS
 
 GIB = 2**30
 
@@ -125,7 +124,7 @@ def test_markdown_is_a_table() -> None:
 def test_json_has_the_whole_report() -> None:
     data = json.loads(report_text.render(RECORDS, "json"))
     assert len(data["cases"]) == 7 and data["verdicts"]["wrong_fits"] == 1
-    assert data["errors"][0].keys() == {"rung", "strategy", "figure", "cases", "median", "p95", "worst"}
+    assert data["errors"][0].keys() == {"mode", "strategy", "figure", "cases", "median", "p95", "worst"}
     assert json.loads(report_text.render([], "json"))["cases"] == []
 
 
@@ -188,7 +187,7 @@ def test_gpu_runs_are_reported_by_phase_range_and_segment() -> None:
     peaks = {phase: {"allocated_bytes": 40 * GIB, "reserved_bytes": 50 * GIB} for phase in PHASES}
     said = {phase: {"allocated_bytes": 38 * GIB, "reserved_bytes": 50 * GIB} for phase in PHASES}
     held = {
-        "segments": 9, "modelled_segments": 8, EQUAL_SEGMENTS: 7, "recorded_bytes": 9, "modelled_bytes": 8,
+        "segments": 9, "modelled_segments": 8, "equal_segments": 7, "recorded_bytes": 9, "modelled_bytes": 8,
         "only_recorded": ["large, 9 bytes"], "only_modelled": ["small, 8 bytes"],
     }  # fmt: skip
     measured = {"peak_reserved_bytes": 50 * GIB, "peak_device_bytes": 52 * GIB, "context_bytes": GIB}

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_advisor.errors import MeasurementError
 from fsdp_advisor.memory.allocator import Segment
-from fsdp_advisor.validation.snapshots import EQUAL_SEGMENTS, compare_snapshot
+from fsdp_advisor.validation.snapshots import compare_snapshot
 
 MIB = 2**20
 
@@ -53,7 +53,7 @@ def test_differing_segments_are_named() -> None:
     assert result.only_modelled == (("large", False, blocks),)
     assert result.only_recorded == (("large", False, ((5 * MIB, True), (3 * MIB, True), (12 * MIB, False))),)
     kept = result.as_dict()
-    assert (kept[EQUAL_SEGMENTS], kept["segments"], kept["modelled_segments"]) == (2, 3, 3)
+    assert (kept["equal_segments"], kept["segments"], kept["modelled_segments"]) == (2, 3, 3)
     assert kept["only_modelled"] == ["large, 20971520 bytes, 5242880 in use, 2 blocks"]
 
 

@@ -22,7 +22,7 @@ RECORD = {
         "model": HOSTILE, "strategy": "zero3", "backend": "fsdp2", "gpus": 8, "micro_batch_size": 1, "seq_len": 128,
         "precision": "bf16",
     },
-    "rung": "measure", "device": "cuda", "outcome": "ok",
+    "mode": "measure", "device": "cuda", "outcome": "ok",
     "measured": {"peak_allocated_bytes": 10 * 2**30}, "predicted": {"peak_allocated_bytes": 10 * 2**30 + 2**29},
 }  # fmt: skip
 
@@ -34,7 +34,7 @@ def test_without_records_the_page_says_so(tmp_path: Path) -> None:
 def test_records_are_listed_with_their_errors_and_drawn(tmp_path: Path, client: TestClient) -> None:
     other = {
         **RECORD,
-        "rung": "simulate",
+        "mode": "simulate",
         "device": "cpu",
         "measured": {"peak_tensor_bytes": 100},
         "predicted": {"peak_tensor_bytes": 90},
