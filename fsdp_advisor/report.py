@@ -52,7 +52,7 @@ class StrategyEstimate:
     If the job completes on this GPU, it is the peak on this GPU; if not, the peak on a GPU that is large enough. So the GPU's
     side of `fits` is exactly `headroom_bytes >= 0`. If a node's memory was given and the host lacks it, `fits` is False too,
     and `fails_in` names the phase.
-    `states` are kept from step to step; `at_peak` is what is alive at the tensors' peak, by account.
+    `states` are the bytes kept from step to step; `at_peak` the bytes alive at the tensors' peak, by account.
     `paged_optimizer_bytes` is optimizer state in CUDA's managed memory, which is in neither: it takes what the GPU has left, and
     moves to the host when the GPU is full. `host_bytes_per_node` contains all of it.
     `evaluation` is the allocator's result of steps with the Trainer's evaluation between them; None without one.

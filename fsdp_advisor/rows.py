@@ -135,7 +135,7 @@ def _evaluation_bytes(step: StepInput, evaluation: StepInput) -> int:
 
 
 def logits_bytes_at_peak(model: Resolved, plan: Plan, gpu: Gpu) -> int:
-    """By how much the peak of a plan's step falls without the loss's own tensors: at most what a loss without logits saves."""
+    """Bytes by which the peak of a plan's step falls if the loss allocates nothing: the most that a loss without logits can save."""
     assert model.profile is not None
     tape = step_tape(model, plan, gpu)
     return _peak_bytes(model.profile, tape, plan) - _peak_bytes(model.profile, tape, plan, fused_loss=True)

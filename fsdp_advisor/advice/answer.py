@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def any_plan(plan: Plan) -> bool:
-    """True: no plan is ruled out."""
+    """Allow every plan: the default of `allowed`."""
     return True
 
 

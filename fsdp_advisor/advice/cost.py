@@ -22,7 +22,7 @@ class Training:
 
     @classmethod
     def of(cls, candidate: Candidate, tokens: int, price: float | None) -> Training:
-        """At the candidate's steady speed; starting, saving and evaluating are not in it."""
+        """The training of a candidate at the speed of its steady steps. Not counted: starting, saving and evaluating."""
         rate, gpus = candidate.tokens_per_second_per_gpu, candidate.plan.world_size
         return cls(tokens=tokens, seconds=tokens / (rate * gpus) if rate else None, gpus=gpus, price=price)
 

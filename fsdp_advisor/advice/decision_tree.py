@@ -38,8 +38,8 @@ _SWEEP_QUESTIONS = {
 class Node:
     """A question with its answer and the figures behind it; or an outcome, at which the tree ends.
 
-    `parent` is the id of the question before it, `on` the answer to that question which leads here, and `taken` says whether
-    the path goes through the node. `answer` is None if the question is not on the path: only the path is evaluated.
+    `parent` is the id of the question before it, `on` the answer to that question that leads to this node. `taken`: whether the
+    path goes through the node. `answer` is None if the question is not on the path: only the path is evaluated.
     """
 
     id: str

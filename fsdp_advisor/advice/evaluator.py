@@ -115,14 +115,15 @@ class Candidate:
 
     @property
     def host_fits(self) -> bool | None:
-        """Whether a node's memory holds every phase; None if its size is unknown and the steps need no unusual size."""
+        """Whether the host memory of a node is enough for every phase. None if it is unknown and the steps need no more than
+        usual nodes have."""
         if self.host_available_bytes is not None:
             return self.host_peak_bytes_per_node <= self.host_available_bytes
         return False if self.host_unusual and not self.host_unlimited else None
 
     @property
     def host_unusual(self) -> bool:
-        """Whether it needs more host memory than usual nodes have, and this node's memory is unknown."""
+        """Whether the plan needs more host memory than usual nodes have while the memory of this node is unknown."""
         return self.host_available_bytes is None and self.host_bytes_per_node > self.host_usual_bytes
 
     @property
@@ -350,7 +351,8 @@ class Evaluator:
         return self._estimates[key]
 
     def candidate(self, plan: Plan) -> Candidate:
-        """The plan with its estimate; with expandable segments if it fits with them alone, or else retries in each step."""
+        """The plan with its estimate. The estimate assumes expandable segments if the plan fits only with them, or if without them each
+        step has allocator retries."""
         found = self._within_margin(self.estimate(plan), self.allocator_conf)
         if found.fits:
             if not self._retries_without_need(found):
@@ -375,9 +377,8 @@ class Evaluator:
     def numerics_gain(self, plan: Plan) -> float:
         """The factor by which a plan under autocast would be faster in the numerics of FSDP and DeepSpeed; 1 for other plans.
 
-        They compute everything in 16 bits, from fp32 masters. Autocast keeps norms, softmax and the loss in fp32, and casts the
-        fp32 weights in each forward. This difference is not one of the strategy, so it is taken on one GPU, where neither
-        communicates.
+        FSDP and DeepSpeed compute everything in 16 bits, from fp32 masters. Autocast keeps norms, softmax and the loss in fp32, and
+        casts the fp32 weights in each forward. The factor is the ratio of both times on one GPU, where no time is communication.
         """
         if plan.strategy != "ddp" or plan.precision not in ("bf16-mixed", "fp16-mixed"):
             return 1.0

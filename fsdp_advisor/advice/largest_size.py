@@ -45,7 +45,7 @@ class Sizes:
         return bisect_left(self.sizes, least)
 
     def expected(self, choice: StrategyChoice, beyond_bytes: int, end: int) -> int:
-        """Index before `end` of the largest size that fits if it needs so much more than its lower bound; -1 if none."""
+        """Index, below `end`, of the largest size whose lower bound plus `beyond_bytes` fits; -1 if none does."""
         limit = self.search.evaluator.available_bytes - beyond_bytes
         size = self.lower_bound(choice).largest_within(self.sizes[:end], limit) if end > 0 else None
         return -1 if size is None else bisect_left(self.sizes, size)
@@ -54,8 +54,8 @@ class Sizes:
 def largest(sizes: Sizes, bounds: dict[StrategyChoice, int]) -> Largest:
     """The largest size that fits with any choice, to SEARCH_RESOLUTION. `bounds` are the largest by the lower bound.
 
-    The choice that promises most is searched first, of several the fastest. Each other one is then asked only whether it fits
-    a size that is larger by the resolution.
+    Searches the choice with the largest expected size first, and among equal ones the fastest. Every other choice is evaluated only
+    at a size that is larger by the resolution than the best so far.
     """
     best: Candidate | None = None
     low = -1

@@ -1,4 +1,4 @@
-"""The choices that a search tries: those whose steps are usual, or all if the request is thorough.
+"""The choices that a search tries: those whose steps the catalog has, or all if the request is thorough.
 
 The catalog has the steps of a framework's own loss without checkpointing and with checkpointing of all layers. Other losses, selective
 checkpointing and activation offload would have to be recorded first, so that a search would take minutes.
@@ -18,7 +18,7 @@ from fsdp_advisor.model.resolved import Resolved
 
 @dataclass(frozen=True, kw_only=True)
 class OpenChoices:
-    """The choices of a search, and the activation choices that it leaves out because they are not usual."""
+    """The choices of a search, and the activation choices that it leaves out because the catalog lacks their steps."""
 
     choices: tuple[StrategyChoice, ...]
     left_out: tuple[ActivationChoice, ...] = ()

@@ -29,7 +29,7 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The plan to recommend, and the others of those that fit, the fastest first."""
+    """The plan to recommend, and the other plans that fit, the fastest first."""
 
     winner: Candidate
     runners_up: tuple[RunnerUp, ...]
@@ -70,7 +70,7 @@ def actual_speed(candidate: Candidate) -> float:
 
 
 def may_win(choice: StrategyChoice, best_rate: float, best: Candidate) -> bool:
-    """Whether a choice could be chosen instead of `best` if it fitted at its best speed (in equal numerics)."""
+    """Whether `choose` could prefer a choice to `best` if it fitted at `best_rate`, its best speed (in equal numerics)."""
     own = speed(best)
     if own == 0:
         return False  # choices are ordered by simplicity
@@ -88,9 +88,9 @@ def are_equal(one: float, other: float) -> bool:
 def next_simpler(
     winner: StrategyChoice, choices: Iterable[StrategyChoice], fitting: Sequence[StrategyChoice]
 ) -> StrategyChoice | None:
-    """A choice of the most complex strategy, backend and offload that are still simpler than the winner's.
+    """The choice that is one step simpler than the winner: of the most complex strategy, backend and offload below the winner's.
 
-    It is the first of `fitting` that has them, such as the one with checkpointing; if none has, the simplest.
+    Among the choices with these, the first that is in `fitting`, such as the one with checkpointing; else the simplest.
     """
 
     def kind(choice: StrategyChoice) -> tuple[str, str, str]:

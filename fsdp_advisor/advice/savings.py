@@ -19,7 +19,7 @@ class Saving:
 
     `saved_bytes`: by how much the peak of tensors on a GPU falls; if `is_bound`, by how much at most, because the step is not
     recorded. `relative_speed`: its tokens per second, as a multiple of the plain step's; None if unknown. `is_used`: the
-    recommended plan is so.
+    recommended plan makes this choice.
     """
 
     activations: ActivationChoice

@@ -36,7 +36,7 @@ _MAX_STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """A choice that the lower bound allows, at its best micro-batch up to there. `rates[i]` is the speed at `sizes[i]`.
+    """A choice that fits by its lower bound, with the micro-batches that the bound allows: `rates[i]` is the speed at `sizes[i]`.
 
     Speeds are tokens per second per GPU, 0 if unknown. `numerics_gain` makes them comparable (`Candidate.numerics_gain`).
     """
@@ -158,7 +158,8 @@ class Search:
         return None if error is None else error.message
 
     def recording_error(self, choice: StrategyChoice) -> AdvisorError | None:
-        """Why the choice has no tape; None if it has those that its micro-batches need: one for 1 and, if 1 fits, one for more."""
+        """Why a tape that the choice needs cannot be had; None if all can. It needs the tape of its smallest micro-batch and, if that
+        fits, the tape of larger ones."""
         for size in self.batches.sizes[:2]:
             plan = choice.plan(self.base, size)
             if (error := self.evaluator.recording_error(plan)) is not None:
@@ -174,7 +175,7 @@ class Search:
 
     @property
     def configurations(self) -> int:
-        """Configurations that were judged: each choice at each micro-batch up to the first at which none fits."""
+        """The number of configurations that were judged: each choice at each micro-batch up to the first at which none fits."""
         sizes = self.batches.sizes
         most = max((sizes.index(size) for size in self.max_micro_batches.values()), default=-1)
         return len(self.choices) * min(most + 2, len(sizes))
@@ -334,8 +335,8 @@ class Search:
         return self.evaluator.lower_bound(plan) <= self.evaluator.available_bytes
 
     def smallest_footprint(self) -> Candidate:
-        """The candidate with the least memory at the smallest micro-batch, by the lower bound of its tensors, or by its states if
-        no choice has a tape. Choices that the host cannot hold come last.
+        """The candidate that needs least at the smallest micro-batch, by its lower bound, or by its states if no choice has a tape.
+        Choices for which the host lacks memory come last.
         """
         plans = [self.plan(choice, self.batches.smallest) for choice in self.choices]
         recorded = [self.plan(c, self.batches.smallest) for c in self.choices if self.why_not_recorded(c) is None]

@@ -63,7 +63,7 @@ class ActivationChoice(NamedTuple):
         )
 
     def is_beyond(self, other: ActivationChoice) -> bool:
-        """Whether it saves in each of its parts as much as another choice, and differs."""
+        """Whether its loss, checkpointing and offload each save at least as much as those of another choice, and one of them more."""
         return self != other and all(mine >= its for mine, its in zip(self.rank, other.rank, strict=True))
 
 

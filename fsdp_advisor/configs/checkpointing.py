@@ -7,9 +7,10 @@ from fsdp_advisor.errors import UsageError
 
 
 def set_reentrant(found: Collector) -> None:
-    """Choose reentrant checkpoints of all layers. Those that keep the outputs of some operators are estimated without.
+    """Set activation checkpointing to reentrant checkpoints of all layers. Selective checkpointing is estimated with
+    `use_reentrant: false`, and reported as not modelled.
 
-    Raises UsageError for those of every n-th layer, whose backward is not modelled.
+    Raises UsageError for reentrant checkpoints of every n-th layer, whose backward is not modelled.
     """
     policy = str(found.options.get("activation_checkpointing"))
     if policy.startswith("every-"):

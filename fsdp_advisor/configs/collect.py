@@ -56,7 +56,7 @@ class Collector:
         return self._whole.get(key, key)
 
     def peek(self, key: str) -> Any:
-        """The value of a key that stays to be taken; None if there is none, or if it is a variable of unknown value."""
+        """The value of a key, without counting it as read; None if there is none, or if it is a variable of unknown value."""
         self._asked.add(key)
         return None if self.is_unknown(key) else self._pending.get(key)
 
@@ -133,7 +133,7 @@ class Collector:
         self.defaults.setdefault(option, (value, why))
 
     def guess(self, option: str, value: Any, why: str) -> None:
-        """Assume a value for an option of which no file has even a default."""
+        """Assume a value for an option that no file sets and for which no reader has a default."""
         self.guesses.setdefault(option, (value, why))
 
     def lacks(self, key: str, what: str) -> None:
@@ -142,7 +142,7 @@ class Collector:
             self._not_modelled.append(f"{self._written(key)}: {brief(self._pending.pop(key))} ({what})")
 
     def lacks_active(self, what: str, *keys: str) -> None:
-        """The same for keys that are switched on."""
+        """Report each of the keys as not modelled that the file has and switches on. `what` names their subject."""
         for key in keys:
             if key in self._pending and active(self._pending[key]):
                 self.lacks(key, what)

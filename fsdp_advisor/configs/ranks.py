@@ -25,7 +25,7 @@ _ONE_RANK = ("torchrun", "tune")
 def set_ranks(found: Collector, launch: Launch, allocation: Allocation | None) -> None:
     """Set `gpus` and `nnodes` from a launcher's options, whose keys `found` has, its environment and Slurm's directives.
 
-    Raises UsageError for a number that is none.
+    Raises UsageError for a value that is no whole number.
     """
     for variable, option in _VARIABLES.get(launch.program, {}).items():
         if launch.environment.get(variable) and option not in found:

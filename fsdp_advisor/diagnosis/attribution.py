@@ -25,11 +25,10 @@ _MANY = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """A trace with what was found out about it.
+    """A trace, what each of its stacks allocates, its steps, and the storages alive at the moment to explain.
 
-    `freed`: see `replay.lifetimes`. `failed`: the moment is an out-of-memory error, not a peak.
-
-    After an error Python frees what it unwinds, so how long a tensor lived says nothing.
+    `freed`: for each event, the event that frees its storage (`replay.lifetimes`). `failed`: the moment is an out-of-memory error, not
+    a peak. Python frees tensors while it unwinds from an error, so their lifetimes are then not used.
     """
 
     trace: Trace
@@ -74,7 +73,7 @@ def by_category(found: Iterable[Holding]) -> dict[Category, int]:
 
 
 def moment(evidence: Evidence) -> Moment:
-    """When in the step the trace stops being replayed."""
+    """The moment in the step that the diagnosis explains."""
     trace, steps = evidence.trace, evidence.steps
     if not len(trace):
         return Moment(phase="unknown")

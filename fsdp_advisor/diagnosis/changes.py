@@ -1,7 +1,8 @@
 """Changes that make a job fit that ran out of memory, the cheapest first.
 
-What the facts alone say: other processes, limits, fragmentation, memory that is kept by mistake. If the job is known, its options
-are tried one after the other with the estimate, plus what the job used beyond its estimate; then `advice.remedies`.
+Some follow from the error or the snapshot alone: other processes, limits, fragmentation, memory that is kept by mistake. If the job
+is known, its options are also changed one at a time and estimated, with the excess of the failed run over its own estimate added;
+then come those of `advice.remedies`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _ENOUGH = ", which is enough"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The facts from which changes are derived."""
+    """The facts from which changes are derived. `lacking_in_estimate`: bytes by which the job's estimate exceeds the GPU."""
 
     error: OutOfMemory | None
     moment: Moment
@@ -43,7 +44,7 @@ class Facts:
 
     @property
     def lacking_bytes(self) -> int | None:
-        """What the failed allocation lacks, or the whole job by its estimate, if that is more. None if it is unknown."""
+        """Bytes that the failed allocation lacked, or that the job lacks by its estimate, if that is more. None if unknown."""
         error = self.error
         if error is None or error.requested_bytes is None:
             return None

@@ -28,13 +28,13 @@ class KeptLogits:
     after: tuple[int, ...] = ()
 
     def peak(self, forward: int, left: int) -> int:
-        """The peak of the evaluation. `forward`: of a forward alone; `left`: what is alive when it has ended."""
+        """Peak bytes of the evaluation. `forward`: the peak of a forward without kept logits; `left`: the bytes alive at its end."""
         return max(forward + sum(self.before), *accumulate(self.after, initial=left + sum(self.before)))
 
 
 def kept_logits(profile: Profile, plan: Plan) -> KeptLogits:
-    """What the evaluation keeps. Several ranks gather each batch's logits, so each keeps those of all. They are appended to those
-    before, which copies all of them; the loop's variable holds the last batch's until the next ones are there.
+    """The logits that the evaluation keeps. Each rank gathers and keeps the logits of all ranks. Appending a batch's logits to the earlier
+    ones copies all of them. The loop's variable keeps those of the previous batch until it gets the next ones.
     """
     assert plan.evaluation is not None
     count = plan.evaluation.kept_batches

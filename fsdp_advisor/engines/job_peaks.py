@@ -75,7 +75,7 @@ class JobPeaks:
 
     @property
     def bytes_outside_steps(self) -> int:
-        """The GPU's bytes in that phase."""
+        """GPU bytes of the phase `worst_outside_steps`; 0 if there is none."""
         return self._gpu_bytes_in(self.worst_outside_steps)
 
     def _gpu_bytes_in(self, name: str) -> int:

@@ -47,7 +47,7 @@ def parameters_in_order(profile: Profile) -> Iterator[tuple[UnitId, int, Paramet
 
 
 def total(profile: Profile, held: Callable[[Unit], Storages]) -> Storages:
-    """The sum over all real units."""
+    """The sum of `held(unit)` over all real units."""
     by_unit = per_unit(profile, held)
     return _over_units(profile, by_unit.__getitem__, [held(part) for part in root_parts(profile)])
 

@@ -34,7 +34,7 @@ OUTPUTS = unit_at(MarkedUnit.OUTPUTS, AT_ROOT)
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A unit within the root. `indices`: the indices of its first parameters among the root's parameters.
+    """A unit within the root. `indices`: its parameters among those of the root; parameters of layers may follow (`Wrapping.whole`).
 
     `keeps`: whether its parameters stay gathered from forward to backward. None: the same as for the layers.
     """

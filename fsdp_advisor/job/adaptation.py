@@ -107,7 +107,7 @@ class Adaptation:
         return str(self.quantization.get("quant_method", "")).upper()
 
     def on_checkpoint(self, packed: Mapping[str, Any]) -> Adaptation:
-        """The adaptation on a GPTQ or AWQ checkpoint: that quantizes the base, if it has adapters and nothing else quantizes it."""
+        """The adaptation with the quantization of a GPTQ or AWQ checkpoint, if there are adapters and nothing else quantizes the base."""
         return replace(self, quantization=packed) if packed and self.peft and not self.quantization else self
 
     def as_dict(self) -> dict[str, Any]:
@@ -185,13 +185,13 @@ def _makes_one_graph(request: EstimateRequest) -> bool:
 
 
 def may_adapt(request: EstimateRequest) -> bool:
-    """Whether an answer changes what the model has or trains: the request does, or its search compares methods that do."""
+    """Whether the answer may need an adapted model: the request adapts it, or its search compares methods that do."""
     compares = isinstance(request, RecommendRequest) and request.method == "any"
     return compares or bool(replace(adaptation_of(request), in_one_graph=False))
 
 
 def launched(request: EstimateRequest) -> Adaptation:
-    """The same with the values that change no tensor and that exported files need, as the scale of adapters."""
+    """As `adaptation_of`, with the values that change no tensor but that exported files need, such as the scale of adapters."""
     found = adaptation_of(request)
     if request.peft_config is not None:
         values = json.loads(request.peft_config)

@@ -7,9 +7,9 @@ from fsdp_advisor.job.request import AnyRequest
 
 
 def divided(request: AnyRequest) -> AnyRequest:
-    """The request with the accumulation that makes its global batch, or the micro-batch if the accumulation was given.
+    """The request with the accumulation that gives its global batch, or with the micro-batch if the accumulation was given.
 
-    Unchanged without a global batch. Raises UsageError if nothing makes it.
+    Unchanged without a global batch. Raises UsageError if no whole number gives it.
     """
     whole, world = request.global_batch_size, request.gpus
     if whole is None:

@@ -64,7 +64,7 @@ def read_checkpointing(text: str) -> str | None:
 
 
 def read_searched_checkpointing(text: str) -> str | None:
-    """The same of a search, which chooses it if the text is `auto`."""
+    """As `read_checkpointing`, for a search: `auto` stays, and lets the search choose."""
     return "auto" if text.strip().lower() == "auto" else read_checkpointing(text)
 
 

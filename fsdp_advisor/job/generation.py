@@ -69,7 +69,8 @@ class Generation:
     def scores_policy(self, accumulation: int) -> bool:
         """Whether the trained model scores completions before it trains on them.
 
-        Its log-probabilities are those of the training step, if all updates with them are one; but vLLM's differ.
+        It does not if one update uses them all: its log-probabilities are then those of the training step. With vLLM it always does,
+        because vLLM's log-probabilities differ from the model's.
         """
         return (
             self.generator != "transformers" or accumulation % (self.micro_batches(accumulation) * self.iterations) != 0

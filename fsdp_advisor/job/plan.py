@@ -90,12 +90,13 @@ class Plan:
 
     @property
     def without_batch(self) -> Plan:
-        """The plan as far as it does not depend on the batch: plans that differ in it alone share what is computed from this."""
+        """The plan with a micro-batch and sequence length of 1: plans that differ in these alone share what is computed from it."""
         return replace(self, micro_batch_size=1, seq_len=1)
 
     @property
     def without_step(self) -> Plan:
-        """The plan as far as it does not depend on what a step computes: what is kept, loaded, saved and sent."""
+        """The plan with the defaults of every field that only changes what a step computes. States, loading and saving depend on the
+        other fields alone."""
         return replace(
             self,
             micro_batch_size=1,
@@ -145,7 +146,7 @@ class Plan:
 
     @property
     def generates_once(self) -> bool:
-        """Whether completions are generated at most before the first micro-batch of an optimizer step."""
+        """Whether an optimizer step generates completions at most once, before its first micro-batch."""
         accumulation = self.gradient_accumulation_steps
         return self.generation is not None and self.generation.micro_batches(accumulation) >= accumulation
 
@@ -254,17 +255,18 @@ class Plan:
 
     @property
     def reshards(self) -> bool:
-        """Whether FSDP frees gathered parameters after forward, or all but a part of them."""
+        """Whether FSDP reshards parameters after forward, over all ranks or some (`post_forward_ranks`)."""
         return self.strategy in ("zero3", "hsdp") and self.reshard_after_forward != "false"
 
     @property
     def post_forward_ranks(self) -> int | None:
-        """FSDP2's `reshard_after_forward` as a number: ranks that keep the parameters after forward. None: they all do."""
+        """The number of ranks over which FSDP2 keeps parameters sharded after forward (`reshard_after_forward` as an integer). None if the
+        option is true, false or auto."""
         return int(self.reshard_after_forward) if self.reshard_after_forward.isdecimal() else None
 
     @property
     def mixed(self) -> bool:
-        """Whether forward and backward compute in another dtype than the optimizer steps."""
+        """Whether the dtype in which forward and backward compute differs from that of the parameters that the optimizer steps."""
         return self.precision.endswith("-mixed")
 
     @property

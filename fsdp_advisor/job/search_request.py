@@ -24,8 +24,8 @@ SEARCHED_CHECKPOINTING = replace(
 class RecommendRequest(EstimateRequest):
     """A job with open fields for a search: those in SEARCHED that are None, `auto` or `all`.
 
-    `loss` and `activation_offload` are open too unless they are given, or `offload` is none, for what the framework offers besides
-    its own (`advice.open_choices`).
+    `loss` and `activation_offload` are open too unless they are given or `offload` is none: a search then also tries the framework's
+    other losses and its activation offload (`advice.open_choices`).
     """
 
     SEARCHED: ClassVar[tuple[str, ...]] = (

@@ -57,7 +57,7 @@ class UnitId(NamedTuple):
 
     @property
     def mark(self) -> int:
-        """The number of the unit's marks on a tape, which has none of groups.
+        """The number that the unit's marks have on a tape. Groups have no marks.
 
         >>> UnitId(0, 3).mark, AT_ROOT.mark, UnitId(0, 3, 1).mark
         (0, 1, 1001)
@@ -118,7 +118,7 @@ class Units:
 
     @property
     def modules(self) -> bool:
-        """Whether a unit is neither a layer, nor a group of layers, nor the root."""
+        """Whether the policy makes units of single modules: units that are neither a layer, nor a group of layers, nor the root."""
         return bool(self.of_root or any(self.within.values()))
 
 

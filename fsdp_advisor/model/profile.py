@@ -53,7 +53,7 @@ class Parameter:
 class Buffer:
     """A tensor that is no parameter and lives as long as the model. `bytes_per_element`: in its own dtype.
 
-    `registered`: False for the scales and tables of a quantized layer, which engines neither cast nor send. `matrix`: the shape of
+    `registered`: False for the scales and tables of a quantized layer, which engines neither cast nor broadcast. `matrix`: the shape of
     the weight that a buffer of packed values contains; None for other tensors.
     """
 
@@ -201,7 +201,7 @@ class Profile:
 
     @cached_property
     def saved(self) -> Profile:
-        """The part that a checkpoint contains: the adapters if the model has any, else the model.
+        """The profile of what a checkpoint contains: the adapters if the model has any, else the whole model.
 
         Source: peft/peft_model.py, save_pretrained.
         """

@@ -48,7 +48,8 @@ class Quantization:
 
 
 def packed_checkpoint(config: object) -> dict[str, Any] | None:
-    """What matters of a `quantization_config` of a GPTQ or AWQ checkpoint that can be trained with adapters; None for others.
+    """The settings of a `quantization_config` that decide memory, for a GPTQ or AWQ checkpoint that can be trained with adapters; None
+    for other checkpoints.
 
     Its keys are those of transformers' GPTQConfig and AwqConfig. Only AWQ's format `gemm` trains.
 

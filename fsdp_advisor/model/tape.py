@@ -235,5 +235,5 @@ class Tape:
 
     @cached_property
     def births(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per segment, (size, category) of each storage born there, in order."""
+        """For each segment, the (size, category) of each storage that it allocates, in order."""
         return tuple(tuple([(a, b) for op, a, b in s.events if not op]) for s in self.segments)  # Op.ALLOC is 0

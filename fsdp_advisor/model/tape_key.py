@@ -137,7 +137,7 @@ class TapeKey:
 
     @property
     def masks(self) -> bool:
-        """Whether attention other than flash_attention_2 gets a mask because of the batch."""
+        """Whether the batch (packed or padded) makes transformers pass a mask to attention other than flash_attention_2."""
         return self.batch != "full"
 
     @property

@@ -182,7 +182,7 @@ class StepBuilder:
         *,
         per_batch: Polynomial | None = None,
     ) -> Buffer:
-        """Allocate storages, or one of `per_batch` bytes; NO_BUFFER if there is nothing to allocate."""
+        """Allocate `storages`, or one storage of `per_batch` bytes (a polynomial in B and T). NO_BUFFER if there is nothing to allocate."""
         if not storages.rounded and (per_batch is None or not any(per_batch)):
             return NO_BUFFER
         buffer = self._named(Alloc(len(self._buffers), account, stream, storages, per_batch))
@@ -223,7 +223,7 @@ class StepBuilder:
             self.add(Reclassify(buffer, allocated.storages.rounded, allocated.account, account))
 
     def late_frees(self) -> int:
-        """The number of storages freed so far that another stream may still use: a point to `wait` for."""
+        """The number of storages freed so far that another stream may still use (late frees). `wait` takes such a number."""
         return self._late_frees
 
     def wait(self, late_frees: int) -> None:

@@ -110,7 +110,8 @@ class TapeLayout:
 
 
 def stays_near(born: Segment, dying: Segment) -> bool:
-    """Whether a storage freed in `dying` was allocated in the same or an adjacent layer, so that every layer frees its own."""
+    """Whether a storage that is freed in segment `dying` was allocated in the same or an adjacent layer (`born`). Every real layer then
+    frees a storage of its own."""
     return born.stack == dying.stack != ROOT and abs(born.layer - dying.layer) <= 1
 
 

@@ -92,5 +92,5 @@ class WeightTransfer:
 
     @classmethod
     def of_shard(cls, temporaries: Storages, shard: Storages, *, offload: bool) -> WeightTransfer:
-        """Make a shard from `temporaries`. Under `offload` it moves to the host at once and is a temporary too."""
+        """The transfer that makes a shard from `temporaries`. Under `offload` the shard moves to the host at once: a temporary too."""
         return cls(temporaries=temporaries + shard) if offload else cls(temporaries=temporaries, kept=shard)

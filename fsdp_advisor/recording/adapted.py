@@ -66,7 +66,7 @@ class AdaptedSource(WrappedSource):
         """The adapted model. A base that bitsandbytes quantizes is loaded in its compute dtype; the rest of it is in fp32 then. A GPTQ
         or AWQ checkpoint is loaded in 16 bits.
 
-        Checkpointed layers have other settings than the others, and so are layers of another kind.
+        Checkpointed layers have other settings than the remaining ones, so they are recorded as another kind of layer.
         """
         model = self._changed(dtype)
         if self._adaptation.checkpoint_every:
@@ -148,7 +148,8 @@ class _Never:
 
 
 def apply_every_module(adapted: nn.Module) -> None:
-    """Let LoHa and LoKr apply all their modules. They draw for each whether it is left out, also if `module_dropout` is 0.
+    """Make LoHa and LoKr apply all their modules. They draw a random number for each to decide whether to skip it, even if
+    `module_dropout` is 0, and fake tensors have no values.
 
     Source: peft 0.21, tuners/loha/layer.py and tuners/lokr/layer.py, `forward`.
     """

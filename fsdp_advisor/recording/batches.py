@@ -13,7 +13,7 @@ from fsdp_advisor.recording.source import Source, WrappedSource
 
 
 class BatchSource(WrappedSource):
-    """A model with the batches of a data collator other than the usual one.
+    """A model whose batches are padded, or flattened into one row.
 
     Padded: transformers 5.23, data/data_collator.py, `DataCollatorWithPadding`; trl 1.16, sft_trainer.py,
     `DataCollatorForLanguageModeling`. Flattened: the latter with `padding_free`, or transformers' `DataCollatorWithFlattening`.

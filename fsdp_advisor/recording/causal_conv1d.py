@@ -9,7 +9,7 @@ import torch
 
 @torch.library.custom_op("fsdp_advisor::linear_attention_kernel", mutates_args=())
 def kernel(reads: list[torch.Tensor], flops: int) -> None:
-    """The work of a kernel, but for what it writes, which counts when it is allocated."""
+    """Count the work of a kernel: the bytes of `reads` and `flops`. The bytes that it writes count when they are allocated."""
     raise NotImplementedError("only its work is known")
 
 
@@ -19,7 +19,7 @@ def _(reads: list[torch.Tensor], flops: int) -> None:
 
 
 def empty(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """A tensor of this shape, and the dtype of another."""
+    """A new tensor of this shape with the dtype of `like`."""
     return torch.empty(shape, dtype=like.dtype)
 
 

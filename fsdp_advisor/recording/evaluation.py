@@ -15,7 +15,7 @@ from fsdp_advisor.recording.source import Source, WrappedSource
 
 
 class EvaluationSource(WrappedSource):
-    """A model whose step is an evaluation's forward. The scalar that it returns has no gradient for the model."""
+    """A model whose step is an evaluation's forward. The loss that it returns is a constant, so backward does nothing in the model."""
 
     def __init__(self, base: Source) -> None:
         super().__init__(base)

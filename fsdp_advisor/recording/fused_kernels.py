@@ -1,4 +1,4 @@
-"""Kernels that write to tensors which exist, for recordings: what they allocate and what they compute are apart."""
+"""Kernels that write to existing tensors, for recordings: `empty` allocates the outputs, `kernel` counts the work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @torch.library.custom_op("fsdp_advisor::fused_kernel", mutates_args=())
 def kernel(reads: list[torch.Tensor], writes: list[torch.Tensor], flops: int = 0) -> None:
-    """The work of a kernel. `flops`: those of its matrix products, whose reads and writes are left out."""
+    """Count the work of a kernel: the bytes of `reads` and `writes`, and the `flops` of matrix products, whose bytes do not count."""
     raise NotImplementedError("only its work is known")
 
 
@@ -30,6 +30,6 @@ def _(like: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def empty(shape: Iterable[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of this shape that a kernel fills; of the dtype of `like` if none is given."""
+    """A new tensor of this shape that a kernel fills, with the dtype of `like` unless another is given."""
     found: torch.Tensor = _allocation(like, list(shape), dtype or like.dtype)
     return found

@@ -38,7 +38,7 @@ def signature(layer: nn.Module) -> Hashable:
 
 
 def shared_tensors(layers: Sequence[nn.Module]) -> list[Hashable]:
-    """By layer, a value that is equal for layers with the same tensors of other layers, and with the same of them first.
+    """For each layer, as a value to compare: which of its tensors other layers share, and of which of them it is the first layer.
 
     A tensor that several layers share belongs to the first of them, as an adapter's matrix in PEFT's Lily and VeRA.
     """

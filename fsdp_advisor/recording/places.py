@@ -16,7 +16,8 @@ from fsdp_advisor.recording.source import LayerStack
 class HookedModule:
     """A module with hooks: the root, a layer, or a module that a wrap policy makes a unit.
 
-    `number`: of such a module among those of its layer, or outside the layers; None for the root and for layers. `mark`: the number of
+    `number`: the position of a policy's module among those of its layer, or among those outside the layers; None for the root and for
+    layers. `mark`: the number of
     its marks. `is_unit`: False for a layer whose parameters belong to other units.
     """
 
@@ -41,7 +42,7 @@ class HookedModule:
 
 
 class Leaf(NamedTuple):
-    """A leaf parameter's place, and its number among the place's parameters; for a flat parameter, that of its unit."""
+    """The module that a leaf parameter belongs to, and the parameter's index among the module's. A flat parameter has its unit's."""
 
     place: HookedModule
     number: int

@@ -42,8 +42,8 @@ class _Output:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a call returns and its work. `container`: list or tuple, or None for one result. `outputs`: None if it cannot be made again
-    from shapes."""
+    """The result of a call, and its work. `container`: list or tuple, or None for a single result. `outputs`: None if shapes are not enough
+    to make the result again."""
 
     container: type | None
     outputs: tuple[_Output | None, ...] | None

@@ -1,7 +1,7 @@
 """GRPO's micro-batch as TRL trains it: completions that the model generates, and their scores, come before the training forward.
 
-Of what is generated at once, the tape has the forward of the prompts and that of the last token, whose cache of keys and values is the
-largest; and the scores of one micro-batch. All sequences have the same length, and no rewards are on the tape.
+The tape has two forwards of each generation: that of the prompts, and that of the last token, whose cache of keys and values is the
+largest. It has the scores of one micro-batch. All sequences have the same length. Reward functions are not on the tape.
 Source: trl 1.16, trainer/grpo_trainer.py, `_prepare_inputs`, `_generate_and_score_completions`, `_compute_loss` with loss type "dapo".
 """
 
@@ -29,7 +29,7 @@ EPSILON = 0.2
 
 
 def batch_of(ids: torch.Tensor, completion_length: int, *, policy: bool, reference: bool) -> dict[str, torch.Tensor]:
-    """What TRL keeps of the completions that were generated at once, from the tokens of prompts and completions."""
+    """The batch that TRL keeps of the completions of one generation. `ids`: the tokens of prompts and completions."""
     prompts, completions = ids[:, :-completion_length].clone(), ids[:, -completion_length:].clone()
     batch = {
         "prompt_ids": prompts,
@@ -149,7 +149,7 @@ class _GrowingCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
 
 
 def loss_of_grpo(source: PreferenceSource, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The loss of the first micro-batch of those that were generated at once."""
+    """The loss of the first of the micro-batches whose completions one generation makes."""
     key = source.key
     size = batch["advantages"].shape[0] // key.generated
     if key.generates:

@@ -18,7 +18,7 @@ class _Current:
 
 @contextlib.contextmanager
 def phases_watched(changed: Callable[[], None]) -> Iterator[None]:
-    """Context in which `changed` is called when such a forward begins or ends."""
+    """Context in which `changed` is called when a forward without gradients begins or ends."""
     _Current.changed = changed
     try:
         yield

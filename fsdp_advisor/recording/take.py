@@ -54,7 +54,7 @@ class RawStorage:
     parts: Parts | None = None
 
     def outlives_phase(self) -> None:
-        """Count it as an activation, if it has no category of its own."""
+        """Note that the storage outlives the phase that allocated it: it counts as an activation, if it has no category of its own."""
         if self.category == Category.TEMPORARY:
             self.category = Category.ACTIVATION
 
@@ -78,13 +78,13 @@ class Take:
 
     @property
     def bytes(self) -> list[int]:
-        """All values but the work that polynomials must reproduce."""
+        """The values, apart from work, that polynomials must reproduce: the sizes of storages, workspaces and copies."""
         copies = [n for s in self.segments for n in s.host_copies]
         return [s.size for s in self.storages] + self.columns + copies
 
     @property
     def totals(self) -> list[int]:
-        """All values that polynomials must reproduce."""
+        """All values that polynomials must reproduce: `bytes`, and the total work of each segment."""
         return self.bytes + [n for works in self.works for n in quantities(sum(works, NONE))]
 
 
@@ -117,8 +117,8 @@ def operators(works: list[Work]) -> int:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Polynomials of all storages in order of birth, of the columns of sums' workspaces, of copies to and from the
-    host, and of `Take.works`.
+    """The polynomials of a tape: the sizes of all storages in order of allocation, the columns of the workspaces of sums, the bytes of
+    copies to and from the host, and the work (`Take.works`).
     """
 
     storages: tuple[Quantity, ...]

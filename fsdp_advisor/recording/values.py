@@ -196,7 +196,7 @@ class _Current:
 
 
 def depends(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether an operator on these tensors makes or changes known values now."""
+    """Whether the mode has to repeat an operator on these tensors, because it makes or changes known values."""
     values = _Current.values
     return values is not None and (not tensors or values.assumes_result_of(func) or any(map(values.knows, tensors)))
 

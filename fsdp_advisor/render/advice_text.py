@@ -102,7 +102,7 @@ def _tree(view: AdviceView, screen: Screen) -> str:
 
 
 def outcome(view: AdviceView) -> str:
-    """The answer to the last question; a bare yes or no says what follows from it."""
+    """The answer to the last question of the decision tree. To a bare yes or no it adds what follows, such as the recommended plan."""
     answer = view.path[-1].answer
     if answer not in BARE:
         return answer
@@ -122,7 +122,7 @@ def _savings(view: AdviceView, screen: Screen) -> str:
 
 
 def runners_up_text(view: AdviceView) -> str:
-    """How many other configurations were evaluated."""
+    """The sentence that counts other configurations: more that fit, those that are rejected, and all that were evaluated."""
     more, rejected = len(view.runners_up[RUNNERS_UP:]), len(view.rejected)
     counts = [
         *([f"{more} more {'fit' if view.fits else 'may fit'}"] if more else []),

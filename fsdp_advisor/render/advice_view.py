@@ -75,7 +75,7 @@ class RejectionView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionView:
-    """A node of the decision tree: a question with its numbers, or an outcome."""
+    """A node of the decision tree as text: a question with its figures, or an outcome (`advice.decision_tree.Node`)."""
 
     id: str
     parent: str | None

@@ -79,7 +79,7 @@ class ModelSource:
 def answer(
     source: ModelSource, make: Callable[Concatenate[Resolved, P], Document], *args: P.args, **kwargs: P.kwargs
 ) -> Document:
-    """`make` of the model that `source` names. A configuration is recorded as far as `make` needs it.
+    """The result of `make(model)` for the model that `source` names. Steps of a pasted configuration are recorded as `make` asks for them.
 
     Raises AdvisorError; UnknownModel if the model is not in the catalog.
     """
@@ -184,7 +184,8 @@ def _json_document(found: Report | Advice, *, timeline: bool) -> Document:
 
 
 def decided(request: AnyRequest) -> AnyRequest:
-    """The request with the default GPU if it names none, since the server's own must not matter, and what the GPU implies."""
+    """The request with the default GPU if it names none, because the server's own GPU must not matter, and with the options that follow
+    from its GPU (`assumptions.settled`)."""
     return settled(request if request.gpu is not None else replace(request, gpu=DEFAULT_GPU))
 
 

@@ -48,7 +48,7 @@ class ServerBusy(AdvisorError):
 
 
 class RequestRefused(AdvisorError):
-    """A request that no route is asked to answer."""
+    """A request that is refused before it reaches a route, such as one with too large a body."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message, hint=_HINTS[status])

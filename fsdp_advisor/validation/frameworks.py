@@ -127,7 +127,8 @@ def check(plan: Plan) -> None:
 
 @contextlib.contextmanager
 def as_launched(plan: Plan, mesh: DeviceMesh | None) -> Iterator[Any]:
-    """accelerate's state as a launcher would fill it, but on the CPU. Gives accelerate's ParallelismConfig, None without replicas.
+    """Context with accelerate's state as a launcher would fill it, but on the CPU. Yields accelerate's ParallelismConfig; None without
+    replicas.
 
     `mesh` replaces the mesh that FSDP2 makes over all ranks, because its rank numbers must be real tensors.
     """

@@ -67,7 +67,7 @@ class Prediction:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Prediction:
-        """The prediction that `as_dict` made these values of, also if they went through JSON."""
+        """The prediction from the values of `as_dict`, which may have gone through JSON."""
         segments = tuple(Segment(**{**s, "blocks": tuple(map(tuple, s["blocks"]))}) for s in values["segments"])
         return cls(
             **{

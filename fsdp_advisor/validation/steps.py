@@ -1,4 +1,4 @@
-"""A training step, phase by phase, under a meter. All modes use it."""
+"""A training step that a meter measures phase by phase. All modes of validation use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host memory of an optimizer that updates on the host what is on the GPU, or keeps its state there."""
+"""Host memory under DDP: of an optimizer that updates the GPU's parameters on the host, or keeps its state there."""
 
 from __future__ import annotations
 

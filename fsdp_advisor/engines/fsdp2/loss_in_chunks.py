@@ -18,9 +18,10 @@ from fsdp_advisor.model.profile import Profile
 
 @dataclass(frozen=True)
 class LossInChunks:
-    """The head's weight by its index among the root's parameters, and the bytes of the two reductions of its unit.
+    """The two reductions of the head's unit. `parameter`: the index of the head's weight among the root's parameters.
 
-    `rest`: of the unit's other parameters; also of a weight that is tied to the embedding, which has a second gradient.
+    `head`: bytes of the reduction of the head's weight. `rest`: bytes of that of the unit's other parameters, and of a weight that is
+    tied to the embedding, which has a second gradient.
     """
 
     parameter: int
@@ -29,7 +30,7 @@ class LossInChunks:
 
 
 def loss_in_chunks(profile: Profile, plan: Plan, wrapping: Wrapping) -> LossInChunks | None:
-    """None for other losses."""
+    """The reductions of torchtitan's loss in chunks; None for other losses."""
     if plan.loss_code != "torchtitan":
         return None
     part = wrapping.parts[HEAD]

@@ -21,11 +21,11 @@ NO_KEY = 1 << 2 * SHIFT
 
 
 class Driver:
-    """The driver supplies at most `limit_bytes`; the allocator requests at most `allowed_bytes` (`setMemoryFraction`).
+    """The GPU's driver. It supplies at most `limit_bytes`; the allocator requests at most `allowed_bytes` (`setMemoryFraction`).
 
     The driver's addresses are unknown, so ascending addresses stand in for them. They matter only for the choice between free
-    blocks of equal size. `asked_peak`: the most that was reserved and asked for together; expandable segments may then map
-    less, because they have a part of it.
+    blocks of equal size. `asked_peak`: the largest sum of reserved bytes and a pending request. Expandable segments may map less
+    than was requested, because they have a part of it already.
     """
 
     def __init__(self, limit_bytes: int | None, allowed_bytes: int) -> None:
@@ -84,7 +84,7 @@ class FreeBlocks:
         return None if key is None or key & ADDRESS == address else key & ADDRESS
 
     def age(self, pool: int, start: int) -> None:
-        """Note since when the block at an address is free."""
+        """Note when the block at an address became free. Only garbage collection needs it."""
         self.ages[start] = self.searches[pool & 1]
 
     def put(self, pool: int, start: int, end: int) -> int:
@@ -102,7 +102,7 @@ class FreeBlocks:
         del keys[bisect_left(keys, key)], self.edges[start], self.edges[start + (key >> SHIFT)]
 
     def give_back(self, pool: int, keys: list[int], start: int, end: int) -> None:
-        """Insert a block into `keys`, those of its pool, merged with its free neighbours. Source: free_block, try_merge_blocks."""
+        """Merge a block with its free neighbours and insert it into `keys`, the keys of its pool. Source: free_block, try_merge_blocks."""
         edges = self.edges
         after = edges.pop(end, None)
         if after is not None:

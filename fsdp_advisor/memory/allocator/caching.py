@@ -210,7 +210,7 @@ class CachingAllocator:
         self._end_late(len(self._late))
 
     def begin_step(self, carried_over: Iterable[tuple[int, int]] = ()) -> None:
-        """Begin a step: count late frees from zero. `carried_over`: storages of the last step and their numbers in this one."""
+        """Begin a step: count late frees from zero. `carried_over`: pairs of a storage's number in the last step and in this one."""
         self.synchronize()
         self._late_over = 0
         for before, now in carried_over:

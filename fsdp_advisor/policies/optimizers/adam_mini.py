@@ -35,7 +35,7 @@ _ROWS = (
 
 
 def block_of(name: str) -> Block:
-    """What shares one second moment in a parameter of this name.
+    """Which elements share one second moment in a parameter of this name.
 
     >>> block_of("self_attn.q_proj.weight"), block_of("mlp.up_proj.weight"), block_of("self_attn.q_proj.bias"), block_of("norm.weight")
     ('head', 'row', 'element', 'tensor')
@@ -50,7 +50,8 @@ def block_of(name: str) -> Block:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamMini(PlainLoop):
-    """`heads`: those of a matrix of queries or keys. The state of up to 128 heads takes one block of PyTorch's allocator."""
+    """`heads`: the number of heads in a matrix of queries or keys. Only the number of allocator blocks matters: up to 128 fp32 moments
+    take one, so a fixed number stands for all models."""
 
     heads: int = 32
 

@@ -3,8 +3,8 @@
 The update puts the projected gradient in place of the gradient, which it frees, and copies the weight: bitsandbytes steps a tensor of the
 projected shape in its place.
 
-Source: galore-torch 1.0, adamw8bit.py, galore_projector.py; bitsandbytes 0.50.2, optim/optimizer.py (`Optimizer2State`), whose positional
-arguments make of GaLore's `percentile_clipping` a `max_unorm`, so each tensor has a norm too.
+Source: galore-torch 1.0, adamw8bit.py, galore_projector.py; bitsandbytes 0.50.2, optim/optimizer.py (`Optimizer2State`). GaLore passes
+`percentile_clipping` by position, where bitsandbytes now has `max_unorm`; so each tensor keeps a norm too.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Galore8bit(Galore):
         variables.drop("full_rank_grad", "data", "scaled")
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        """Of a step that does not compute the projection again: projects, and steps, the projected gradient."""
+        """Bytes of a step that reuses the projection: projects the gradient, and steps the projected tensor."""
         if not self.projects(parameter):
             return ADAMW_8BIT.step_bytes(parameter, element_bytes)
         low = Parameter(parameter.name, (self.rank_of(parameter.shape), max(parameter.shape)))

@@ -187,8 +187,8 @@ class Optimizer(ABC):
     # State
 
     def on_host(self, elements: int) -> bool:
-        """Whether a tensor of so many elements, which is on the GPU, is updated on the host. `all_state_storages` is then there, and pinned
-        copies of the tensor and its gradient, which backward copies.
+        """Whether a tensor of so many elements, which is on the GPU, is updated on the host. The host then has its state
+        (`all_state_storages`) and pinned copies of the tensor and of its gradient, which backward copies there.
         """
         return False
 
@@ -205,7 +205,7 @@ class Optimizer(ABC):
         """The state of one flat partition under DeepSpeed, on the GPU, without the masters."""
 
     def all_state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
-        """The state of one trainable parameter, that in managed memory included: what a checkpoint or a host holds."""
+        """The state of one trainable parameter, including state in managed memory: what a checkpoint or the host has to store."""
         return self.state_storages(parameter, shape, element_bytes) + self.paged_state_storages(prod(shape))
 
     def paged_state_storages(self, elements: int) -> Storages:

@@ -44,8 +44,8 @@ _NOT_LINEAR = ("mlp.gate", "feed_forward.gate", "mixer.gate", "mlp.router", "blo
 def is_linear_weight(parameter: Parameter) -> bool:
     """Whether the parameter is the weight of an nn.Linear, as far as its name, shape and role say.
 
-    A test compares it with the classes of the catalog's models. GPT-2's Conv1D has the same names and is no nn.Linear. Of the routers of
-    experts some are; they are small, and none is counted as one.
+    A test compares it with the classes of the catalog's models. GPT-2's Conv1D has the same names and is no nn.Linear. Routers of
+    experts never count, although some are an nn.Linear: they are small.
 
     >>> is_linear_weight(Parameter("mlp.up_proj.weight", (64, 16))), is_linear_weight(Parameter("mlp.gate.weight", (8, 16)))
     (True, False)
@@ -124,14 +124,14 @@ class LowRank(PlainLoop):
         return sorted(enumerate(tensors), key=lambda each: self.projects(each[1].parameter))
 
     def step_tensor(self, variables: Variables, tensor: Stepped) -> None:
-        """Let the variables go through the update of one tensor."""
+        """Record the allocations and frees of one tensor's update in `variables`."""
         if self.projects(tensor.parameter):
             self.step_matrix(variables, tensor.shape, tensor.element_bytes)
         else:
             self._adam(variables, tensor.n_bytes)
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        """Of a step that does not compute the projection again."""
+        """Bytes of a step that reuses the projection."""
         n_bytes = parameter.elements * element_bytes
         if not self.projects(parameter):
             return (self.moment_passes + 3) * n_bytes
@@ -145,15 +145,15 @@ class LowRank(PlainLoop):
 
     @abstractmethod
     def step_matrix(self, variables: Variables, shape: Shape, element_bytes: int) -> None:
-        """Let the variables go through the update of one matrix."""
+        """Record the allocations and frees of one matrix's update in `variables`."""
 
     @abstractmethod
     def update_passes(self) -> int:
-        """Tensors of the matrix' size that the update reads or writes after AdamW."""
+        """The number of tensors of the matrix's size that the update reads or writes after AdamW."""
 
     @abstractmethod
     def products(self) -> int:
-        """Matrix products of a step: projecting, and projecting back."""
+        """The number of matrix products of a step: projecting, and projecting back."""
 
     def _adam(self, variables: Variables, n_bytes: int) -> None:
         variables.assign("denom", n_bytes)

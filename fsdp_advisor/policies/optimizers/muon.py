@@ -45,7 +45,7 @@ class Muon(NotForDeepSpeed):
     """One momentum in the parameter's dtype for a matrix, AdamW's state for the rest."""
 
     def shard_failure(self, parameter: Parameter, shards: Shards) -> str | None:
-        """DTensor returns the update in another layout than the parameter's if some ranks have no rows."""
+        """Refuses a matrix with fewer rows than ranks, for which DTensor returns the update in another layout than the parameter's."""
         if (
             not steps_by_muon(parameter)
             or not parameter.shape[0] < shards.ranks
@@ -104,7 +104,7 @@ class Muon(NotForDeepSpeed):
         return True
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        """Of Muon without its products: the momentum, the update, its cast and its norm, weight decay and the step."""
+        """Bytes of the update without Muon's matrix products: momentum, update, its cast and norm, weight decay and the step."""
         if not steps_by_muon(parameter):
             return adamw.FUSED.step_bytes(parameter, element_bytes)
         return (11 * element_bytes + 5 * BF16_BYTES) * parameter.elements
@@ -121,7 +121,7 @@ class Muon(NotForDeepSpeed):
         return ITERATIONS * (4 * smaller * local + squared)
 
     def step_collectives(self, parameter: Parameter, shards: Shards = WHOLE) -> Collectives:
-        """Without the norm and the all-to-alls of the first iteration."""
+        """The collectives of the Newton-Schulz iterations. Not counted: those of the norm, and the first iteration's all-to-alls."""
         if not steps_by_muon(parameter):
             return Collectives()
         matrix, gram = BF16_BYTES * parameter.elements, BF16_BYTES * min(parameter.shape) ** 2

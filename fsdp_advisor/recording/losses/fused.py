@@ -1,7 +1,7 @@
 """Head and loss in one module, as training libraries compute a loss without the whole logits.
 
-What follows here for each library allocates what its own code allocates; its kernels and matrix products, which write to storages
-that exist, are left out, but for their work. A loss that runs in tiles of tokens is recorded with one tile, because the next ones use
+The module of a library allocates what the library's own code allocates. Its kernels and matrix products write to storages that exist
+already, so only their work is counted. A loss that runs in tiles of tokens is recorded with one tile, because the next ones use
 the same storages again. Labels are shifted by one token, as causal models do.
 """
 
@@ -93,7 +93,7 @@ class FusedLossSource(WrappedSource):
         self.fuse(causal_model(module, self.name))
 
     def fuse(self, model: PreTrainedModel) -> None:
-        """Give the model its module by `set_loss`."""
+        """Install the fused loss in the model with `set_loss`."""
         raise NotImplementedError
 
     def root_modules(self, module: nn.Module) -> RootModules:
@@ -142,5 +142,5 @@ def _(hidden: torch.Tensor, weight: torch.Tensor, bytes_per_logit: int) -> None:
 
 
 def computes_in(hidden: torch.Tensor) -> torch.dtype:
-    """The dtype of the products with these hidden states."""
+    """The dtype in which products with these hidden states are computed: autocast's if it is on."""
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype

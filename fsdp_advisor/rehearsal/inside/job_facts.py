@@ -1,4 +1,4 @@
-"""What can be read off the script's own objects about its job, so that it can be estimated too."""
+"""The facts about the script's job that its own objects show, from which the job is estimated."""
 
 from __future__ import annotations
 

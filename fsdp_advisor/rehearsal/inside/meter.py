@@ -107,7 +107,9 @@ class Meter:
     # Phases
 
     def before_module(self, module: Any, inputs: Any) -> None:
-        """A module is called: a forward begins. Modules below it are not watched, except to see how the first one computes."""
+        """Called before each module's forward: the outermost call begins a forward. Calls within it are watched only until they have
+        shown the facts of the job (`job_facts.collect`).
+        """
         if not self.torch.cuda.is_initialized():
             return
         if not self.torch.is_grad_enabled():
@@ -210,7 +212,7 @@ class Meter:
     # Results
 
     def after_out_of_memory(self, device: int, requested: int, capacity: int, free: int) -> None:
-        """An allocation failed: note what was requested, where, and keep a snapshot of the first one."""
+        """Called when an allocation fails: note the request and its place in the script, and write a snapshot of the first failure."""
         stats = self.torch._C._cuda_memoryStats(device)
         found: dict[str, Any] = {
             "device": device, "requested_bytes": requested, "free_bytes": free, "gpu_memory_bytes": capacity,

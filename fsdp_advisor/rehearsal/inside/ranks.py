@@ -49,15 +49,16 @@ def let_nccl_settle(optimizer: ModuleType) -> None:
 
 
 def answer_deepspeed_checks(utils: ModuleType) -> None:
-    """DeepSpeed's parameters are the same on all ranks. `utils` is deepspeed.runtime.zero.utils, which compares them with rank 0's."""
+    """Skip DeepSpeed's check that parameters equal those of rank 0. `utils` is deepspeed.runtime.zero.utils."""
     utils.assert_lst_len_same_as_other_ranks = _nothing  # type: ignore[attr-defined]
     utils.assert_ints_same_as_other_ranks = _nothing  # type: ignore[attr-defined]
 
 
 def accept_partial_checkpoints(planner: ModuleType) -> None:
-    """A checkpoint holds this rank's shards, once for each rank. `planner` is torch.distributed.checkpoint.default_planner.
+    """Skip the check that the ranks' shards make up the whole checkpoint: a single rank writes its own shards in place of everyone's.
 
-    Its check returns a list of errors (torch 2.13) or whether the plan is valid (before).
+    `planner` is torch.distributed.checkpoint.default_planner. Its check returns a list of errors (torch 2.13) or whether the plan is
+    valid (earlier).
     """
     original: Any = planner._validate_global_plan
 
@@ -68,7 +69,7 @@ def accept_partial_checkpoints(planner: ModuleType) -> None:
 
 
 def answer_rendezvous(module: ModuleType) -> None:
-    """A TCPStore is a server of its own and waits for nobody. `module` is torch.distributed or its rendezvous."""
+    """Make every TCPStore a server that waits for no other rank. `module` is torch.distributed or its rendezvous."""
     original: Any = module.TCPStore
 
     class Store(original):  # type: ignore[misc]  # torch is not installed where types are checked
