@@ -24,6 +24,7 @@ from transformers.integrations.flash_attention import get_target_dtype
 from transformers.modeling_flash_attention_utils import _index_first_axis, _is_packed_sequence
 
 from fsdp_advisor.job.batch_layout import BatchLayout
+from fsdp_advisor.recording.fake_operators import fake_operator
 
 NAME = "recorded_fused_attention"  # transformers looks for a kernel package behind any name with "flash" in it
 VARLEN = "recorded_varlen_attention"
@@ -51,30 +52,18 @@ def in_scratch() -> bool:
     return _Scratch.active
 
 
-@torch.library.custom_op("fsdp_advisor::flash_attention", mutates_args=())
+@fake_operator("flash_attention")
 def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, shape (B, T, H, D), and the logarithm of the softmax's sums, (B, H, T) in fp32. Only for fake tensors."""
-    raise NotImplementedError("only its shapes are known")
-
-
-@flash_forward.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     b, t, h, _ = q.shape
     return torch.empty_like(q[..., : v.shape[3]]), q.new_empty((b, h, t), dtype=torch.float32)
 
 
-@torch.library.custom_op("fsdp_advisor::flash_attention_backward", mutates_args=())
+@fake_operator("flash_attention_backward")
 def flash_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v. Only for fake tensors."""
-    raise NotImplementedError("only its shapes are known")
-
-
-@flash_backward.register_fake
-def _(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -179,28 +168,15 @@ def use_rows(rows: Rows) -> None:
     _Current.rows = rows
 
 
-@torch.library.custom_op("fsdp_advisor::flash_varlen", mutates_args=())
+@fake_operator("flash_varlen")
 def _varlen_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    raise NotImplementedError("only its shapes are known")
-
-
-@_varlen_forward.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-@torch.library.custom_op("fsdp_advisor::flash_varlen_backward", mutates_args=())
+@fake_operator("flash_varlen_backward")
 def _varlen_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    sequences: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    raise NotImplementedError("only its shapes are known")
-
-
-@_varlen_backward.register_fake
-def _(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     sequences: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip

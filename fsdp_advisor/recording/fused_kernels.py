@@ -6,26 +6,17 @@ from collections.abc import Iterable
 
 import torch
 
+from fsdp_advisor.recording.fake_operators import fake_operator
 
-@torch.library.custom_op("fsdp_advisor::fused_kernel", mutates_args=())
+
+@fake_operator("fused_kernel")
 def kernel(reads: list[torch.Tensor], writes: list[torch.Tensor], flops: int = 0) -> None:
     """Count the work of a kernel: the bytes of `reads` and `writes`, and the `flops` of matrix products, whose bytes do not count."""
-    raise NotImplementedError("only its work is known")
 
 
-@kernel.register_fake
-def _(reads: list[torch.Tensor], writes: list[torch.Tensor], flops: int = 0) -> None:
-    return None
-
-
-@torch.library.custom_op("fsdp_advisor::allocation", mutates_args=())
+@fake_operator("allocation")
 def _allocation(like: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor that a kernel fills, which is its work."""
-    raise NotImplementedError("only its shape is known")
-
-
-@_allocation.register_fake
-def _(like: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
     return like.new_empty(shape, dtype=dtype)
 
 

@@ -31,6 +31,7 @@ from transformers import masking_utils
 
 from fsdp_advisor.recording import quantized
 from fsdp_advisor.recording.cuda import as_on_cuda
+from fsdp_advisor.recording.fake_operators import fake_operator
 from fsdp_advisor.recording.flash import cudnn, flash, scratch
 from fsdp_advisor.recording.masked_scatter import masked_scatter
 
@@ -258,25 +259,13 @@ def rms_norm(
 composite_rms_norm = F.rms_norm
 
 
-@torch.library.custom_op("fsdp_advisor::rms_norm", mutates_args=())
+@fake_operator("rms_norm")
 def _rms_norm_forward(tensor: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    raise NotImplementedError("only its shapes are known")
-
-
-@_rms_norm_forward.register_fake
-def _(tensor: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor.new_empty(tensor.shape), tensor.new_empty((*tensor.shape[:-1], 1), dtype=torch.float32)
 
 
-@torch.library.custom_op("fsdp_advisor::rms_norm_backward", mutates_args=())
+@fake_operator("rms_norm_backward")
 def _rms_norm_backward(
-    grad: torch.Tensor, tensor: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    raise NotImplementedError("only its shapes are known")
-
-
-@_rms_norm_backward.register_fake
-def _(
     grad: torch.Tensor, tensor: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor.new_empty(tensor.shape), torch.empty_like(weight)
@@ -303,23 +292,16 @@ class _FusedRmsNorm(torch.autograd.Function):
 # The memory-efficient kernel
 
 
-@torch.library.custom_op("fsdp_advisor::efficient_attention", mutates_args=())
+@fake_operator("efficient_attention")
 def efficient_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, shape (B, H, T, D), and the logarithm of the softmax's sums, (B, H, T) in fp32. Only for fake tensors."""
-    raise NotImplementedError("only its shapes are known")
-
-
-@efficient_forward.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
     b, h, t, _ = q.shape
     return q.new_empty((b, t, h, v.shape[3])).transpose(1, 2), q.new_empty((b, h, t), dtype=torch.float32)
 
 
-@torch.library.custom_op("fsdp_advisor::efficient_attention_backward", mutates_args=())
+@fake_operator("efficient_attention_backward")
 def efficient_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
@@ -330,19 +312,6 @@ def efficient_backward(
     lse: torch.Tensor,
 ) -> list[torch.Tensor]:
     """The gradients of q, k, v and, if there is one, the bias. Only for fake tensors."""
-    raise NotImplementedError("only its shapes are known")
-
-
-@efficient_backward.register_fake
-def _(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> list[torch.Tensor]:
     grads = [x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v)]
     return grads if bias is None else [*grads, bias.new_empty(bias.shape)]
 

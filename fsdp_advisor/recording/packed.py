@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.recording.fake_operators import fake_operator
 from fsdp_advisor.recording.source import LayerStack
 
 _WORD_BITS = 32
@@ -124,14 +125,9 @@ class _AwqProduct(torch.autograd.Function):
         return product.reshape(ctx.shape), None, None, None, None
 
 
-@torch.library.custom_op("fsdp_advisor::dequantize_packed", mutates_args=())
+@fake_operator("dequantize_packed")
 def _dequantized(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, in_features: int) -> torch.Tensor:
     """The weight (I, O) in the dtype of its scales (groups, O), by one kernel."""
-    raise NotImplementedError("only its memory is known")
-
-
-@_dequantized.register_fake
-def _(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, in_features: int) -> torch.Tensor:
     return scales.new_empty(in_features, scales.shape[1])
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.model.tape_key import TapeCheckpointing
+from fsdp_advisor.recording.fake_operators import fake_operator
 from fsdp_advisor.recording.source import RootModules, WrappedSource
 
 
@@ -127,18 +128,12 @@ def causal_model(module: nn.Module, name: str) -> PreTrainedModel:
 # The work of kernels that write to storages which exist
 
 
-@torch.library.custom_op("fsdp_advisor::loss_product", mutates_args=())
+@fake_operator("loss_product")
 def loss_product(hidden: torch.Tensor, weight: torch.Tensor, bytes_per_logit: int) -> None:
     """A product of hidden states (N, H) and a weight (V, H), or another of the same size, then a kernel over the logits (N, V).
 
     `bytes_per_logit`: what the product and the kernel write and read of each logit.
     """
-    raise NotImplementedError("only its work is known")
-
-
-@loss_product.register_fake
-def _(hidden: torch.Tensor, weight: torch.Tensor, bytes_per_logit: int) -> None:
-    return None
 
 
 def computes_in(hidden: torch.Tensor) -> torch.dtype:

@@ -1,0 +1,30 @@
+"""Operators that exist on fake tensors alone. They stand for kernels of a GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def fake_operator(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator that makes a function the operator `fsdp_advisor::NAME`, which dispatch modes see as one call.
+
+    The function allocates the operator's results and returns them. With real tensors the operator raises NotImplementedError.
+    """
+
+    def declare(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError(f"{name} runs on fake tensors alone")
+
+        operator = torch.library.custom_op(f"fsdp_advisor::{name}", refuse, mutates_args=())
+        operator.register_fake(function)
+        return cast(Callable[P, R], operator)
+
+    return declare
