@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import rehearsed_jobs
-from matrix import taken
+from matrix import in_turn, taken
 
-pytestmark = pytest.mark.slow
+pytestmark = in_turn(0, of=3)
 
 CONFIG = {**rehearsed_jobs.CONFIG, "num_hidden_layers": 2}
 JOBS = dict(

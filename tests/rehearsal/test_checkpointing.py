@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from rehearsed_jobs import row_of
 
-pytestmark = pytest.mark.slow
+pytestmark = in_turn(1, of=3)
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from rehearsed_jobs import CONFIG, FSDP2_OPTIONS, FSDP2_SETTINGS, row_of
 
-pytestmark = pytest.mark.slow
+pytestmark = in_turn(0, of=3)
 
 SETTINGS = {
     "trainer": "trainer", "precision": "bf16-mixed", "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4,

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from rehearsed_jobs import row_of
 
-pytestmark = pytest.mark.slow
+pytestmark = in_turn(0, of=3)
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_moe", "hidden_size": 256, "moe_intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,

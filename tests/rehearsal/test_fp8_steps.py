@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from rehearsed_jobs import row_of
 from test_compiled import ENGINES, SHAPES
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torchao")]
+pytestmark = [in_turn(0, of=3), pytest.mark.usefixtures("torchao")]
 
 LLAMA = {"model_type": "llama", **SHAPES}
 BATCH, LENGTH = 16, 4000

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from rehearsed_jobs import row_of
 
-pytestmark = pytest.mark.slow
+pytestmark = in_turn(1, of=3)
 
 TEXT: dict[str, Any] = {
     "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,

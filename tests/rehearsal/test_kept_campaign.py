@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kept_campaign import cases, read_rows, rehearsed
-from matrix import taken
+from matrix import in_turn, taken
 from warm_process import Warm
 
 ROWS = read_rows()
@@ -19,7 +19,7 @@ def test_every_kept_case_has_the_figures_of_its_record() -> None:
     assert sum(row.recorded == "ok" for row in ROWS) >= 100 and any(row.recorded == "oom" for row in ROWS)
 
 
-@pytest.mark.slow
+@in_turn(2, of=3)
 @pytest.mark.parametrize("number", taken([FSDP2_WITH_ACCUMULATION], ON_H100[::8]))
 def test_the_meter_of_a_rehearsal_changes_no_allocation(number: int, warm: Warm) -> None:
     gpu = "H100-80GB"

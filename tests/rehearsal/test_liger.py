@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from rehearsed_jobs import row_of
 
-pytestmark = pytest.mark.slow
+pytestmark = in_turn(0, of=2)
 
 SHAPES: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from rehearsed_jobs import row_of
 
-pytestmark = pytest.mark.slow
+pytestmark = in_turn(2, of=3)
 
 SHAPES: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,

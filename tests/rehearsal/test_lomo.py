@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 
 from fsdp_advisor.estimator import estimate
 from fsdp_advisor.job.choices import OptimizerName
 
-pytestmark = pytest.mark.slow
+pytestmark = in_turn(0, of=3)
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 40_000, "hidden_size": 1024,

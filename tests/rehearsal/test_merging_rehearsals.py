@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
+from matrix import in_turn
 from tiny_llama import LLAMA
 
 import fsdp_advisor
 
-pytestmark = pytest.mark.slow
+pytestmark = in_turn(1, of=3)
 
 CONFIG = LLAMA | {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2048}
 TARGETS = "q_proj,v_proj"

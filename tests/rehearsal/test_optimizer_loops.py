@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.job.projection import DEFAULT
@@ -15,7 +16,7 @@ from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers import adam_mini, low_rank, optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Stepped
 
-pytestmark = pytest.mark.slow
+pytestmark = in_turn(1, of=3)
 
 Run = Callable[..., dict[str, dict[str, int]]]
 

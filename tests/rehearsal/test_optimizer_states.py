@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 import pytest
-from matrix import taken, with_all_cases
+from matrix import in_turn, taken, with_all_cases
 
 from fsdp_advisor.engines.fsdp_shards import shard_shape
 from fsdp_advisor.model.profile import Parameter
@@ -15,7 +15,7 @@ from fsdp_advisor.policies.optimizers import bitsandbytes, cpu_offload, muon, st
 from fsdp_advisor.policies.optimizers.interface import Constructor, Optimizer, Shards
 from fsdp_advisor.program.storages import NO_STORAGES
 
-pytestmark = pytest.mark.slow
+pytestmark = in_turn(2, of=3)
 
 SHAPES = [(96, 128), (2000,), (64, 300), (4096,), (400, 300), (100_001,), (3, 5)]
 """Above and below the sizes from which states of bitsandbytes have 8 bits, and from which they are paged."""

@@ -45,6 +45,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
 """The trainer's settings, and the same as options of an estimate."""
 
 
+@in_turn(2, of=3)
 @pytest.mark.parametrize("name", JOBS)
 def test_steps_need_what_is_predicted(name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path) -> None:
     settings, options = JOBS[name]
@@ -72,7 +73,7 @@ EVALUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
 )
 
 
-@in_turn(1, of=2)  # the other day a step of the same job is compared
+@in_turn(0, of=3)
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_evaluations_need_what_is_predicted(
     name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import in_turn
 from rehearsed_jobs import row_of
 
 pytestmark = pytest.mark.slow
@@ -59,6 +60,7 @@ def test_layers_of_mamba_2_need_what_is_predicted(name: str, tmp_path: Path) -> 
     assert row.peak_allocated_bytes == pytest.approx(KEPT[name], rel=1e-4)
 
 
+@in_turn(2, of=3)
 def test_kept_peaks_are_those_of_the_package(rehearsal_python: Path, run: Callable[..., dict[str, int]]) -> None:
     found = "import importlib.util, sys; sys.exit(importlib.util.find_spec('mamba_ssm') is None)"
     if subprocess.run([rehearsal_python, "-c", found]).returncode:

@@ -67,6 +67,7 @@ def peaks(run: Callable[..., dict[str, int]], rehearsal_python: Path) -> dict[st
     return run("tiled_mlp.py", json.dumps(cases))
 
 
+@in_turn(1, of=2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_tiled_mlp_needs_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
     if name not in peaks:

@@ -73,6 +73,7 @@ def test_peaks_of_plain_training_do_not_depend_on_the_values(run: Run, models: d
     assert models["plain"][2] == 1.5 and models["plain"][3] > 0
 
 
+@in_turn(1, of=2)
 def test_experts_get_equal_numbers_of_tokens(models: dict[str, Any]):
     """The loop over experts reads which experts have tokens, of 8 and one that is absent, and then the tokens of each."""
     layers_and_steps, tokens, chosen = 2 * 2, 3 * 128, 2
@@ -82,6 +83,7 @@ def test_experts_get_equal_numbers_of_tokens(models: dict[str, Any]):
     assert models["eager"][0] == pytest.approx(models["grouped_mm"][0], rel=0.01)
 
 
+@in_turn(1, of=2)
 def test_generation_ends_at_the_longest_length(models: dict[str, Any]):
     assert models["generated"] == [[3, 136], [3, 136]]
 
@@ -92,6 +94,7 @@ def replaced(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return run("replaced.py", folder, REHEARSAL_EMPTY_WEIGHTS="1", REHEARSAL_RANDOM_DATA="1")
 
 
+@in_turn(0, of=2)
 def test_trl_trains_with_empty_weights_and_random_data(replaced: dict[str, Any]):
     assert replaced["steps"] == 2
     assert replaced["rows"] == [4, 512]
@@ -99,6 +102,7 @@ def test_trl_trains_with_empty_weights_and_random_data(replaced: dict[str, Any])
     assert replaced["peak"] > replaced["loaded"]
 
 
+@in_turn(0, of=2)
 def test_models_and_data_sets_that_are_elsewhere_are_replaced(replaced: dict[str, Any]):
     found = replaced["elsewhere"]
     assert found["splits"] == ["test", "train", "validation"]

@@ -37,7 +37,7 @@ def test_kept_peaks_are_of_all_kinds_and_eight_architectures_and_agree() -> None
     assert all(_agrees(line, JOBS[name][1].get("framework")) for name, line in KEPT.items())
 
 
-@pytest.mark.parametrize("name", taken(SAMPLE, [name for name in KEPT if name not in SAMPLE]))
+@pytest.mark.parametrize("name", taken(SAMPLE, [name for name in KEPT if name not in SAMPLE], days=2))
 def test_predictions_equal_the_kept_ones(name: str, tmp_path: Path) -> None:
     kind, case = JOBS[name]
     assert predicted_peaks(KINDS[kind][1](case, tmp_path)) == KEPT[name].predicted

@@ -43,7 +43,7 @@ MORE: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("case", taken(FEW, MORE), ids=name_of)
+@pytest.mark.parametrize("case", taken(FEW, MORE, days=2), ids=name_of)
 def test_predicted_peaks_equal_pytorch_with_layers_in_fp8(case: Case, tmp_path: Path) -> None:
     request = make_request(options_of(CONFIGS, case, tmp_path), EstimateRequest)
     predicted, simulated = predicted_and_simulated(request)

@@ -44,7 +44,7 @@ TINY_CONFIG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", taken(FRAMEWORKS, MORE_FRAMEWORKS), ids=str)
+@pytest.mark.parametrize("case", taken(FRAMEWORKS, MORE_FRAMEWORKS, days=2), ids=str)
 def test_predicted_peaks_equal_the_frameworks_except_for_scalars(case: Case) -> None:
     plan = plan_of(case)
     model = resolve(case.model)

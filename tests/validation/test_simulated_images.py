@@ -49,7 +49,7 @@ MORE: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "options"), taken(FEW, MORE), ids=str)
+@pytest.mark.parametrize(("model", "options"), taken(FEW, MORE, days=2), ids=str)
 def test_predictions_with_images_equal_simulated_steps(model: str, options: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config_of(model)))

@@ -58,7 +58,8 @@ def _config(name: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", taken(["Wav2Vec2ForCTC", "LlamaForSequenceClassification"], [*CONFIGS][1:3] + [*CONFIGS][4:])
+    "name",
+    taken(["Wav2Vec2ForCTC", "LlamaForSequenceClassification"], [*CONFIGS][1:3] + [*CONFIGS][4:], days=2),
 )
 def test_peaks_equal_those_of_pytorch(name: str, tmp_path: Path) -> None:
     request = {**JOB, "model": _config(name, tmp_path)}

@@ -69,7 +69,7 @@ def asked(case: dict[str, str], folder: Path) -> dict[str, str]:
     return {**usual, **case, "model": str(path)}
 
 
-@pytest.mark.parametrize("case", taken(FEW, MORE), ids=lambda case: " ".join(case.values()))
+@pytest.mark.parametrize("case", taken(FEW, MORE, days=2), ids=lambda case: " ".join(case.values()))
 def test_predicted_peaks_equal_torchtitans_step(case: dict[str, str], tmp_path: Path) -> None:
     predicted, simulated = predicted_and_simulated(make_request(asked(case, tmp_path)))
     assert predicted == simulated
