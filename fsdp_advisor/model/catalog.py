@@ -15,6 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Literal, cast
 
+from fsdp_advisor.model.lacking import LACKING, Lacking
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import load
 from fsdp_advisor.model.tasks import task_of
@@ -114,6 +115,27 @@ def by_words(name: str) -> list[Entry]:
     return list((whole or begin or {e.id: e for e, tokens in named if _has_in_order(wanted, tokens)}).values())
 
 
+def lacking(name: str) -> Lacking | None:
+    """The model that the catalog is known to lack and whose name begins with the words of `name`; None if the catalog has one.
+
+    >>> lacking("devstral 2").names, lacking("devstral small 2")
+    (('Devstral-2-123B-Instruct-2512',), None)
+    """
+    wanted = _tokens(name.rpartition("/")[2])
+    if (
+        not wanted
+        or not wanted[0].isalpha()
+        or any(_begins(one, wanted) for e in entries() for one in (e.id, *e.aliases))
+    ):
+        return None
+    return next((model for model in LACKING if any(_begins(one, wanted) for one in model.names)), None)
+
+
+def _begins(name: str, wanted: list[str]) -> bool:
+    """Whether the name without its owner begins with these words and numbers."""
+    return _tokens(_VENDORS.sub("", name.rpartition("/")[2]))[: len(wanted)] == wanted
+
+
 def name_with_words(entry: Entry, words: str) -> str:
     """The entry's id, or its first alias that has all these words and numbers if the id lacks some.
 
@@ -159,7 +181,7 @@ def nearest(name: str) -> list[str]:
 
 
 def family(name: str) -> list[str]:
-    """Up to four ids whose names begin with the most words and numbers of `name`, most similar first.
+    """Up to four ids whose names begin with the most words and numbers of `name`: first those that have most of them, then the similar.
 
     >>> family("nemotron-h 47b"), family("nothing 7b")
     (['nvidia/Nemotron-H-8B-Base-8K', 'nvidia/Nemotron-H-56B-Base-8K'], [])
@@ -169,16 +191,17 @@ def family(name: str) -> list[str]:
     wanted = _tokens(_VENDORS.sub("", name.rpartition("/")[2]))
     if not wanted or len(wanted[0]) < 3 or not wanted[0].isalpha():
         return []
-    shared: dict[int, dict[str, float]] = {}
+    shared: dict[int, dict[str, tuple[int, float]]] = {}
     for entry in entries():
         for one in (entry.id, *entry.aliases):
             tail = _VENDORS.sub("", one.rpartition("/")[2])
-            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(wanted, _tokens(tail), strict=False)))
-            similarity = difflib.SequenceMatcher(None, tail.lower(), name.lower()).ratio()
-            ratios = shared.setdefault(count, {})
-            ratios[entry.id] = max(similarity, ratios.get(entry.id, 0.0))
+            tokens = _tokens(tail)
+            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(wanted, tokens, strict=False)))
+            likeness = (len({*wanted} & {*tokens}), difflib.SequenceMatcher(None, tail.lower(), name.lower()).ratio())
+            found = shared.setdefault(count, {})
+            found[entry.id] = max(likeness, found.get(entry.id, (0, 0.0)))
     most = max(shared)
-    return sorted(shared[most], key=lambda id: -shared[most][id])[:4] if most else []
+    return sorted(shared[most], key=lambda id: shared[most][id], reverse=True)[:4] if most else []
 
 
 def _has_words_of(candidate: str, wanted: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from fsdp_advisor.errors import UnknownModel, UsageError
 from fsdp_advisor.model import catalog
+from fsdp_advisor.model.lacking import hint
 from fsdp_advisor.model.multimodal import trained_on_text
 from fsdp_advisor.model.quantization import packed_checkpoint
 from fsdp_advisor.model.recorders import RECORDER_LOCK, recorder_for
@@ -53,6 +54,8 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
         return _counted(wanted)
     named = catalog.by_short_name(wanted)
     is_path = allow_paths and _PATH_SHAPED.match(wanted) is not None
+    if not named and not is_path and "/" not in wanted and (lacking := catalog.lacking(wanted)) is not None:
+        raise UnknownModel(wanted[:200], hint=hint(lacking))
     if named or (not is_path and (named := catalog.by_words(wanted))):
         if len(named) > 1:
             raise UnknownModel(wanted[:200], hint=_which(named, wanted))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from itertools import product
 
 import pytest
@@ -15,6 +16,7 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key
+from fsdp_advisor.model.lacking import LACKING, hint
 from fsdp_advisor.model.resolve import lacks_tapes, resolve
 from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
 from fsdp_advisor.rows import estimate_plan
@@ -170,6 +172,15 @@ AS_TYPED = {
     "olmo hybrid 7b": "allenai/Olmo-Hybrid-7B",
     "jamba mini 1.7": "ai21labs/Jamba-v0.1",
     "qwen3 235b": "Qwen/Qwen3-235B-A22B",
+    "step 3.7 flash": "stepfun-ai/Step-3.7-Flash",
+    "trinity nano": "arcee-ai/Trinity-Nano-Preview",
+    "trinity large": "arcee-ai/Trinity-Large-Preview",
+    "dots.llm1": "rednote-hilab/dots.llm1.base",
+    "bge m3": "BAAI/bge-m3",
+    "glm-4.1v": "zai-org/GLM-4.1V-9B-Thinking",
+    "kimi-vl": "moonshotai/Kimi-VL-A3B-Instruct",
+    "kimi vl a3b thinking": "moonshotai/Kimi-VL-A3B-Instruct",
+    "phi-4-multimodal": "microsoft/Phi-4-multimodal-instruct",
 }
 
 
@@ -247,6 +258,29 @@ def test_models_of_the_family_are_named_if_none_is_near(typed: str, named: str) 
         resolve(typed, allow_hub=False, allow_recording=False)
     assert unknown.value.hint is not None and named in unknown.value.hint
     assert catalog.family("nothing 7b") == []
+
+
+@pytest.mark.parametrize(
+    "typed", ["devstral 2", "Devstral-2-123B", "gemma 3n", "zamba2", "ring-1t", "intern-s1", "deepseek ocr", "baichuan"]
+)
+def test_known_model_that_the_catalog_lacks_is_named_with_a_reason(typed: str) -> None:
+    with pytest.raises(UnknownModel) as unknown:
+        resolve(typed, allow_recording=False)  # the hub is not asked: it has no such repository
+    model = catalog.lacking(typed)
+    assert model is not None and unknown.value.hint == hint(model)
+
+
+def test_names_in_a_hint_about_a_model_that_the_catalog_lacks_are_in_the_catalog() -> None:
+    named = {word for model in LACKING for word in re.findall(r"[\w-]+/[\w.-]+[\w]", hint(model))}
+    assert named and all(map(catalog.find, named))
+    assert not any(catalog.by_short_name(name) for model in LACKING for name in model.names)
+
+
+@pytest.mark.parametrize(
+    "typed", ["devstral small 2", "devstral 2 24b", "ling 3 flash", "gemma 3 27b", "step 3.7 flash"]
+)
+def test_other_models_of_the_family_are_not_lacking(typed: str) -> None:
+    assert resolve(typed, allow_hub=False, allow_recording=False).source == "catalog"
 
 
 def test_a_step_that_the_models_code_refuses_is_said_in_plain_words() -> None:
