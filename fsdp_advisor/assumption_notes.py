@@ -52,6 +52,10 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
             f"the weights in 4 bits are stored as {request.bnb_4bit_quant_storage}, which FSDP shards; bnb_4bit_quant_storage changes it"
         )
     adaptation = adaptation_of(request)
+    if FRAMEWORKS[request.framework].trains_half and request.precision == "bf16-mixed" and not adaptation.peft:
+        notes.append(
+            f"{FRAMEWORK_NAMES[request.framework]} loads and trains bf16 weights; only DeepSpeed and FSDP1 make fp32 masters of them"
+        )
     notes += _dtype_notes(request, is_packed=is_packed or bool(adaptation.quantization))
     if adaptation.quantization and adaptation.prepared and request.precision != "fp32":
         notes.append(FP32_AROUND_PACKED)

@@ -303,3 +303,13 @@ def test_the_allocator_is_simulated_once_for_a_plan_with_the_same_settings_and_g
         estimate(**job | changed)
         assert allocator_result.cache_info().misses > simulated, changed
         simulated = allocator_result.cache_info().misses
+
+
+def test_axolotl_trains_bf16_weights_and_notes_what_it_keeps_in_fp32() -> None:
+    job = {"model": "meta-llama/Llama-3.1-8B", "framework": "axolotl", "precision": "bf16-mixed", "seq_len": 1024}
+    sharded, usual = (one(**{**job, "framework": by}, gpus=8, strategy="zero3") for by in ("axolotl", "trainer"))
+    for states in ("parameters", "gradients", "optimizer"):
+        assert sharded.states[states] == pytest.approx(usual.states[states] / 2, rel=0.001), states
+    notes = {at: one(**job, strategy="ddp", attention=at).not_modelled for at in ("sdpa", "flash_attention_2")}
+    assert any("fp32 norms, embeddings and head" in note and "3.92 GiB" in note for note in notes["sdpa"])
+    assert not any("fp32 norms" in note for note in notes["flash_attention_2"])

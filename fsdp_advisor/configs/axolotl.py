@@ -41,10 +41,10 @@ def is_axolotl(keys: Mapping[str, Any]) -> bool:
 
 
 def read(file: str, keys: Mapping[str, Any]) -> Collector:
-    """The settings of a configuration of axolotl, which trains through the Trainer."""
+    """The settings of a configuration of axolotl."""
     found = Collector(file, "axolotl", keys)
     options = found.options
-    options["framework"] = "trainer"
+    options["framework"] = "axolotl"
     options["model"] = found.text("base_model")
     found.number("sequence_len", "seq_len")
     found.number("micro_batch_size", "micro_batch_size")
@@ -239,15 +239,10 @@ def _adapters(found: Collector) -> None:
     if "bf16" in (found.options.get("mixed"), *found.defaults.get("mixed", ())):
         found.options["dtype"] = "bfloat16"
     given = found.take("bnb_config_kwargs")
-    config = {"load_in_4bit": found.flag("load_in_4bit"), "load_in_8bit": found.flag("load_in_8bit")}
+    loads = {"load_in_4bit": found.flag("load_in_4bit"), "load_in_8bit": found.flag("load_in_8bit")}
     usual = {
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": True,
         "bnb_4bit_quant_storage": "bfloat16",
     }
-    set_quantization(found, {**config, **usual, **(given if isinstance(given, Mapping) else {})})
-    if config["load_in_4bit"] or config["load_in_8bit"]:
-        found.omits(
-            "axolotl stores norms, embeddings and head in bf16 again after PEFT made them fp32; the estimate has them in fp32, "
-            "which is more memory"
-        )
+    set_quantization(found, {**loads, **usual, **(given if isinstance(given, Mapping) else {})})

@@ -13,8 +13,8 @@ from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 
-_FRAMEWORKS = ("torch", "deepspeed", "accelerate", "trainer", "trl", "torchtitan")
-"""From the least to the most specific: TRL runs on the Trainer, that on accelerate, which runs DeepSpeed."""
+_FRAMEWORKS = ("torch", "deepspeed", "accelerate", "trainer", "trl", "axolotl", "torchtitan")
+"""From the least to the most specific: TRL and axolotl run on the Trainer, that on accelerate, which runs DeepSpeed."""
 
 
 _LAUNCHERS = ("accelerate", "accelerate command", "trl command")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fsdp_advisor.engines.wrapping import HEAD, takes_root_apart, wrapping_for
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.profile import Parameter, Profile
+from fsdp_advisor.units import format_bytes
 
 _EMBEDDINGS_NOT_SPLIT = ("masked-lm", "image-classification")
 """Tasks of the models (BERT, RoBERTa, ViT) whose `_no_split_modules` contain the embeddings. accelerate wraps these by
@@ -49,4 +50,44 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
         )
     if plan.precision == "fp16-mixed":
         notes.append("the gradient scaler's few scalars")
+    if plan.framework == "axolotl":
+        notes += _axolotl_notes(profile, plan)
     return notes
+
+
+def _axolotl_notes(profile: Profile, plan: Plan) -> list[str]:
+    """What axolotl stores in fp32, and the estimate in bf16.
+
+    Without FSDP it converts norms, embeddings, head and routers to fp32, and lets PEFT make fp32 of all weights that are not packed. Then
+    it makes bf16 of the norms, embeddings and head, if the model has adapters, or its attention kernel or loss needs it. DeepSpeed casts
+    all of them. Source: axolotl 0.19.0, loaders/model.py, `_configure_embedding_dtypes`, and loaders/adapter.py, `load_adapter`.
+    """
+    notes = []
+    adapts = bool(profile.adapter_parameters)
+    if adapts and plan.checkpointing == "none":
+        notes.append("the gradient of the first layer's input, which axolotl lets require one")
+    if plan.backend != "ddp" or not plan.stores_half:
+        return notes
+    if not adapts and plan.attention in ("sdpa", "eager") and plan.loss_code != "cce":
+        n_bytes = profile.bytes_of(lambda p: 4 if _is_converted(p) else 0)
+        notes.append(
+            f"fp32 norms, embeddings and head, which axolotl makes with attention {plan.attention}: {format_bytes(n_bytes)} more for "
+            "their weights and gradients, fp32 optimizer state of them and fp32 hidden states; flash_attention_2 keeps them in bf16"
+        )
+    packed = any(p.role == "quantized" for unit, _ in profile.counted_units() for p in unit.parameters)
+    if packed and (n_bytes := profile.bytes_of(lambda p: 2 if _stays_fp32(p) else 0)) > profile.parameters // 100:
+        notes.append(
+            f"weights outside linear layers, such as experts, which axolotl stores in fp32 under DDP: {format_bytes(n_bytes)} more"
+        )
+    return notes
+
+
+def _is_converted(parameter: Parameter) -> bool:
+    """Whether axolotl converts the parameter with the norms, the embeddings and the head."""
+    return parameter.role in ("embedding", "head") or "norm" in parameter.name
+
+
+def _stays_fp32(parameter: Parameter) -> bool:
+    """Whether a frozen weight next to packed ones stays in fp32. A layer casts its bias to the dtype that computes."""
+    is_own = not parameter.trainable and parameter.role != "quantized" and not parameter.name.endswith(".bias")
+    return is_own and not _is_converted(parameter)

@@ -89,9 +89,11 @@ def effective_wrap(profile: Profile, plan: Plan) -> str:
     """The plan's policy; `layer` or `none` if it has the same units, and for backends without units.
 
     The Trainer gives FSDP1 PEFT's policy if the model has adapters. Source: transformers/distributed/fsdp.py (5.23),
-    update_fsdp_plugin_peft. FSDP2 under accelerate does not use it: fsdp2_prepare_auto_wrap_policy.
+    update_fsdp_plugin_peft. FSDP2 under accelerate does not use it: fsdp2_prepare_auto_wrap_policy. axolotl makes the same units with
+    FSDP2.
     """
-    if plan.backend == "fsdp1" and plan.facts.uses_trainer and profile.adapter_parameters:
+    wraps_adapters = plan.facts.wraps_adapters if plan.backend == "fsdp2" else plan.facts.uses_trainer
+    if plan.backend in ("fsdp1", "fsdp2") and wraps_adapters and profile.adapter_parameters:
         return "peft"
     if plan.wrap in ("layer", "none") or plan.backend not in ("fsdp1", "fsdp2"):
         return "layer" if plan.backend not in ("fsdp1", "fsdp2") else plan.wrap

@@ -1,6 +1,6 @@
 """An axolotl configuration: the settings of the plan, and an example data set to replace.
 
-Source: axolotl 0.18.0, src/axolotl/utils/schemas/{config,fsdp,model,training,validation}.py (the schema that it publishes),
+Source: axolotl 0.19.0, src/axolotl/utils/schemas/{config,fsdp,model,training,validation}.py (the schema that it publishes),
 utils/trainer.py (`setup_fsdp_envs`, `setup_deepspeed_env`), utils/config/__init__.py (`resolve_dtype`).
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from fsdp_advisor.export import accelerate, deepspeed, trainer
-from fsdp_advisor.export.adapters import lora, lora_limit, weights
+from fsdp_advisor.export.adapters import lora, lora_limit
 from fsdp_advisor.export.batches import axolotl_keys as batch_keys
 from fsdp_advisor.export.batches import axolotl_limit
 from fsdp_advisor.export.checkpointing import checkpointing_limit
@@ -56,14 +56,14 @@ def unsupported(job: Job) -> str | None:
         or checkpointing_limit(job, *(("reentrant",) if plan.backend != "fsdp2" else ()))
         or evaluation_limit(job)
         or lora_limit(job)
-        or accelerate.unsupported(job, "trainer")
+        or accelerate.unsupported(job, "axolotl")
     )
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
     """The configuration, and notes on what it cannot set."""
     notes = [DATASETS_NOTE, *accelerate.difference_notes(job.plan)]
-    if job.plan.mixed and (job.plan.backend == "ddp" or job.adaptation.peft) and weights(job) == "float32":
+    if job.plan.mixed and not (job.plan.stores_half or job.adaptation.quantization or job.plan.backend == "deepspeed"):
         notes.append("axolotl loads the weights in 16 bits, so it needs less memory than predicted for fp32 weights")
     if job.plan.use_liger_kernel:
         notes.append("leave liger_rope out for GLM-4, whose positions Liger does not compute")
@@ -173,6 +173,6 @@ TARGET = Target(
     unsupported=unsupported,
     write=write,
     usage=usage,
-    framework="trainer",
+    framework="axolotl",
     tiles=True,
 )

@@ -38,7 +38,7 @@ AXOLOTL_SCRIPT = "axolotl.sh"
 def consumer_of(plan: Plan) -> Consumer:
     """The library whose loop trains the plan, if nothing else is said."""
     match plan.framework:
-        case "accelerate" | "trainer" | "trl":
+        case "accelerate" | "trainer" | "trl" | "axolotl":
             return plan.framework
         case "torch" | "deepspeed" | "torchtitan":
             return "deepspeed" if plan.backend == "deepspeed" else "torch"

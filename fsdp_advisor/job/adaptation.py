@@ -57,7 +57,8 @@ class Adaptation:
     parameters that are not trained. `quantization`: the keywords of transformers' BitsAndBytesConfig, or of the GPTQConfig or
     AwqConfig of a packed checkpoint; empty for a base in its own dtype. `prepared`: whether PEFT's
     `prepare_model_for_kbit_training` stores the rest of a quantized model in fp32; without it the rest keeps its dtype,
-    and adapters but for DoRA's magnitudes are in bf16. Source: trl 1.16, trainer/sft_trainer.py, `__init__`.
+    and adapters but for DoRA's magnitudes are in bf16. Source: trl 1.16, trainer/sft_trainer.py, `__init__`. `fp32_adapters`: adapters
+    stay in fp32 although the base is not prepared.
     `checkpoint_every`: N if one of N layers is checkpointed, which then is a layer of another kind; 0 if all or none are.
     `own_model`: the framework that trains its own class instead of that of transformers. `reward_head`: whether the model makes one
     number of each sequence, as transformers' sequence classification with one label, instead of logits of a vocabulary.
@@ -68,6 +69,7 @@ class Adaptation:
     freeze: tuple[str, ...] = ()
     quantization: Mapping[str, Any] = field(default_factory=dict, hash=False)
     prepared: bool = True
+    fp32_adapters: bool = False
     checkpoint_every: int = 0
     own_model: str = ""
     reward_head: bool = False
@@ -115,6 +117,8 @@ class Adaptation:
         values = asdict(self)
         if self.prepared:
             del values["prepared"]  # as in recordings that were made before it existed
+        if not self.fp32_adapters:
+            del values["fp32_adapters"]  # likewise
         if not self.checkpoint_every:
             del values["checkpoint_every"]  # likewise
         if not self.own_model:
@@ -133,6 +137,7 @@ class Adaptation:
             freeze=tuple(values["freeze"]),
             quantization=values["quantization"],
             prepared=values.get("prepared", True),
+            fp32_adapters=values.get("fp32_adapters", False),
             checkpoint_every=values.get("checkpoint_every", 0),
             own_model=values.get("own_model", ""),
             reward_head=values.get("reward_head", False),
@@ -167,6 +172,7 @@ def adaptation_of(request: EstimateRequest) -> Adaptation:
         freeze=tuple(sorted(set(request.freeze))),
         quantization=quantization,
         prepared=prepared,
+        fp32_adapters=not prepared and facts.keeps_adapter_dtypes,
         checkpoint_every=every_nth_layer(request.activation_checkpointing),
         reward_head=request.task == "reward",
         in_one_graph=_makes_one_graph(request),

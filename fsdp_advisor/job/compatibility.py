@@ -11,7 +11,7 @@ from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload,
 from fsdp_advisor.job.compilation import COMPILING, check_compile, refused_compile
 from fsdp_advisor.job.evaluation import evaluation_of
 from fsdp_advisor.job.fp8 import CONVERTING, check_fp8, refused_fp8
-from fsdp_advisor.job.frameworks import FRAMEWORKS, TORCHTITAN_CHUNKS
+from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS, TORCHTITAN_CHUNKS
 from fsdp_advisor.job.generation import check_generation, generation_of
 from fsdp_advisor.job.images import images_of
 from fsdp_advisor.job.losses import loss_code
@@ -172,9 +172,10 @@ def _combination_refusal(request: EstimateRequest, strategy: Strategy, backend: 
 
 def _refused_offload(framework: Framework, checkpointing: Checkpointing) -> UsageError | None:
     """Why activations cannot be offloaded. None if they can. A script of one's own can use PyTorch's save_on_cpu without checkpointing."""
-    if framework == "trainer" and checkpointing == "none":
+    facts = FRAMEWORKS[framework]
+    if facts.uses_trainer and not facts.offloads_saved_tensors and checkpointing == "none":
         return UsageError(
-            "the Trainer offloads the inputs of checkpointed layers, and no layer is checkpointed",
+            f"{FRAMEWORK_NAMES[framework]} offloads the inputs of checkpointed layers, and no layer is checkpointed",
             hint="add --activation-checkpointing full, or use --framework trl",
         )
     return None

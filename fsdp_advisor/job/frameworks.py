@@ -39,7 +39,13 @@ class FrameworkFacts:
     - `offloads_saved_tensors`: its activation offload takes the tensors that are saved for backward. Source: trl 1.16,
       models/activation_offloading.py.
     - `keeps_quantized_dtypes`: a quantized base is not prepared with `prepare_model_for_kbit_training`. Source: trl 1.16,
-      sft_trainer.py, `__init__`.
+      sft_trainer.py, `__init__`; axolotl 0.19.0, loaders/model.py, `_configure_embedding_dtypes`.
+    - `keeps_adapter_dtypes`: the adapters of a quantized base that is not prepared keep the fp32 that PEFT gives them. Source: axolotl
+      0.19.0, loaders/adapter.py, `load_lora`. TRL stores them in bf16.
+    - `trains_half`: under bf16-mixed a model is loaded and trained in bf16, also if all of it is trained. Source: axolotl 0.19.0,
+      utils/config/__init__.py, `resolve_dtype`; monkeypatch/accelerate/fsdp2.py, `fsdp2_prepare_model`, which makes no fp32 masters.
+      accelerate makes them for FSDP1, and DeepSpeed its own.
+    - `wraps_adapters`: each module of an adapter is an FSDP2 unit. Source: the same, `_process_lora_module_for_fsdp`.
     - `loads_fp32`: a model that is named is loaded in fp32, not in the dtype of its checkpoint, which is transformers' default. Source:
       trl 1.16, trainer/utils.py, create_model_from_path, and trainer/model_config.py; transformers 5.23, modeling_utils.py,
       `from_pretrained`.
@@ -75,6 +81,9 @@ class FrameworkFacts:
     keeps_attention_alone: bool = False
     offloads_saved_tensors: bool = False
     keeps_quantized_dtypes: bool = False
+    keeps_adapter_dtypes: bool = False
+    trains_half: bool = False
+    wraps_adapters: bool = False
     loads_fp32: bool = False
     sums_gradients: bool = False
     threads: int = 2
@@ -118,6 +127,15 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
         keeps_attention_alone=True,
         names_sequences=True,
     ),
+    "axolotl": replace(
+        _TRAINER,
+        splits_root_unit=False,
+        finds_unused_parameters=False,
+        keeps_quantized_dtypes=True,
+        keeps_adapter_dtypes=True,
+        trains_half=True,
+        wraps_adapters=True,
+    ),
     "deepspeed": FrameworkFacts(backends=("deepspeed",)),
     "torchtitan": FrameworkFacts(  # torchtitan 0.3.0, distributed/fsdp.py, apply_fsdp_to_decoder; config/configs.py, max_norm
         backends=("fsdp2",),
@@ -135,6 +153,6 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
 
 FRAMEWORK_NAMES: dict[Framework, str] = {
     "torch": "PyTorch", "accelerate": "accelerate", "trainer": "the Trainer", "deepspeed": "DeepSpeed", "trl": "TRL",
-    "torchtitan": "torchtitan",
+    "axolotl": "axolotl", "torchtitan": "torchtitan",
 }  # fmt: skip
 """How messages name a framework."""

@@ -48,7 +48,8 @@ def loaded_bytes(plan: Plan, parameter: Parameter) -> int:
 
 def upcasts_trained(plan: Plan) -> bool:
     """Whether accelerate makes trained parameters fp32 when it prepares a model for FSDP. FSDP1 converts whole units."""
-    return plan.stores_half and plan.uses_accelerate and plan.backend != "ddp"
+    by_accelerate = plan.backend == "fsdp1" or (plan.backend == "fsdp2" and not plan.facts.trains_half)
+    return plan.stores_half and plan.uses_accelerate and by_accelerate
 
 
 def compute_bytes(plan: Plan, parameter: Parameter) -> int:

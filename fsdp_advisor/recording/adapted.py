@@ -96,7 +96,7 @@ class AdaptedSource(WrappedSource):
         if not self._adaptation.peft:
             return model
         model = self._with_adapters(model)
-        if not self._adaptation.prepared and not self._packed:
+        if not self._adaptation.prepared and not self._adaptation.fp32_adapters and not self._packed:
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad and "lora_magnitude_vector" not in name:
                     parameter.data = parameter.data.to(torch.bfloat16)

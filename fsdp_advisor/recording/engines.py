@@ -65,6 +65,26 @@ def checkpoint_layers(layers: Iterable[nn.Module]) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
+class AdapterShards:
+    """The fp32 shards of an FSDP2 unit that is a module of an adapter. PEFT casts the module's input to the dtype that it finds there.
+
+    Source: peft 0.21, tuners/lora/layer.py, `_cast_input_dtype`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Replace the module's parameters by shards, until `use_gathered`."""
+        self._module = module
+        self._gathered = dict(module._parameters)
+        self._shards = {n: nn.Parameter(torch.empty(0)) for n, p in self._gathered.items() if p is not None}
+        self.use_shards()
+
+    def use_gathered(self) -> None:
+        self._module._parameters.update(self._gathered)
+
+    def use_shards(self) -> None:
+        self._module._parameters.update(self._shards)
+
+
 class FlatUnit:
     """FSDP1's flat parameter of one unit (`use_orig_params=True`). Parameters are views of it, aligned to 16 bytes."""
 

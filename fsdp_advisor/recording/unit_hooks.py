@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_iter
 
 from fsdp_advisor.model.tape import ROOT, Category, Op
 from fsdp_advisor.model.tape_key import TapeKey
-from fsdp_advisor.recording.engines import FlatUnit, cast_floating, watch_input_gradients
+from fsdp_advisor.recording.engines import AdapterShards, FlatUnit, cast_floating, watch_input_gradients
 from fsdp_advisor.recording.places import HookedModule
 from fsdp_advisor.recording.step_events import StepEvents
 
@@ -30,6 +30,8 @@ class UnitHooks:
         self._ends_stack = ends_stack
         self._cast = torch.bfloat16 if key.mixed else None
         self._of_fsdp2 = key.engine == "fsdp2" and place.is_unit
+        of_adapter = self._of_fsdp2 and key.mixed and key.wrap == "peft" and place.number is not None
+        self._shards = AdapterShards(place.module) if of_adapter else None
         before, after = self._before_forward, self._after_forward
         if key.compiles_whole:  # the graph breaks at hooks as it does at FSDP2's
             from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable
@@ -50,6 +52,8 @@ class UnitHooks:
             args, kwargs = cast_floating((args, kwargs), self._cast)
         if not recomputes or self._place.is_within_layer:
             self._use_views()
+            if self._shards is not None:
+                self._shards.use_gathered()
         if self._of_fsdp2 and not recomputes and torch.is_grad_enabled():
             args, kwargs = watch_input_gradients(args, kwargs, self._end_backward)
         return args, kwargs
@@ -76,6 +80,8 @@ class UnitHooks:
         events, place = self._events, self._place
         if place.number is not None and self._flat is not None:
             self._flat.use_shards()
+        if self._shards is not None:
+            self._shards.use_shards()
         if events.phase == "backward":
             if place.is_within_layer:
                 events.mark(Op.POST_FORWARD, place.mark)

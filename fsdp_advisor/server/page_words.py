@@ -78,7 +78,8 @@ _LABELS = {
 }
 _NAMES = {
     "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "hsdp": "HSDP", "fsdp1": "FSDP1",
-    "fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "torch": "PyTorch", "trainer": "Trainer", "trl": "TRL", "torchtitan": "torchtitan",
+    "fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "torch": "PyTorch", "trainer": "Trainer", "trl": "TRL",
+    "axolotl": "axolotl", "torchtitan": "torchtitan",
     "cpu": "CPU", "nvme": "NVMe",
     "auto": "choose for me", "all": "choose for me", "sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "reward model", "grpo": "GRPO",
 }  # fmt: skip

@@ -119,6 +119,11 @@ def check(plan: Plan) -> None:
         )
     if plan.world_size == 1 and plan.backend != "ddp" and plan.facts.uses_trainer:
         raise ModeUnavailable("the Trainer does not run FSDP on one GPU", hint="--gpus 2 or more, or --strategy ddp")
+    if plan.framework == "axolotl" and plan.backend == "fsdp2" and importlib.util.find_spec("axolotl") is None:
+        raise ModeUnavailable(
+            "axolotl prepares a model for FSDP2 by its own code, which is not installed",
+            hint="pip install --no-deps axolotl==0.19.0 addict, or --framework trainer",
+        )
     if importlib.util.find_spec("accelerate") is None:
         raise ModeUnavailable(
             f"framework {plan.framework} needs accelerate, which is not installed", hint="pip install accelerate"
@@ -151,12 +156,19 @@ def as_launched(plan: Plan, mesh: DeviceMesh | None) -> Iterator[Any]:
             patch.object(DistributedDataParallel, "__init__", _ddp_on_fake_group),
             patch("torch.distributed.fsdp._fully_shard._fully_shard._init_default_mesh", lambda: mesh),
             patch("torch.distributed.fsdp._init_utils._init_intra_and_inter_node_groups", _node_groups(plan)),
+            _as_axolotl() if plan.framework == "axolotl" and plan.backend == "fsdp2" else contextlib.nullcontext(),
         ):
             yield _parallelism(plan)
     finally:
         state.AcceleratorState._reset_state(reset_partial_state=True)
         os.environ.clear()
         os.environ.update(environment)
+
+
+def _as_axolotl() -> Any:
+    """Context in which accelerate prepares a model for FSDP2 by axolotl's code (monkeypatch/accelerate/fsdp2.py)."""
+    code: Any = importlib.import_module("axolotl.monkeypatch.accelerate.fsdp2")
+    return patch("accelerate.accelerator.fsdp2_prepare_model", code.fsdp2_prepare_model)
 
 
 def _node_groups(plan: Plan) -> Callable[..., Any]:
@@ -303,6 +315,7 @@ def transformers_trainer(
             gradient_accumulation_steps=plan.gradient_accumulation_steps,
             gradient_checkpointing=by_model,
             gradient_checkpointing_kwargs={"use_reentrant": plan.checkpointing == "reentrant"} if by_model else None,
+            ddp_find_unused_parameters=None if plan.facts.finds_unused_parameters else False,
             fsdp=bool(fsdp),
             fsdp_config=fsdp or None,
             parallelism_config=parallel,

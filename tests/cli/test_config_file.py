@@ -52,7 +52,7 @@ def test_every_interface_reads_the_same_job(cli: Cli, config: Path, client: Test
     posted = {"gpu": "A100-40GB", "config_file": [{"name": str(config), "text": TEXT}]}
     by_rest = client.post("/api/v1/estimate", json=posted).json()
     assert document == json.loads(json.dumps(by_python)) == by_rest
-    assert document["request"]["framework"] == "trainer" and document["estimates"][0]["strategy"] == "zero3"
+    assert document["request"]["framework"] == "axolotl" and document["estimates"][0]["strategy"] == "zero3"
     assert document["config_files"][0]["not_modelled"] == ["relora: True (LoRA restarts)"]
 
 

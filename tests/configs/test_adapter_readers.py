@@ -180,7 +180,7 @@ def test_an_adapter_config_completes_another_file() -> None:
 def test_keys_of_an_adapter_are_read_not_reported() -> None:
     text = json.dumps({"base_model": "gpt2", "adapter": "qlora", "lora_r": 8, "lora_alpha": 16, "load_in_4bit": True})
     (reading,) = from_texts({"axolotl.yaml": text}).readings
-    assert all(note.startswith("axolotl stores norms") for note in reading.not_modelled) and not reading.ignored
+    assert not reading.not_modelled and not reading.ignored
     assert {"adapter: qlora", "lora_r: 8", "load_in_4bit: True"} <= set(reading.read)
 
 
@@ -189,8 +189,10 @@ def test_layers_that_llama_factory_freezes_are_not_modelled() -> None:
     assert {item.partition(":")[0] for item in reading.not_modelled} >= {"finetuning_type", "freeze_trainable_layers"}
 
 
-@pytest.mark.parametrize(("quantization", "notes"), [("", 0), (", load_in_4bit: true", 1), (", load_in_8bit: true", 1)])
-def test_axolotl_notes_that_a_quantized_base_keeps_the_rest_in_bf16(quantization: str, notes: int) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "prepared"), [("", True), (", load_in_4bit: true", False), (", load_in_8bit: true", False)]
+)
+def test_axolotl_keeps_bf16_around_a_quantized_base_and_fp32_in_adapters(quantization: str, prepared: bool) -> None:
     text = f"{{base_model: gpt2, adapter: lora, lora_r: 8, bf16: true{quantization}}}"
-    (reading,) = from_texts({"axolotl.yaml": text}).readings
-    assert sum("norms, embeddings and head in bf16" in note for note in reading.not_modelled) == notes
+    found = adaptation_of(make_request({**from_texts({"axolotl.yaml": text}).options, "gpu": "A100"}))
+    assert (found.prepared, found.fp32_adapters) == (prepared, not prepared)

@@ -78,7 +78,7 @@ def test_use_liger_kernel_is_the_loss_and_all_other_kernels(
 def test_axolotl() -> None:
     found = read("axolotl.yaml", AXOLOTL)
     assert found.options == {
-        "framework": "trainer", "model": "meta-llama/Llama-3.1-8B", "seq_len": 4096, "micro_batch_size": 2,
+        "framework": "axolotl", "model": "meta-llama/Llama-3.1-8B", "seq_len": 4096, "micro_batch_size": 2,
         "gradient_accumulation_steps": 4, "attention": "flash_attention_2", "activation_checkpointing": "full",
         "backend": "fsdp1", "strategy": "zero3", "offload": "parameters", "wrap": "layer", "precision": "bf16-mixed",
         "optim": "adamw_torch_8bit", "use_peft": True, "lora_r": 32, "lora_dropout": 0.0, "lora_target_modules": "all-linear",

@@ -375,9 +375,8 @@ def _axolotl(row: Measurement) -> Mapped:
             "gpu": "A100-80GB",
             "gpus": 1,
             "strategy": "ddp",
-            "framework": "trainer",
+            "framework": "axolotl",
             "precision": "bf16-mixed",
-            "dtype": "bfloat16",
             "optim": "adamw_bnb_8bit",
             "attention": "flash_attention_2",
             "activation_checkpointing": "full",
@@ -394,7 +393,6 @@ def _axolotl(row: Measurement) -> Mapped:
             "use_bnb_nested_quant": True,
             "bnb_4bit_quant_storage": "bfloat16",
         },
-        variant=Variant(keeps_dtypes=True),
     )
 
 

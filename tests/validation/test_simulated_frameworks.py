@@ -94,6 +94,59 @@ def test_the_trainer_makes_units_of_adapters_with_fsdp1(case: dict[str, str], tm
         assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
 
 
+QLORA: dict[str, str] = {
+    "load_in_4bit": "true",
+    "bnb_4bit_quant_storage": "bfloat16",
+    "use_peft": "true",
+    "lora_target_modules": "all-linear",
+}
+OF_AXOLOTL: tuple[dict[str, str], ...] = (
+    {},
+    {**QLORA, "activation_checkpointing": "full"},
+)
+MORE_OF_AXOLOTL: tuple[dict[str, str], ...] = (
+    {"activation_checkpointing": "full", "gpus": "3"},
+    {"use_peft": "true", "dtype": "bfloat16"},
+    {"use_peft": "true", "dtype": "bfloat16", "activation_checkpointing": "full", "lora_target_modules": "all-linear"},
+    QLORA,
+    {"use_peft": "true", "dtype": "bfloat16", "gradient_accumulation_steps": "2", "strategy": "zero2"},
+    {"strategy": "ddp", "backend": "ddp"},
+    {**QLORA, "strategy": "ddp", "backend": "ddp", "activation_checkpointing": "full"},
+)
+
+
+@with_all_cases
+@pytest.mark.parametrize("case", taken(OF_AXOLOTL, MORE_OF_AXOLOTL), ids=str)
+def test_axolotl_keeps_bf16_weights_and_makes_units_of_adapters(
+    case: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """axolotl lets the embedding's output require a gradient if the model has adapters (loaders/adapter.py), as the recorder does for
+    checkpointed layers.
+    """
+    pytest.importorskip("axolotl")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**TINY_CONFIG, "model_type": "llama"}))
+    usual = {"gpus": "4", "strategy": "zero3", "framework": "axolotl", "seq_len": "64", "precision": "bf16-mixed"}
+    request = make_request({**usual, **case, "model": str(config)})
+    (plan,) = plans(request, seq_len=64)
+    adaptation = adaptation_of(request)
+    model = resolve(request.model).adapted(adaptation) if adaptation else resolve(request.model)
+    profile = model.profile
+    assert profile is not None
+    step = peak_of_step(profile, tape_for(model, plan), plan)
+    if plan.checkpointing == "full" and adaptation:
+        prepare = frameworks.transformers_trainer
+
+        def with_input_gradients(source: Any, module: Any, *rest: Any) -> Any:
+            module.enable_input_require_grads()
+            return prepare(source, module, *rest)
+
+        monkeypatch.setattr(frameworks, "transformers_trainer", with_input_gradients)
+    found = simulate(source_of(profile.config, name=request.model, task=profile.task), plan)
+    for phase, n_bytes in found.phase_peaks.items():
+        assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
+
+
 @pytest.mark.parametrize(
     ("trainer", "framework", "tied"),
     taken(

@@ -134,18 +134,28 @@ class Fsdp2Step(StepHooks):
         self._indices[unit].append(len(self._forward_order))
         self._forward_order.append(unit)
 
+    def before_recomputation(self, step: StepBuilder, unit: UnitId) -> None:
+        """Gather a unit within a layer. It stays gathered until its backward has run (`FSDPParamGroup.post_forward`)."""
+        if self._is_empty(unit) or self._unsharded[unit]:
+            return
+        step.add(PythonHooks())
+        if unit not in self._gathered:
+            self._gather(step, unit, "with previous compute", in_backward=True)
+        self._copy_out(step, unit, forward=True)
+
     def pre_backward(self, step: StepBuilder, unit: UnitId, following: UnitId | None) -> None:
         if self._policy is not None:
             unit = self._policy.pre_backward(unit)
         if self._is_empty(unit) and unit != AT_ROOT:
             return
         step.add(PythonHooks())
-        if (self._reshards(unit) or (unit == HEAD and self._loss)) and not self._is_empty(unit):
+        gathers = (self._reshards(unit) or (unit == HEAD and self._loss)) and not self._is_empty(unit)
+        if gathers and not self._was_recomputed(unit):
             if unit not in self._gathered:
                 self._gather(step, unit, "after compute", in_backward=True)
             self._copy_out(step, unit, forward=False)
         target = self._prefetch_target(unit)
-        if target is not None and self._reshards(target):
+        if target is not None and self._reshards(target) and not self._was_recomputed(target):
             self._gather(step, target, "with next compute", in_backward=True)
 
     def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
@@ -243,6 +253,8 @@ class Fsdp2Step(StepHooks):
         # units that were gathered in advance and have no backward (`finalize_backward`)
         step.free(*self._gathered.values())
         self._gathered.clear()
+        step.free(self._previous_output)  # of a recomputation
+        self._previous_output = NO_BUFFER
         step.free(gradient)
         step.free(self._previous_reduce_input)
         self._previous_reduce_input = NO_BUFFER
@@ -271,6 +283,10 @@ class Fsdp2Step(StepHooks):
         """Whether a unit's parameters are freed after forward and gathered again for backward."""
         part = self._wrapping.parts.get(unit)
         return self._reshard and not (part is not None and part.keeps)
+
+    def _was_recomputed(self, unit: UnitId) -> bool:
+        """Whether a unit within a layer is gathered because the layer has been recomputed."""
+        return not (unit.is_layer or unit.is_outside_layers) and bool(self._unsharded[unit])
 
     def _prefetch_target(self, unit: UnitId) -> UnitId | None:
         """The unit whose forward ended before this one's (`_backward_prefetch`), None if it is already gathered."""

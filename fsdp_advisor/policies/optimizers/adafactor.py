@@ -56,7 +56,7 @@ class Adafactor(Optimizer):
 
     def steps_one_by_one(self, framework: str) -> bool:
         """The Trainer uses transformers' Adafactor, which has no foreach implementation."""
-        return framework in ("trainer", "trl")
+        return framework in ("trainer", "trl", "axolotl")
 
     def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
         """`grad**2` and the update in fp32; with bf16 masters also fp32 copies of the gradient and the master."""
