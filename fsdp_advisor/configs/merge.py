@@ -70,6 +70,19 @@ def _resolve_torchtitan(options: dict[str, Any], parts: Sequence[Collector]) -> 
     part.assume(f"PyTorch's own loop and transformers' model, because torchtitan's {what} is modelled only there")
     if options.get("loss") != "full":
         part.omits("torchtitan's loss in chunks; the estimate assumes that all logits are in memory at once")
+    if _drops_compile(options):
+        part.omits(UNCOMPILED)
+
+
+UNCOMPILED = "compile.enable: torch.compile with selective checkpointing; the estimate has layers as they are"
+
+
+def _drops_compile(options: dict[str, Any]) -> bool:
+    """Drop compilation that is modelled with torchtitan alone. Returns whether there was one."""
+    drops = "compile" in options and options.get("activation_checkpointing") == "selective"
+    if drops:
+        del options["compile"]
+    return drops
 
 
 def _resolve_precision(options: dict[str, Any], parts: Sequence[Collector]) -> None:
@@ -164,6 +177,8 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
         options |= {"strategy": "ddp", "backend": "ddp"} if "strategy" in options else {}
     if given.get("backend", options.get("backend", "auto")) not in ("auto", *_backends(options)):
         options.pop("framework")
+        if _drops_compile(options):
+            readings = (replace(readings[0], not_modelled=(*readings[0].not_modelled, UNCOMPILED)), *readings[1:])
     return Configuration(options={**options, **given}, readings=readings)
 
 

@@ -118,7 +118,6 @@ def unmodelled(options: Mapping[str, Any]) -> str | None:
     lacking = {
         "DDP": options.get("strategy") == "ddp",
         "checkpoints of some layers": str(options.get("activation_checkpointing")).startswith("every"),
-        "torch.compile": "compile" in options,
         "fp8": "fp8" in options,
     }
     return next((what for what, is_asked in lacking.items() if is_asked), None)
@@ -136,12 +135,6 @@ def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[name] = value
     return found
-
-
-def _checkpointing_of(found: Collector) -> str:
-    return str(
-        found.options.get("activation_checkpointing", found.defaults.get("activation_checkpointing", ("none",))[0])
-    )
 
 
 def _training(found: Collector) -> None:
@@ -218,13 +211,11 @@ def _compile(found: Collector) -> None:
     """torch.compile of each layer, and of the loss. Source: torchtitan 0.3.0, distributed/compile.py; config/configs.py, CompileConfig."""
     if found.flag("training.compile") or found.flag("compile.enable"):
         components = found.take("compile.components") or ["model", "loss"]
-        if "model" in components and _checkpointing_of(found) not in ("none", "full"):
-            found.omits(
-                "compile.enable: torch.compile with selective checkpointing; the estimate has layers as they are"
-            )
-        elif "model" in components:
+        if "model" in components:
             found.options["compile"] = "layer"
-        if "loss" in components:
+            if "loss" not in components:
+                found.assume("the loss is compiled too, as compile.components has it by default")
+        elif "loss" in components:
             found.omits("compile.components: torch.compile of the loss; the estimate has the loss as it is")
 
 

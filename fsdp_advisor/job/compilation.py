@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import may_adapt
-from fsdp_advisor.job.choices import Backend
+from fsdp_advisor.job.choices import Backend, Framework
+from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 
 COMPILING: tuple[Backend, ...] = ("ddp", "fsdp2")
 """The backends whose compiled steps were compared with PyTorch's own."""
+COMPILING_FRAMEWORKS: tuple[Framework, ...] = ("torch", "torchtitan")
+"""The same of frameworks. torchtitan compiles its layers and its loss. Source: torchtitan 0.3.0, distributed/compile.py and, in
+components/loss.py, `_maybe_compile`."""
 
 
 def compiled_text(job: EstimateRequest | Plan) -> str:
     """What a job that compiles compiles, as in `layers compiled with memory budget 0.5`."""
     budget = f" with memory budget {job.memory_budget:g}" if job.memory_budget != 1 else ""
-    return f"{'layers' if job.compile == 'layer' else 'model'} compiled{budget}"
+    layers = "layers and loss" if FRAMEWORKS[job.framework].own_models else "layers"
+    return f"{layers if job.compile == 'layer' else 'model'} compiled{budget}"
 
 
 def check_compile(request: EstimateRequest) -> None:
@@ -29,15 +34,19 @@ def check_compile(request: EstimateRequest) -> None:
             "--memory-budget recomputes within compiled code, whose layers are then not checkpointed",
             hint="leave --activation-checkpointing out",
         )
+    own_models = FRAMEWORKS[request.framework].own_models
+    if own_models and request.compile == "model":
+        raise UsageError(f"{request.framework} compiles each layer by itself", hint="use --compile layer")
+    policies = ("none", "full", "selective") if own_models else ("none", "full")
     lacking = {
-        f"--framework {request.framework}": request.framework != "torch",
+        f"--framework {request.framework}": request.framework not in COMPILING_FRAMEWORKS,
         f"--attention {request.attention}": request.attention != "sdpa",
-        f"--activation-checkpointing {request.activation_checkpointing}": request.activation_checkpointing not in ("none", "full"),
+        f"--activation-checkpointing {request.activation_checkpointing}": request.activation_checkpointing not in policies,
         "--activation-offload": request.activation_offload,
         "--use-liger-kernel": request.use_liger_kernel,
         f"--wrap {request.wrap}": request.wrap != "layer",
         "packed or padded batches": request.padding_free or request.packing == "bfd" or request.padding_fraction > 0,
-        "adapters, quantized or frozen weights": may_adapt(request),
+        "adapters, quantized or frozen weights": not own_models and may_adapt(request),
     }  # fmt: skip
     if found := [what for what, is_asked in lacking.items() if is_asked]:
         raise UsageError(

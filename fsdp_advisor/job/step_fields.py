@@ -129,8 +129,8 @@ UseLigerKernel = Annotated[
 CompileOption = Annotated[
     Compile,
     Rule(
-        about="part of the model that torch.compile compiles: layer is each layer by itself, as in torchtitan; model is the whole "
-        "model with its loss, which FSDP2's hooks divide into its units",
+        about="part of the model that torch.compile compiles: layer is each layer by itself, with torchtitan also the loss; model is the "
+        "whole model with its loss, which FSDP2's hooks divide into its units",
         group=GROUP,
         synonyms={
             "layers": "layer",

@@ -24,23 +24,25 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.device_interface import CudaInterface
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from torch._inductor import scheduler
+from torch._inductor import scheduler, select_algorithm
 from torch._inductor.graph import GraphLowering
 from torch._inductor.kernel import mm_grouped
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate
+from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.recording.flash import cudnn_scratch, flash_scratch, scratch
-from fsdp_advisor.recording.fused_kernels import kernel
+from fsdp_advisor.recording.fused_kernels import attention_kernel, kernel
 from fsdp_advisor.recording.on_gpu import (
     additive,
     autocast_inputs,
     composite_rms_norm,
     efficient_scratch,
     kernel_of,
+    rms_norm,
 )
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -56,15 +58,22 @@ BUCKET_BYTES = 25 * 2**20
 CAPABILITY = (PROPERTIES.major, PROPERTIES.minor)
 
 
-def compile_modules(modules: Iterable[nn.Module], *, in_ddp: bool) -> None:
+def compile_modules(modules: Iterable[nn.Module], *, in_ddp: bool, in_one_graph: bool = False) -> None:
     """Compile the forward of each module. Hooks run outside of it, as do those of FSDP2.
 
     `in_ddp`: whether modules run in the forward of DDP. There Dynamo divides graphs at the bounds of DDP's buckets.
     Source: torch/_dynamo/convert_frame.py, CatchErrorsWrapper (torch 2.13).
+    `in_one_graph`: whether code that breaks the graph of a module is an error (`fullgraph`).
     """
     backend = DDPOptimizer(BUCKET_BYTES, _backend).compile_fn if in_ddp else _backend
     for module in modules:
-        module.forward = torch.compile(module.forward, backend=backend)
+        module.forward = torch.compile(module.forward, backend=backend, fullgraph=in_one_graph)
+
+
+def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled."""
+    compiled: Callable[..., Any] = torch.compile(function, backend=_backend)
+    return compiled
 
 
 @contextlib.contextmanager
@@ -119,7 +128,7 @@ def functions_of_graphs(*, by_cudnn: bool) -> Iterator[None]:
     attention = _attention_by_cudnn if by_cudnn else _attention
     with (
         mock.patch.object(nn.functional, "scaled_dot_product_attention", attention),
-        mock.patch.object(nn.functional, "rms_norm", composite_rms_norm),
+        mock.patch.object(nn.functional, "rms_norm", _rms_norm),
     ):
         yield
 
@@ -229,6 +238,19 @@ def _attention(
     return found[0]
 
 
+def _rms_norm(
+    tensor: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """`torch.nn.functional.rms_norm`: in graphs as the operator that it calls on CUDA, which the compiler decomposes."""
+    if not torch.compiler.is_compiling():
+        return rms_norm(tensor, normalized_shape, weight, eps)
+    if weight is None or tensor.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
+        return composite_rms_norm(tensor, normalized_shape, weight, eps)
+    operators: Any = torch.ops.aten
+    out: torch.Tensor = operators._fused_rms_norm(tensor, normalized_shape, weight, eps)[0]
+    return out
+
+
 def _attention_by_cudnn(*args: Any, **kwargs: Any) -> torch.Tensor:
     return _attention(*args, **kwargs, by_cudnn=True)
 
@@ -258,6 +280,11 @@ def _load(_: GraphLowering, code: Any) -> ModuleType:
     return module
 
 
+def _template(code: str, *_: Any, **__: Any) -> SimpleNamespace:
+    """Stands for the module of a template's kernel, which only a benchmark of kernels runs."""
+    return SimpleNamespace(__file__="generated", key="generated")
+
+
 class _Kernels:
     """Stands for Inductor's `AsyncCompile`: makes kernels of Triton's source."""
 
@@ -278,6 +305,10 @@ class _Kernel:
 
     def run(self, *values: Any, **_: Any) -> None:
         tensors = [(name, v) for name, v in zip(self._arguments, values, strict=False) if isinstance(v, torch.Tensor)]
+        named = dict(tensors)
+        if "arg_Q" in named:  # of FlexAttention. Source: torch 2.13, _inductor/kernel/flex/templates
+            attention_kernel(named["arg_Q"], named["arg_LSE"].shape[-1], 5 if "arg_DO" in named else 2)
+            return
         reads = [tensor for name, tensor in tensors if name.startswith("in_")]
         writes = [tensor for name, tensor in tensors if "out_ptr" in name or name.startswith("ws_ptr")]
         kernel(reads, writes)
@@ -366,4 +397,6 @@ def _changes() -> dict[Any, dict[str, Any]]:
         torch.utils._triton: {"triton_hash_with_backend": lambda: ""},
         scheduler: {"has_triton": lambda: True},
         mm_grouped: {"has_triton": lambda: True},
+        flex_attention: {"_validate_device": lambda *_: None},
+        select_algorithm: {"PyCodeCache": SimpleNamespace(load=_template)},
     }  # fmt: skip

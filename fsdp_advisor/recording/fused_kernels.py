@@ -14,6 +14,11 @@ def kernel(reads: list[torch.Tensor], writes: list[torch.Tensor], flops: int = 0
     """Count the work of a kernel: the bytes of `reads` and `writes`, and the `flops` of matrix products, whose bytes do not count."""
 
 
+@fake_operator("attention_kernel")
+def attention_kernel(queries: torch.Tensor, tokens: int, products: int) -> None:
+    """Count the work of a kernel of attention over so many tokens: in each matrix product, each element of `queries` meets each token."""
+
+
 @fake_operator("allocation")
 def _allocation(like: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor that a kernel fills, which is its work."""

@@ -69,6 +69,8 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         return Work(attention_flops=_attention_flops(args[0], args[2], 2), operators=1)
     if name == "fsdp_advisor::efficient_attention_backward":
         return Work(attention_flops=_attention_flops(args[1], args[3], 5), operators=1)
+    if name == "fsdp_advisor::attention_kernel":
+        return Work(attention_flops=args[2] * 2 * args[0].numel() * args[1], operators=1)
     if name == "fsdp_advisor::linear_attention_kernel":
         return Work(attention_flops=args[1], traffic_bytes=sum(t.numel() * t.element_size() for t in args[0]))
     if name == "fsdp_advisor::fused_kernel":

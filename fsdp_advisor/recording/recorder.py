@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from fsdp_advisor.errors import AdvisorError, NotPolynomial, NotRecordable
+from fsdp_advisor.job.adaptation import CONFIG_KEY
 from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
 from fsdp_advisor.job.images import Images
 from fsdp_advisor.model.profile import Buffer, Parameter, ParameterRole, Profile, Stack, Unit
@@ -308,7 +309,11 @@ class Recorder:
             materialise(model, half, half if key.uses_flat_parameter else None)
             if key.compiles:
                 layers = (layer for stack in source.stacks(model) for layer in stack.layers)
-                compile_modules((model,) if key.compiles_whole else layers, in_ddp=key.compile.endswith("-ddp"))
+                compile_modules(
+                    (model,) if key.compiles_whole else layers,
+                    in_ddp=key.compile.endswith("-ddp"),
+                    in_one_graph=_is_of_torchtitan(source),
+                )
             yield Step(source, model, key, units, self._replaced, self._operators, sums_in_place=sums_in_place)
 
 
@@ -320,6 +325,10 @@ def _stepping(source: Source, key: TapeKey) -> Source:
 
 def _training(source: Source, key: TapeKey) -> Source:
     """The source with the batch and the loss of the key's trainer."""
+    if key.compiles and _is_of_torchtitan(source):
+        from fsdp_advisor.recording.torchtitan_models import CompiledSource
+
+        source = CompiledSource(source)
     source = with_experts(source, key.experts, key.imbalance)
     source = with_images(source, Images(*key.images) if key.images else None)
     if key.task == "sft":
@@ -330,6 +339,12 @@ def _training(source: Source, key: TapeKey) -> Source:
     # accelerate does not prepare FSDP's copy, which therefore has no autocast but GRPO's
     autocasts = key.task == "grpo" or not key.autocasts_fsdp1
     return PreferenceSource(source, key, autocasts_copy=autocasts)
+
+
+def _is_of_torchtitan(source: Source) -> bool:
+    """Whether the model is of a class of torchtitan."""
+    adaptation: Any = source.config().get(CONFIG_KEY, {})
+    return bool(adaptation.get("own_model"))
 
 
 def record_module(

@@ -19,6 +19,7 @@ from unittest.mock import MagicMock
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from fsdp_advisor.errors import MissingExtra, NoSuchAttention, NotRecordable
 from fsdp_advisor.job.adaptation import CONFIG_KEY
@@ -162,8 +163,9 @@ class TorchtitanSource:
         from torchtitan.components.loss import CrossEntropyLoss
 
         loss: torch.Tensor
-        logits = module(batch["input_ids"], positions=batch["positions"])
-        loss, _ = CrossEntropyLoss.Config().build()(logits, batch["labels"], batch["valid_tokens"])
+        criterion = CrossEntropyLoss.Config().build()
+        _compile_loss(criterion, batch)
+        loss, _ = criterion(_output(module, batch), batch["labels"], batch["valid_tokens"])
         return loss
 
     def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
@@ -198,12 +200,64 @@ class ChunkedLossSource(WrappedSource):
         from torchtitan.components.loss import ChunkedLossWrapper
 
         compute = ChunkedLossWrapper.Config(num_chunks=TORCHTITAN_CHUNKS).build()
+        _compile_loss(compute.loss_fn, batch)
         compute.set_lm_head(module.get_submodule("lm_head"))
         module._skip_lm_head = True  # type: ignore[assignment]  # of torchtitan's Decoder
-        hidden = module(batch["input_ids"], positions=batch["positions"])
+        hidden = _output(module, batch)
         loss: torch.Tensor
         loss, _ = compute(hidden, batch["labels"], batch["valid_tokens"], positions=batch["positions"])
         return loss
+
+
+class CompiledSource(WrappedSource):
+    """A model of torchtitan whose layers and loss are compiled. FlexAttention is then a part of each layer's graph, whose inputs are the
+    masks of blocks: four tables of the pairs of blocks of 128 tokens, the number of blocks in each row, and the last token of each
+    token's document.
+
+    Source: torchtitan 0.3.0, distributed/compile.py; config/configs.py, CompileConfig.components; models/common/decoder.py,
+    `_create_flex_attention_mask_for_document`.
+    """
+
+    def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+        blocks = -(-seq_len // BLOCK)
+        shapes = {"num_blocks": (micro_batch_size, 1, blocks), "indices": (micro_batch_size, 1, blocks, blocks)}
+        masks = {
+            f"{kind}_{name}": torch.zeros(shape, dtype=torch.int32)
+            for kind in _KINDS_OF_BLOCKS
+            for name, shape in shapes.items()
+        }
+        ends = torch.zeros(micro_batch_size, seq_len, dtype=torch.int32)
+        return super().batch(micro_batch_size, seq_len) | masks | {"document_ends": ends}
+
+
+BLOCK = 128
+"""Tokens in a block of FlexAttention's masks. Source: torch 2.13, nn/attention/flex_attention.py, _DEFAULT_SPARSE_BLOCK_SIZE."""
+_KINDS_OF_BLOCKS = ("kv", "full_kv", "q", "full_q")
+
+
+def _output(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The output of the model, with masks of blocks if the batch has their tables."""
+    masks = None
+    if (ends := batch.get("document_ends")) is not None:
+
+        def causal_in_documents(b: Any, h: Any, query: Any, key: Any) -> Any:
+            return (key <= query) & (query <= ends[b, key])
+
+        tables: Any = {
+            name: batch[name] for kind in _KINDS_OF_BLOCKS for name in (f"{kind}_num_blocks", f"{kind}_indices")
+        }
+        length = batch["input_ids"].shape[1]
+        masks = BlockMask((length, length), mask_mod=causal_in_documents, **tables)
+    output: torch.Tensor = module(batch["input_ids"], positions=batch["positions"], attention_masks=masks)
+    return output
+
+
+def _compile_loss(criterion: Any, batch: dict[str, torch.Tensor]) -> None:
+    """Compile a loss of torchtitan if the batch is one of compiled layers."""
+    if "document_ends" in batch:
+        from fsdp_advisor.recording.compiled import compile_function
+
+        criterion.fn = compile_function(criterion.fn)
 
 
 def _detach_table(rope: Any) -> None:
@@ -212,13 +266,25 @@ def _detach_table(rope: Any) -> None:
     rope.cache = table[:0]
 
 
-def _flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-    """`FlexAttention.forward` with the compiled kernel's allocations. q, k, v have shape (B, T, H, D).
+def _flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """`FlexAttention.forward` with the compiled kernel's allocations, or in compiled layers the operator of their graph.
 
-    A policy of selective checkpointing that keeps what the graph returns keeps q, k and v, which its forward returns for its backward.
-    Source: torch 2.13, _higher_order_ops/inductor_compiled_code.py; torchtitan 0.3.0, models/common/attention.py, `inductor_configs`.
+    q, k, v have shape (B, T, H, D). A policy of selective checkpointing that keeps what the compiled kernel's graph returns keeps q, k and
+    v, which its forward returns for its backward. Source: torch 2.13, _higher_order_ops/wrap.py, `InductorCompiledCode`; torchtitan
+    0.3.0, models/common/attention.py, `inductor_configs`.
     """
-    return flex(*(torch.ops.aten.alias.default(x) for x in (q, k, v)))
+    if (mask := inputs.get("attention_masks")) is None:
+        return flex(*(torch.ops.aten.alias.default(x) for x in (q, k, v)))
+    queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+    out, _ = flex_attention(
+        queries,
+        keys,
+        values,
+        block_mask=mask,
+        enable_gqa=q.shape[2] != k.shape[2],
+        return_aux=AuxRequest(lse=True),
+    )
+    return out.transpose(1, 2)
 
 
 def _check_installed(name: str) -> None:

@@ -154,7 +154,11 @@ def test_functions_of_torchtitan(arguments: str, checkpointing: str, loss: str) 
         ('[activation_checkpoint]\nmode = "full"', "torchtitan", "full"),
         ('[activation_checkpoint]\nmode = "none"', "torchtitan", "none"),
         ('[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "op"', "torchtitan", "selective"),
-        ('[activation_checkpoint]\nmode = "full"\n[compile]\nenable = true\ncomponents = ["model"]', "torch", "full"),
+        (
+            '[activation_checkpoint]\nmode = "full"\n[compile]\nenable = true\ncomponents = ["model"]',
+            "torchtitan",
+            "full",
+        ),
     ],
 )
 def test_files_of_torchtitan(section: str, framework: str, checkpointing: str) -> None:
@@ -165,15 +169,22 @@ def test_files_of_torchtitan(section: str, framework: str, checkpointing: str) -
     assert ("torchtitan 0.2's default" in said) is (not section)
 
 
-def test_what_torchtitan_compiles_is_estimated_in_pytorch_s_own_loop() -> None:
-    text = (
-        '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 8192\n[activation_checkpoint]\nmode = "full"\n'
-    )
+def test_what_torchtitan_compiles_is_estimated() -> None:
+    text = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 8192\n[activation_checkpoint]\nmode = "selective"\n'
+    text += 'selective_ac_option = "op"\n'
     command = "CONFIG_FILE=train.toml NGPU=8 ./run_train.sh --compile.enable --compile.components model"
     found, said = read(train__toml=text, run__sh=command)
     (plan,) = plans(make_request(found), seq_len=8192)
-    assert (plan.framework, plan.compile, plan.world_size) == ("torch", "layer", 8)
-    assert "because torchtitan's torch.compile is modelled only there" in said
+    assert (plan.framework, plan.compile, plan.world_size) == ("torchtitan", "layer", 8)
+    assert "the loss is compiled too" in said
+
+
+def test_selective_checkpoints_in_pytorch_s_own_loop_are_estimated_without_compilation() -> None:
+    text = dedent(TITAN.format("compile=CompileConfig(enable=True),"))
+    found = complete(from_texts({"registry.py": text}), {"gpus": 1})
+    (plan,) = plans(make_request(found.options), seq_len=8192)
+    assert (plan.framework, plan.compile, plan.activation_checkpointing) == ("torch", "none", "selective")
+    assert any("torch.compile with selective" in said for reading in found.readings for said in reading.not_modelled)
 
 
 def test_torchtitan_on_one_gpu_is_estimated_as_pytorch_s_own_loop() -> None:

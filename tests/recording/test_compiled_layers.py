@@ -48,6 +48,17 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
         ({"framework": "trainer"}, "--framework trainer"),
         ({"attention": "eager"}, "--attention eager"),
         ({"activation_checkpointing": "every-2"}, "--activation-checkpointing every-2"),
+        ({"activation_checkpointing": "selective"}, "--activation-checkpointing selective"),
+        (
+            {
+                "model": "meta-llama/Llama-3.2-1B",
+                "framework": "torchtitan",
+                "compile": "model",
+                "strategy": "zero3",
+                "gpus": 2,
+            },
+            "torchtitan compiles each layer",
+        ),
         ({"use_liger_kernel": True}, "--use-liger-kernel"),
         ({"use_peft": True}, "adapters"),
         ({"padding_free": True}, "packed or padded"),

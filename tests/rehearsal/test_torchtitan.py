@@ -1,4 +1,7 @@
-"""Steps of torchtitan 0.3's own code on a simulated GPU, compared with the prediction: FlexAttention, which is always compiled."""
+"""Steps of torchtitan 0.3's own code on a simulated GPU, compared with the prediction.
+
+FlexAttention is always compiled; in a compiled layer it is a part of the layer's graph.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,21 @@ CASES: dict[str, tuple[str, Job]] = dict(
     taken(
         [
             ("llama, selective", ("llama", ("selective", False, "bf16-mixed", 4, 8192))),
-            ("qwen3, selective", ("qwen3", ("selective", False, "bf16-mixed", 2, 4096))),
+            ("llama, selective, compiled", ("llama", ("selective", True, "bf16-mixed", 4, 8192))),
+            ("qwen3, full, compiled", ("qwen3", ("full", True, "bf16-mixed", 2, 8192))),
         ],
         [
             ("llama", ("llama", ("none", False, "bf16-mixed", 4, 8192))),
             ("llama, full", ("llama", ("full", False, "bf16-mixed", 4, 8192))),
+            ("qwen3, selective", ("qwen3", ("selective", False, "bf16-mixed", 2, 8192))),
+            ("llama, compiled", ("llama", ("none", True, "bf16-mixed", 4, 8192))),
+            ("llama, full, compiled", ("llama", ("full", True, "bf16-mixed", 4, 8192))),
+            ("llama, compiled, in half precision", ("llama", ("selective", True, "bf16", 3, 8192))),
+            ("llama, compiled, in fp32", ("llama", ("selective", True, "fp32", 2, 4096))),
+            ("qwen3, compiled", ("qwen3", ("none", True, "bf16-mixed", 2, 8192))),
+            ("qwen3, selective, compiled", ("qwen3", ("selective", True, "bf16-mixed", 2, 8192))),
         ],
-        days=2,
+        days=3,
     )
 )
 """The model, and its checkpointing, whether it is compiled, the precision, the micro-batch and the length."""
