@@ -97,12 +97,12 @@ class StrategyEstimate:
 
     @property
     def peak_allocated_bytes(self) -> int | None:
-        """`torch.cuda.max_memory_allocated`: whole blocks of the caching allocator."""
+        """Peak of `torch.cuda.max_memory_allocated`: whole blocks of the caching allocator."""
         return None if self.allocator is None else self.allocator.allocated_peak_bytes
 
     @property
     def peak_reserved_bytes(self) -> int | None:
-        """`torch.cuda.max_memory_reserved`."""
+        """Peak of `torch.cuda.max_memory_reserved`: the allocator's blocks, those in its cache included."""
         return None if self.allocator is None else self.allocator.reserved_peak_bytes
 
     @property
@@ -353,7 +353,7 @@ class Report(Printable):
 
     @property
     def closest_row(self) -> StrategyEstimate:
-        """The row that needs least; a row whose peak is unknown only if all are."""
+        """The row that needs least memory. Rows whose peak is unknown count only if no row's is known."""
         return min(self.estimates, key=lambda row: (row.needed_bytes is None, row.known_bytes))
 
     def as_dict(self, *, timeline: bool = False) -> dict[str, Any]:

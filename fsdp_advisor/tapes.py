@@ -322,7 +322,7 @@ def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Ta
 
 
 def recorded_gpu_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
-    """`gpu_tape`. Records it first if it is missing and can be recorded."""
+    """The `gpu_tape` of a plan, which is recorded first if it is missing and can be recorded."""
     key, tape = select_tape(model, plan, gpu)
     try:
         return model.tape(gpu_tape_key_of(_profile_of(model), key, plan, gpu))

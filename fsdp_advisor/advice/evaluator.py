@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def needed_bytes(self) -> int | None:
-        """`StrategyEstimate.needed_bytes`; None for a bare parameter count."""
+        """The estimate's `needed_bytes`; None for a bare parameter count."""
         return self.estimate.needed_bytes
 
     @property
@@ -91,7 +91,7 @@ class Candidate:
 
     @property
     def known_bytes(self) -> int:
-        """`StrategyEstimate.known_bytes`."""
+        """The estimate's `known_bytes`: what it needs, or the states if that is unknown."""
         return self.estimate.known_bytes
 
     @property

@@ -58,7 +58,7 @@ def decision_tree_by_size(parameters: int, ddp_runs: bool) -> tuple[Strategy, Of
 
 
 def scenario_table(parameters: int, ddp_runs: bool) -> tuple[Strategy, Offload] | None:
-    """DDP below 1B parameters; up to 7B DDP if it fits, else ZeRO-2; up to 30B ZeRO-3; offload from 70B; None in between."""
+    """DDP below 1B parameters; up to 7B DDP if it fits, else ZeRO-2; up to 30B ZeRO-3; from 70B ZeRO-3 with offload; else None."""
     if parameters < 1 * BILLION:
         return "ddp", "none"
     if parameters <= 7 * BILLION:

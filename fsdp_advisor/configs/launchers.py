@@ -260,7 +260,8 @@ def _of_accelerate(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def named_values(words: Sequence[str], flags: frozenset[str] = frozenset()) -> Iterator[tuple[str, Any]]:
-    """`--name value`, `--name=value` and `--flag` as pairs; words before the first option, and `name=value`, with an empty name.
+    """Pairs of a name and a value for `--name value`, `--name=value` and `--flag`. Words before the first option, and `name=value`, have
+    an empty name.
 
     >>> list(named_values("a.yaml x=1 --lr -1 --bf16 --no_packing --b=2 3".split()))
     [('', 'a.yaml'), ('', 'x=1'), ('lr', '-1'), ('bf16', True), ('packing', False), ('b', '2')]

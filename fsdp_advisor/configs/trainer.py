@@ -275,7 +275,7 @@ def read_embedded(found: Collector, section: Mapping[str, Any]) -> None:
 
 
 def read_trainers_fsdp(found: Collector) -> None:
-    """`fsdp` as true, or as the words of older versions, and the keys of `fsdp_config`, with or without the prefix fsdp_."""
+    """Read the Trainer's `fsdp`, which is true or has the words of older versions, and `fsdp_config`, whose keys may begin with fsdp_."""
     words = found.take("fsdp")
     if isinstance(found.peek("fsdp_config"), str):
         found.refer("fsdp_config")  # its version decides
@@ -313,7 +313,7 @@ def read_words(found: Collector, words: Any, version: int) -> None:
 
 
 def mesh(found: Collector, keys: Mapping[str, Any]) -> None:
-    """The degrees of a ParallelismConfig."""
+    """Set replicas and shards from the degrees of a ParallelismConfig."""
     read_replicas(found, keys.get("dp_replicate_size"), keys.get("dp_shard_size"))
     for key in ("tp_size", "cp_size", "sp_size"):
         if int(keys.get(key) or 1) > 1:

@@ -55,7 +55,7 @@ class OutOfMemory:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """`torch.cuda.memory_reserved`."""
+        """Bytes that PyTorch had reserved (`torch.cuda.memory_reserved`)."""
         if self.allocated_bytes is None or self.unallocated_bytes is None:
             return None
         return self.allocated_bytes + self.unallocated_bytes
@@ -88,7 +88,7 @@ class Moment:
 
     @property
     def text(self) -> str:
-        """In words.
+        """The moment in words.
 
         >>> Moment(phase="backward", layer=3, layers=6, step=2, where="model.py:7 forward").text
         'backward of layer 3 of 6, step 2, at model.py:7 forward'

@@ -38,7 +38,8 @@ class Evaluation:
 
     @property
     def text(self) -> str:
-        """
+        """The evaluation in words.
+
         >>> Evaluation(batch_size=8, kept_batches=4).text
         'micro-batch 8, keeping the logits of 4 batches'
         """

@@ -252,7 +252,7 @@ def profile(entry: Entry) -> Profile:
 
 
 def configurations() -> dict[str, dict[str, dict[str, object]]]:
-    """`configs`: the configuration of each model by its id. `defaults`: the default values of each model type's configuration."""
+    """The archive's configurations. `configs`: by model id. `defaults`: the default values of each model type's configuration."""
     with zipfile.ZipFile(PATH) as archive:
         return cast("dict[str, dict[str, dict[str, object]]]", json.loads(archive.read(CONFIGS)))
 

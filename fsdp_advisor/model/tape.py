@@ -89,7 +89,8 @@ class Tiled(NamedTuple):
     parts: int
 
     def bytes_at(self, b: int, t: int) -> int:
-        """
+        """Bytes at micro-batch `b` and `t` tokens.
+
         >>> Tiled(10, unscored=1, scored=0, most=4096, parts=0).bytes_at(2, 101), Tiled(10, 0, 0, 0, parts=63).bytes_at(2, 4096)
         (2000, 2560)
         """
@@ -113,7 +114,8 @@ class Parts(NamedTuple):
     groups: int
 
     def at(self, b: int, t: int) -> int:
-        """
+        """The number of parts at micro-batch `b` and `t` tokens.
+
         >>> Parts(256, heads=128, groups=1).at(1, 2048), Parts(128, heads=64, groups=8).at(1, 4096)
         (16, 1)
         """

@@ -47,7 +47,7 @@ _GRADIENT_ACCOUNT = int(Account.UNSHARDED_GRADIENTS)
 
 
 class Change(NamedTuple):
-    """`times` storages of one of the tape's sizes are allocated, or freed if negative."""
+    """Allocate `times` storages of one of the tape's sizes, or free them if `times` is negative."""
 
     account: int
     size: int

@@ -144,7 +144,10 @@ def _packed_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
 def cudnn_takes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float
 ) -> bool:
-    """`check_prefer_cudnn_attention` and `can_use_cudnn_attention` on compute capability 9.0; on 10.0 heads are at most 128."""
+    """Whether cuDNN's kernel applies on compute capability 9.0; on 10.0 heads are at most 128.
+
+    Source: `check_prefer_cudnn_attention`, `can_use_cudnn_attention`.
+    """
     return (
         dropout_p == 0
         and query.dtype != torch.float32
@@ -155,7 +158,7 @@ def cudnn_takes(
 
 
 def flash_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> bool:
-    """`can_use_flash_attention` on compute capability 8.0 and later."""
+    """Whether the flash kernel applies on compute capability 8.0 and later. Source: `can_use_flash_attention`."""
     return (
         attn_mask is None
         and query.dtype != torch.float32
@@ -167,7 +170,7 @@ def flash_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, att
 def efficient_takes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
 ) -> bool:
-    """`can_use_mem_efficient_attention` on compute capability 8.0 and later."""
+    """Whether the memory-efficient kernel applies on compute capability 8.0 and later. Source: `can_use_mem_efficient_attention`."""
     multiple = HEAD_BYTES // query.element_size()
     return (
         query.dim() == key.dim() == value.dim() == 4
@@ -179,7 +182,7 @@ def efficient_takes(
 
 
 def additive(attn_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`convert_boolean_attn_mask` of attention.cpp."""
+    """The mask as a tensor that is added to the scores. Source: attention.cpp, `convert_boolean_attn_mask`."""
     if attn_mask.dtype != torch.bool:
         return attn_mask
     return torch.where(attn_mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype))

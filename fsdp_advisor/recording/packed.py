@@ -58,7 +58,7 @@ def _words(values: int, bits: int) -> int:
 
 
 class GptqLinear(PackedLinear):
-    """`TritonV2Linear`, which trains as `TorchLinear`. `g_idx` is the group of each input; two small tensors unpack words."""
+    """GPTQ's layer: `TritonV2Linear`, which trains as `TorchLinear`. `g_idx` is the group of each input; two small tensors unpack words."""
 
     def __init__(self, in_features: int, out_features: int, *, bits: int, group_size: int, bias: bool) -> None:
         packed = (_words(in_features, bits), out_features)
@@ -80,7 +80,7 @@ class GptqLinear(PackedLinear):
 
 
 class AwqLinear(PackedLinear):
-    """`AwqGEMMLinear`. Its scales get the dtype of its input."""
+    """AWQ's layer: `AwqGEMMLinear`. Its scales get the dtype of its input."""
 
     def __init__(self, in_features: int, out_features: int, *, bits: int, group_size: int, bias: bool) -> None:
         packed = (in_features, _words(out_features, bits))

@@ -59,7 +59,7 @@ class CandidateView:
 
     @property
     def batch(self) -> str:
-        """`4 x 2`: micro-batch and accumulation steps."""
+        """Micro-batch and accumulation steps, such as `4 x 2`."""
         return f"{self.plan.micro_batch_size} x {self.plan.gradient_accumulation_steps}"
 
 

@@ -117,7 +117,8 @@ def components(needed: Mapping[str, int]) -> tuple[Component, ...]:
 
 
 def share_text(share: float) -> str:
-    """
+    """A share as a percentage.
+
     >>> share_text(0.1234)
     '12.3 %'
     """

@@ -58,17 +58,17 @@ class Sizes:
         return "GB (10^9 bytes)" if self.decimal else "GiB"
 
     def full(self, n_bytes: int) -> str:
-        """With the unit, two decimals."""
+        """Bytes with their unit and two decimals."""
         return format_gb(n_bytes) if self.decimal else format_gib(n_bytes)
 
     def scaled(self, n_bytes: int) -> str:
-        """In the unit that suits the size, for small amounts."""
+        """Bytes in the unit that suits the size, for small amounts."""
         return format_gb(n_bytes) if self.decimal else format_bytes(n_bytes)
 
     def bare(self, n_bytes: int | None) -> str:
-        """Without the unit; `?` if unknown."""
+        """Bytes without their unit; `?` if unknown."""
         return UNKNOWN if n_bytes is None else self.full(n_bytes).split()[0]
 
     def bare_or_none(self, n_bytes: int) -> str:
-        """Without the unit; `-` if nothing."""
+        """Bytes without their unit; `-` if there are none."""
         return self.bare(n_bytes) if n_bytes else NONE

@@ -111,7 +111,7 @@ def wrap(text: str, screen: Screen, *, indent: str = "", first: str = "") -> str
 
 
 def bar(parts: Sequence[tuple[MemoryPart, int]], whole: int, width: int, screen: Screen) -> Text:
-    """`parts` in bytes on a scale of `whole` bytes. Ends with `>` if they exceed it.
+    """A bar of `parts`, in bytes, on a scale of `whole` bytes. It ends with `>` if they exceed it.
 
     Running totals are rounded, not parts, so that the bar is as long as the total.
     """

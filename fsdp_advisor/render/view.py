@@ -255,7 +255,7 @@ def job_items(report: Report) -> tuple[str, ...]:
 
 
 def model_text(report: Report) -> str:
-    """`NAME (6.74B parameters)`, with the trainable ones if they are fewer."""
+    """The model's name and size, `NAME (6.74B parameters)`, with the trainable parameters if they are fewer."""
     total, trainable = format_count(report.parameters), format_count(report.trainable_parameters)
     return f"{report.model_name} ({total} parameters{f', {trainable} trainable' if trainable != total else ''})"
 

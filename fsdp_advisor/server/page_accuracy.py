@@ -16,7 +16,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def records_dir() -> Path:
-    """`fsdp_advisor/records` of an installed wheel, `tests/records` of a checkout."""
+    """The folder of the records: `fsdp_advisor/records` of an installed wheel, `tests/records` of a checkout."""
     installed = _PACKAGE / "records"
     return installed if installed.is_dir() else _PACKAGE.parent / "tests" / "records"
 

@@ -147,7 +147,7 @@ def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str
 
 
 def name_of(row: RowView) -> str:
-    """`ZeRO-3 with FSDP2`."""
+    """The name of a row, such as `ZeRO-3 with FSDP2`."""
     backend = {"ddp": "", "fsdp2": " with FSDP2", "fsdp1": " with FSDP1", "deepspeed": " with DeepSpeed"}
     return row.label + backend[row.backend]
 

@@ -51,12 +51,12 @@ class AnswerService:
     async def answer(
         self, source: ModelSource, make: Callable[..., Document], request: EstimateRequest, *options: Hashable
     ) -> Document:
-        """`make(model, request, *options)`. Raises AdvisorError."""
+        """The result of `make(model, request, *options)`, computed once for equal questions. Raises AdvisorError."""
         key = (source.key, make, request, request.given, options)
         return await self._once(key, lambda: self._compute(source, make, request, *options))
 
     async def page(self, make: Callable[..., Document], *arguments: Hashable) -> Document:
-        """`make(*arguments)`, for pages that need no model."""
+        """The result of `make(*arguments)`, for pages that need no model."""
         return await self._once((make, arguments), lambda: self._pool.run(make, *arguments))
 
     async def _once(self, key: Hashable, compute: Callable[[], Coroutine[Any, Any, Document]]) -> Document:

@@ -63,7 +63,8 @@ def _request(line: str, overrides: dict[str, Any]) -> EstimateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """The campaign after `done` of `total` cases. `record` is the last case's; None for the cases of an earlier run."""
+    """The progress of a campaign: `done` of `total` cases. `record`: that of the case that has just ended; None if earlier runs did these
+    cases."""
 
     done: int
     total: int

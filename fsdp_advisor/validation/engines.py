@@ -88,7 +88,7 @@ def wrap(
     mode: Mode = "simulate",
     materialise: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
-    """`model` under the plan's engine; the units are those of its wrap policy over `layers`, and the root.
+    """Wrap `model` with the plan's engine. The units are those of its wrap policy over `layers`, and the root.
 
     `mode` decides how DDP and offload treat a fake process group and fake tensors. `materialise` makes the weights of one FSDP1 unit
     at a time.

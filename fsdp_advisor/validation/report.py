@@ -57,7 +57,7 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Within:
-    """In how many cases a measured figure is within its predicted range."""
+    """The number of cases in which a measured figure is within its predicted range."""
 
     mode: str
     figure: str

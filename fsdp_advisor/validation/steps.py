@@ -20,7 +20,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 class Trainer(Protocol):
-    """The three phases of a step, and clearing gradients."""
+    """A model in training: the three phases of a step (forward, backward, optimizer), and clearing gradients."""
 
     def forward(self) -> torch.Tensor: ...
 

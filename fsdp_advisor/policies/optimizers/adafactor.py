@@ -49,7 +49,7 @@ class Adafactor(Optimizer):
         return 0
 
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
-        """The update, in torch's Adafactor; `grad**2` and the update in fp32, in that of transformers."""
+        """The update, in torch's Adafactor; the squared gradient and the update in fp32, in that of transformers."""
         if self.steps_one_by_one(framework):
             return Storages.of(prod(shape) * FP32_BYTES, 2)
         return Storages.of(prod(shape) * element_bytes)
@@ -59,7 +59,7 @@ class Adafactor(Optimizer):
         return framework in ("trainer", "trl", "axolotl")
 
     def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
-        """`grad**2` and the update in fp32; with bf16 masters also fp32 copies of the gradient and the master."""
+        """The squared gradient and the update in fp32; with bf16 masters also fp32 copies of the gradient and the master."""
         return Storages.of(FP32_BYTES * elements, 2 if element_bytes == FP32_BYTES else 4)
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:

@@ -50,8 +50,10 @@ def block_of(name: str) -> Block:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamMini(PlainLoop):
-    """`heads`: the number of heads in a matrix of queries or keys. Only the number of allocator blocks matters: up to 128 fp32 moments
-    take one, so a fixed number stands for all models."""
+    """Adam-mini. `heads`: the number of heads in a matrix of queries or keys.
+
+    Only the number of allocator blocks matters: up to 128 fp32 moments take one, so a fixed number stands for all models.
+    """
 
     heads: int = 32
 

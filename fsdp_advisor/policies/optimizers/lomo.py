@@ -27,7 +27,7 @@ _ACCUMULATION = "updates the weights after each micro-batch, and does not clip g
 
 
 class Lomo(NotForDeepSpeed):
-    """Without state. The update needs fp32 copies of a parameter in 16 bits and of its gradient."""
+    """LOMO has no state. The update needs fp32 copies of a parameter in 16 bits and of its gradient."""
 
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         return NO_STORAGES

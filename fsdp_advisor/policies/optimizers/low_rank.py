@@ -92,7 +92,7 @@ class LowRank(PlainLoop):
         return is_linear_weight(parameter) and self.projection.takes(parameter.name.rpartition(".")[0])
 
     def with_settings(self, optim_args: str | None, target_modules: str | None) -> LowRank:
-        """The same optimizer with these of the Trainer's settings, in their normal spelling."""
+        """The same optimizer with the Trainer's `optim_args` and `optim_target_modules`, in their normal spelling."""
         projection = projection_of(optim_args, target_modules)
         settings = settings_of(optim_args or "") or {}
         assert isinstance(self.transformers, NamedOptimizer)
@@ -259,7 +259,7 @@ class Apollo(LowRank):
     """The projection is random. AdamW on the projected gradient only gives a scale for each channel of the gradient."""
 
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
-        """Of a matrix also the norm of its last update, a scalar."""
+        """AdamW's state of low rank and the projection; for a matrix also the norm of its last update, a scalar."""
         state = super().state_storages(parameter, shape, element_bytes)
         return state + Storages.of(element_bytes) if prod(shape) and self.projects(parameter) else state
 

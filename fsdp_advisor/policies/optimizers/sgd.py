@@ -21,7 +21,7 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 @dataclass(frozen=True, kw_only=True)
 class Sgd(Optimizer):
-    """`momentum`: whether there is a momentum buffer, in the parameter's dtype. The update is in place."""
+    """SGD, which updates in place. `momentum`: whether there is a momentum buffer, in the parameter's dtype."""
 
     momentum: bool
 

@@ -47,7 +47,10 @@ class LossSource(FusedLossSource):
 
 
 def with_loss(source: Source, loss: LossCode, ignored_labels: float = 0.0, gathered_head: str = "") -> Source:
-    """The source with this loss. Its `configure` raises NotRecordable for a model that is no causal language model."""
+    """The source with this loss. `ignored_labels`: the part of the labels that is -100. `gathered_head`: see `TapeKey`.
+
+    Its `configure` raises NotRecordable for a model that is no causal language model.
+    """
     if loss == "torchtitan":
         from fsdp_advisor.recording.torchtitan_models import ChunkedLossSource
 

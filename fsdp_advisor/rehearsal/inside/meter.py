@@ -187,7 +187,7 @@ class Meter:
     # What the script reads
 
     def stats(self, device: Any = None) -> dict[str, Any]:
-        """`torch.cuda.memory_stats_as_nested_dict`, with peaks since the script's own last reset."""
+        """The answer to the script's `torch.cuda.memory_stats_as_nested_dict`: with the peaks since its own last reset."""
         found: dict[str, Any] = self.native_stats(device=device)
         kept = self.since_reset.get(self._index(device), {})
         for path, counter in _counters(found):
@@ -195,7 +195,7 @@ class Meter:
         return found
 
     def reset_peaks(self, device: Any = None) -> None:
-        """`torch.cuda.reset_peak_memory_stats`. The phase keeps its peak."""
+        """Answer the script's `torch.cuda.reset_peak_memory_stats`; the peak of the running phase is kept."""
         if self.torch.cuda.is_initialized():
             self._close_phase()
         self.since_reset.pop(self._index(device), None)

@@ -142,7 +142,8 @@ def _local(name: str, file: str, cached_files: Any) -> str | None:
 
 @cache
 def folder_of(name: str) -> Path:
-    """The folder of what a model lacks on this machine. It begins with the config.json of a catalogued model."""
+    """The folder for the files of a model that are not on this machine, such as checkpoint and tokenizer. If the catalog has the model, it
+    starts with its config.json."""
     key = hashlib.sha256(str(Path(name).resolve() if Path(name).is_dir() else name).encode()).hexdigest()[:12]
     folder = Path(os.environ.get("REHEARSAL_FOLDER") or tempfile.gettempdir()) / f"empty-{os.getpid()}-{key}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""From quantities to pixels, and where the ticks stand."""
+"""Maps quantities onto pixels, and chooses the positions of ticks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Linear, or logarithmic where `log`: values low..high onto pixels start..end."""
+    """Maps values from `low` to `high` onto pixels from `start` to `end`, linearly or, with `log`, logarithmically."""
 
     low: float
     high: float
@@ -37,7 +37,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten within low..high.
+    """The ticks of a logarithmic axis: 1, 2 and 5 times powers of ten from `low` to `high`.
 
     >>> log_ticks(0.8, 60)
     [1.0, 2.0, 5.0, 10.0, 20.0, 50.0]
