@@ -192,7 +192,7 @@ def case_settings(case: dict[str, Any]) -> Settings:
     return Settings(**known | {"reduce_bucket_size": case["bucket"]})
 
 
-@in_turn(1, of=2)
+@in_turn(3, of=5)
 def test_against_deepspeed(tmp_path: Path) -> None:
     """The highest moment of backward and of the optimizer step, in bytes above the states.
 

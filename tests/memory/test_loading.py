@@ -17,7 +17,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 
 pytestmark = pytest.mark.slow
-measures = in_turn(0, of=4)  # two processes load a model in every way
+measures = in_turn(0, of=5)  # two processes load a model in every way
 
 GIB = 2**30
 SMALL = (512, 1376, 4, 16001)

@@ -68,7 +68,7 @@ as_ranks(main)
 """
 
 
-@in_turn(0, of=4)  # two days later test_nodes.py measures on two nodes
+@in_turn(1, of=5)  # the next day test_nodes.py measures on two nodes
 def test_two_ranks_measure_what_is_predicted_under_pytorchs_engines(model: str, tmp_path: Path) -> None:
     predictions = [predict(make_request({"model": model, **JOB, **options})) for options in (*EXACT, NOT_PREDICTED)]
     (tmp_path / "wide.json").write_text(json.dumps(WIDE))

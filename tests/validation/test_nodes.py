@@ -124,7 +124,7 @@ def shown_once(ended: list[tuple[int, str, str]]) -> Any:
     return json.loads(shown)
 
 
-@in_turn(2, of=4)  # two days later test_measure.py measures on two ranks
+@in_turn(2, of=5)  # the day before, test_measure.py measures on two ranks
 @pytest.mark.parametrize(("strategy", "per_node"), taken([("zero3", 1)], [("hsdp", 2)]))
 def test_two_nodes_meet_and_the_one_with_rank_0_writes_the_record(
     cluster: Cluster, strategy: str, per_node: int

@@ -7,6 +7,7 @@ own code checkpoints the layers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,8 @@ def test_a_model_that_changes_a_kept_tensor_is_refused(tmp_path: Path) -> None:
 
 
 def test_selective_checkpointing_repeats_every_second_matrix_product(tmp_path: Path) -> None:
-    tape = resolve(_request(FEW[0], tmp_path).model).tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "selective"))
+    key = TapeKey("fsdp2", "bf16-mixed", "sdpa", "selective", at=(3, 100))
+    tape = resolve(_request(FEW[0], tmp_path).model).tape(key)
     hidden, width, keys = 128, 256, 64
     for segment in tape.segments:
         if segment.recomputed is None:
@@ -114,7 +116,7 @@ def test_selective_checkpointing_repeats_every_second_matrix_product(tmp_path: P
 def test_one_of_n_layers_repeats_its_forward(tmp_path: Path) -> None:
     request = _request(_case("llama", "fsdp2", "every-3"), tmp_path)
     model = resolve(request.model).adapted(adaptation_of(request))
-    tape = model.tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "every"))
+    tape = model.tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "every", at=(2, 64)))
     assert model.profile is not None
     (stack,) = model.profile.stacks
     repeated = {s.layer: s.recomputed.operators > 0 for s in tape.segments if s.recomputed is not None}
@@ -129,7 +131,7 @@ def test_activation_offload_copies_the_input_of_each_layer(tmp_path: Path) -> No
     model = resolve(request.model)
     assert model.profile is not None
     (plan,) = plans(request, seq_len=100)
-    tape = model.tape(tape_key_of(plan, model.profile))
+    tape = model.tape(replace(tape_key_of(plan, model.profile), at=(3, 100)))
     for segment in tape.segments:
         copies = [value_at(n_bytes, 3, 100) for n_bytes in segment.host_copies]
         assert copies == ([] if segment.stack == ROOT else [3 * 100 * 128 * 4])
