@@ -15,6 +15,7 @@ from fsdp_advisor.errors import ADAPTERS_EXTRA, MissingExtra, NotRecordable, Usa
 from fsdp_advisor.job.adaptation import CONFIG_KEY, TASK_TYPES, Adaptation
 from fsdp_advisor.model.freezing import check_patterns, matches
 from fsdp_advisor.model.quantization import Quantization, is_packed_checkpoint
+from fsdp_advisor.recording.adapter_entries import NEEDS_VALUES, NOT_RECORDABLE, entries_without_values
 from fsdp_advisor.recording.boft import layers_without_values
 from fsdp_advisor.recording.checkpointing import arguments
 from fsdp_advisor.recording.packed import adapter_layers, pack
@@ -50,6 +51,7 @@ class AdaptedSource(WrappedSource):
         self.inventory_dtype = torch.bfloat16 if has_usual_dtype else torch.float64
         """A parameter with another dtype has it at every precision, as the fp32 weights of adapters. No weight is in float64."""
         self._recorded_as = dict(adaptation)
+        self.needs_values = base.needs_values or self._adaptation.method in NEEDS_VALUES
 
     def config(self) -> dict[str, object]:
         return {**self._base.config(), CONFIG_KEY: self._recorded_as}
@@ -115,6 +117,8 @@ class AdaptedSource(WrappedSource):
         except ImportError as error:
             raise MissingExtra(f"{self.name}: recording adapters needs peft", extra=ADAPTERS_EXTRA) from error
         values = dict(self._adaptation.peft)
+        if (reason := NOT_RECORDABLE.get(self._adaptation.method or "")) is not None:
+            raise NotRecordable(f"{self.name}: {self._adaptation.method} {reason}", hint=_RECORDED)
         try:
             kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(str(values.pop("peft_type")).upper())]
             config = kind(task_type=TASK_TYPES.get(self.task), **{k: v for k, v in values.items() if k != "task_type"})
@@ -122,7 +126,7 @@ class AdaptedSource(WrappedSource):
                 config._register_custom_module(adapter_layers())
             is_boft = isinstance(config, peft.BOFTConfig)
             building = layers_without_values(config.boft_n_butterfly_factor) if is_boft else contextlib.nullcontext()
-            with torch.device("meta"), warnings.catch_warnings(), building:
+            with torch.device("meta"), warnings.catch_warnings(), building, entries_without_values():
                 warnings.simplefilter("ignore")
                 adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
         except Exception as error:  # PEFT raises many kinds for a configuration that does not fit the model
@@ -130,7 +134,7 @@ class AdaptedSource(WrappedSource):
                 method = self._adaptation.peft["peft_type"]
                 raise NotRecordable(
                     f"{self.name}: PEFT makes {method} adapters from values of tensors, which a recording does not have",
-                    hint="most other methods are recorded, such as LORA, LOHA, OFT, BOFT, VERA and IA3",
+                    hint=_RECORDED,
                 ) from error
             raise UsageError(
                 f"{self.name}: PEFT {peft.__version__} refuses the adapter: {str(error)[:300]}",
@@ -138,6 +142,9 @@ class AdaptedSource(WrappedSource):
             ) from error
         apply_every_module(adapted)
         return adapted.train()
+
+
+_RECORDED = "most other methods are recorded, such as LORA, LOHA, OFT, BOFT, VERA and IA3"
 
 
 class _Never:

@@ -28,18 +28,32 @@ TARGETS = {"target_modules": ["q_proj"]}
         ({"peft_type": "BOFT", "boft_block_size": 4, "boft_n_butterfly_factor": 1}, lambda hidden: 4 * hidden + hidden),
         # logits of rank 4 for H / 16 tiles on both sides, over 16 vectors; the vectors are shared
         ({"peft_type": "VBLORA", "num_vectors": 16, "vector_length": 16}, lambda hidden: 2 * 4 * hidden // 16 * 16),
+        ({"peft_type": "WAVEFT", "n_frequency": 32}, lambda _: 32),
+        ({"peft_type": "WAVEFT", "n_frequency": 32, "use_idwt": False}, lambda _: 32),
+        ({"peft_type": "UNILORA", "theta_d_length": 256}, lambda _: 0),  # all entries are shared
     ],
 )
 def test_methods_that_look_at_values_are_recorded(peft: dict[str, Any], trained_per_layer: Any) -> None:
     config = {**LLAMA, CONFIG_KEY: Adaptation(peft={**peft, **TARGETS}).as_dict()}
     recorder = Recorder(source_of(config, name="x"))
     profile = recorder.profile
-    shared = 16 * 16 if peft["peft_type"] == "VBLORA" else 0
+    shared = {"VBLORA": 16 * 16, "UNILORA": 256}.get(peft["peft_type"], 0)
     assert profile.trainable_parameters == LLAMA["num_hidden_layers"] * trained_per_layer(LLAMA["hidden_size"]) + shared
     assert recorder.tape(TapeKey("plain", "bf16", "sdpa", "none", at=(1, 64))).segments
 
 
-def test_a_method_that_chooses_by_values_says_so() -> None:
-    config = {**LLAMA, CONFIG_KEY: Adaptation(peft={"peft_type": "SHIRA", "r": 8, **TARGETS}).as_dict()}
-    with pytest.raises(NotRecordable, match="PEFT makes SHIRA adapters from values of tensors"):
+CPT = {"num_virtual_tokens": 2, "cpt_token_ids": [1, 2], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("peft", "reason"),
+    [
+        ({"peft_type": "SHIRA", "r": 8, **TARGETS}, "SHIRA multiplies by sparse tensors"),
+        ({"peft_type": "FROD", **TARGETS}, "FROD decomposes the weights"),
+        ({"peft_type": "CPT", **CPT}, "CPT weighs the loss by the type of each token"),
+    ],
+)
+def test_a_method_that_cannot_be_recorded_says_why(peft: dict[str, Any], reason: str) -> None:
+    config = {**LLAMA, CONFIG_KEY: Adaptation(peft=peft).as_dict()}
+    with pytest.raises(NotRecordable, match=reason):
         Recorder(source_of(config, name="x"))

@@ -47,11 +47,13 @@ METHODS: tuple[dict[str, Any], ...] = (
     {"peft_type": "FOURIERFT"},
     {"peft_type": "BOFT", "boft_block_size": 4, "boft_n_butterfly_factor": 2, "target_modules": ["q_proj"]},
     {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 8},
+    {"peft_type": "WAVEFT", "n_frequency": 64, "target_modules": ["q_proj"]},
 )
 SHARING: tuple[dict[str, Any], ...] = (
     {"peft_type": "LILY", "r": 4, "stride_A": 3, "num_B": 2, "target_modules": ["gate_proj", "up_proj"]},
     {"peft_type": "LILY", "r": 4, "stride_A": 2, "num_B": 2, "target_modules": ["q_proj"]},
     {"peft_type": "RANDLORA", "r": 4, "target_modules": ["q_proj", "v_proj"]},
+    {"peft_type": "UNILORA", "theta_d_length": 256, "target_modules": ["q_proj", "v_proj"]},
 )
 """Methods whose layers have matrices or buffers in common."""
 

@@ -1,0 +1,58 @@
+"""Adapters that train a few entries of a matrix, at places that PEFT draws or computes: their layers on a device without values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+NEEDS_VALUES = ("WAVEFT",)
+"""Methods whose forward selects entries by a mask of their places."""
+NOT_RECORDABLE = {
+    "SHIRA": "multiplies by sparse tensors, whose memory fake tensors do not show",
+    "FROD": "decomposes the weights to make its matrices, and multiplies by sparse tensors, whose memory fake tensors do not show",
+    "CPT": "weighs the loss by the type of each token, which only the data says, and reads values of its own weights in each step",
+}
+"""Why the layers or the step of a method cannot be recorded. Source: peft 0.21, tuners/{shira,frod}/layer.py, `forward`; frod/model.py,
+`_init_frod_projections`; cpt/model.py, `get_projection` and `calculate_loss`.
+"""
+
+
+class _Places:
+    """The places (2, N) of WaveFT's entries. PEFT keeps them on the host and copies them to the GPU in each forward."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def to(self, _: torch.device) -> torch.Tensor:
+        return torch.zeros((2, self._count), dtype=torch.long, device="cpu")
+
+
+@contextlib.contextmanager
+def entries_without_values() -> Iterator[None]:
+    """Context in which layers of UniLoRA and WaveFT are built with places that are not drawn. All are within the matrices.
+
+    Source: peft 0.21, tuners/unilora/model.py, `_assign_unilora_indices_and_scales`; tuners/waveft/layer.py, `update_layer`.
+    """
+    from peft.tuners.unilora.model import UniLoraModel
+    from peft.tuners.waveft.layer import WaveFTLayer
+
+    update = WaveFTLayer.update_layer
+
+    def scale(model: Any, adapter: str) -> None:
+        for layer in model._iter_unilora_layers():
+            sides = (layer.unilora_indices_A, layer.unilora_indices_B)
+            layer.update_scaling(adapter, *(torch.empty(side[adapter].shape) for side in sides))
+
+    def place(layer: Any, adapter: str, n_frequency: int, **settings: Any) -> None:
+        update(layer, adapter, n_frequency, **settings)
+        layer.waveft_indices[adapter] = _Places(n_frequency)
+
+    with (
+        mock.patch.object(UniLoraModel, "_assign_unilora_indices_and_scales", scale),
+        mock.patch.object(WaveFTLayer, "update_layer", place),
+    ):
+        yield
