@@ -43,12 +43,9 @@ LACKING = (
         _GIVE,
     ),
     Lacking(
-        (
-            "Ling-mini-2.0", "Ling-flash-2.0", "Ling-1T", "Ling-2.0", "Ling-lite-1.5", "Ling-plus",
-            "Ring-mini-2.0", "Ring-flash-2.0", "Ring-1T", "Ring-2.0", "Ring-lite",
-        ),
+        ("Ling-flash-2.0", "Ling-1T", "Ling-lite-1.5", "Ling-plus", "Ring-flash-2.0", "Ring-1T", "Ring-lite"),
         f"Ling and Ring up to 2.0 have the model type bailing_moe_v2, which transformers 5.23 lacks: {_REMOTE}",
-        "inclusionAI/Ling-3.0-Flash, which transformers has, is a later model of another architecture",
+        "of these the catalog has inclusionAI/Ling-mini-2.0; inclusionAI/Ling-3.0-Flash is a later model of another architecture",
     ),
     Lacking(
         ("Intern-S1", "Intern-S1-mini", "InternS1"),
@@ -59,6 +56,31 @@ LACKING = (
         ("DeepSeek-OCR",),
         f"DeepSeek-OCR is a model of 3B for images of text, and transformers 5.23 lacks its model type: {_REMOTE}",
         "for DeepSeek-OCR-2, which transformers has, give its hub id or config.json",
+    ),
+    Lacking(
+        ("DeepSeek-OCR-2",),
+        f"DeepSeek-OCR-2 is a model of 3B for images of text; {_NO_SIZES}",
+        _GIVE,
+    ),
+    Lacking(
+        ("Molmo-7B-D-0924", "Molmo-7B-O-0924", "Molmo-72B-0924"),
+        f"Molmo is a vision-language model whose model type transformers 5.23 lacks: {_REMOTE}",
+        "for its successor Molmo2, which transformers has, give its hub id or config.json",
+    ),
+    Lacking(
+        ("Molmo2-8B", "Molmo2-4B", "Molmo2-O-7B"),
+        f"Molmo2 is a vision-language model, which transformers 5.23 has; {_NO_SIZES}",
+        _GIVE,
+    ),
+    Lacking(
+        ("Kimi-K3",),
+        f"Kimi-K3 has the model type kimi_k3, which transformers 5.23 lacks: {_REMOTE}",
+        "moonshotai/Kimi-K2.5 and moonshotai/Kimi-Linear-48B-A3B-Base are other models",
+    ),
+    Lacking(
+        ("FLUX.1-dev", "FLUX.2-dev", "Qwen-Image", "stable-diffusion-3.5-large", "SD3.5", "SDXL", "Wan2.1-T2V-14B", "Wan2.2-T2V-A14B"),
+        "it is a diffusion model of the diffusers package, not of transformers, and has no config.json of its whole",
+        "record its transformer in Python with fsdp_advisor.record_module",
     ),
     Lacking(
         ("Baichuan2-13B-Base", "Baichuan2-7B-Base", "Baichuan-13B-Base", "Baichuan-7B"),

@@ -181,6 +181,14 @@ AS_TYPED = {
     "kimi-vl": "moonshotai/Kimi-VL-A3B-Instruct",
     "kimi vl a3b thinking": "moonshotai/Kimi-VL-A3B-Instruct",
     "phi-4-multimodal": "microsoft/Phi-4-multimodal-instruct",
+    "qwen2.5 omni": "Qwen/Qwen2.5-Omni-7B",
+    "qwen3 omni": "Qwen/Qwen3-Omni-30B-A3B-Instruct",
+    "ling mini 2.0": "inclusionAI/Ling-mini-2.0",
+    "ring-mini": "inclusionAI/Ling-mini-2.0",
+    "kimi k2.7 code": "moonshotai/Kimi-K2.5",
+    "kimi dev 72b": "Qwen/Qwen2.5-72B",
+    "vibethinker 3b": "Qwen/Qwen2.5-3B",
+    "medgemma 4b": "google/gemma-3-4b-pt",
 }
 
 
@@ -248,7 +256,7 @@ def test_only_near_names_are_suggested(name: str, near: str | None) -> None:
     ("typed", "named"),
     [
         ("step 3.5 flash", "stepfun-ai/Step-3.7-Flash"),
-        ("ling mini 2.0", "inclusionAI/Ling-3.0-Flash"),
+        ("ling flash 2.0", "inclusionAI/Ling-3.0-Flash"),
         ("hunyuan 4b", "tencent/Hunyuan-7B-Instruct"),
         ("nemotron-h 47b", "nvidia/Nemotron-H-56B-Base-8K"),
     ],
@@ -261,7 +269,20 @@ def test_models_of_the_family_are_named_if_none_is_near(typed: str, named: str) 
 
 
 @pytest.mark.parametrize(
-    "typed", ["devstral 2", "Devstral-2-123B", "gemma 3n", "zamba2", "ring-1t", "intern-s1", "deepseek ocr", "baichuan"]
+    "typed",
+    [
+        "devstral 2",
+        "Devstral-2-123B",
+        "gemma 3n",
+        "zamba2",
+        "ring-1t",
+        "intern-s1",
+        "deepseek ocr",
+        "deepseek ocr 2",
+        "molmo 7b",
+        "kimi k3",
+        "qwen image",
+    ],
 )
 def test_known_model_that_the_catalog_lacks_is_named_with_a_reason(typed: str) -> None:
     with pytest.raises(UnknownModel) as unknown:
