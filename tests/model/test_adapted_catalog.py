@@ -8,6 +8,7 @@ import zipfile
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.job.adaptation import adaptation_of
@@ -61,6 +62,7 @@ def test_lora_on_one_gpu_is_answered_without_torch(model: str) -> None:
 
 
 @pytest.mark.usefixtures("without_torch")
+@in_turn(1, of=3)
 def test_a_search_of_methods_needs_no_torch() -> None:
     found = recommend(model="meta-llama/Llama-3.1-8B", gpus=2, gpu="rtx4090", method="any").recommendation
     assert [method.name for method in found.methods if method.advice] == ["full fine-tuning", "LoRA", "QLoRA"]

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from matrix import in_turn
 from tiny_llama import LLAMA, NETWORK_HINT, PARAMETERS, SHIPPED, keep, python, write, written
 
 from fsdp_advisor.errors import AdvisorError, HubError, UnknownModel, UnreadableConfig
@@ -273,6 +274,7 @@ def test_hub_variables_of_the_environment_are_used(hub: Hub, home: Path, recorde
     assert hub.asked == []
 
 
+@in_turn(0, of=3)
 def test_recording_does_not_disable_the_hub(hub: Hub, home: Path) -> None:
     hub.files["acme/model"] = json.dumps(LLAMA).encode()
     config = write(home / "mine.json", LLAMA | {"vocab_size": 500})

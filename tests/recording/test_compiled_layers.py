@@ -27,7 +27,7 @@ def _row(folder: Path, **options: Any) -> StrategyEstimate:
     return row
 
 
-@in_turn(0, of=2)
+@in_turn(2, of=4)
 @pytest.mark.slow
 def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -77,7 +77,7 @@ def other_peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
     return run("compiled.py", json.dumps(jobs))
 
 
-@in_turn(1, of=2)  # the other day compiles layers
+@in_turn(3, of=4)
 @pytest.mark.parametrize("name", OTHERS)
 def test_whole_models_and_memory_budgets_need_what_is_predicted(
     name: str, other_peaks: dict[str, int], tmp_path: Path
@@ -95,7 +95,7 @@ def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
     return run("compiled.py", json.dumps(CASES))
 
 
-@in_turn(0, of=2)
+@in_turn(1, of=4)
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_layers_need_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
     config, engine, precision, checkpointing, batch, length = CASES[name]

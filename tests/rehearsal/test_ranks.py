@@ -54,7 +54,7 @@ def test_collectives_of_four_ranks_return_what_gloo_returns_and_pipelines_run(wa
     assert printed.count("equal") == NODE
 
 
-@in_turn(0, of=2)
+@in_turn(0, of=4)
 def test_ranks_that_call_different_collectives_and_a_rank_that_ends_are_reported(run: Run) -> None:
     started = time.monotonic()
     printed = run("torchrun", "--nproc-per-node=3", str(JOBS / "failing.py"))
@@ -106,7 +106,7 @@ print([each.tolist() for each in gathered])
     assert "[[7, 7], [7, 7], [7, 7], [7, 7]]" in printed
 
 
-@in_turn(1, of=2)
+@in_turn(2, of=4)
 def test_deepspeed_starts_one_rank_alone(run: Run, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -93,7 +93,7 @@ deepspeed.init_distributed()
 """
 
 
-@in_turn(0, of=2)
+@in_turn(2, of=4)
 @pytest.mark.parametrize("stage", taken([3], [2]))
 def test_deepspeeds_engine_waits_for_the_last_shard(stage: int, rehearsal_python: Path, tmp_path: Path) -> None:
     text = (

@@ -94,7 +94,7 @@ def replaced(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return run("replaced.py", folder, REHEARSAL_EMPTY_WEIGHTS="1", REHEARSAL_RANDOM_DATA="1")
 
 
-@in_turn(0, of=2)
+@in_turn(0, of=4)
 def test_trl_trains_with_empty_weights_and_random_data(replaced: dict[str, Any]):
     assert replaced["steps"] == 2
     assert replaced["rows"] == [4, 512]
@@ -102,7 +102,7 @@ def test_trl_trains_with_empty_weights_and_random_data(replaced: dict[str, Any])
     assert replaced["peak"] > replaced["loaded"]
 
 
-@in_turn(0, of=2)
+@in_turn(0, of=4)
 def test_models_and_data_sets_that_are_elsewhere_are_replaced(replaced: dict[str, Any]):
     found = replaced["elsewhere"]
     assert found["splits"] == ["test", "train", "validation"]

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from matrix import in_turn
 from starlette.testclient import TestClient
 
 ESTIMATE = "/api/v1/estimate"
@@ -98,6 +99,7 @@ def test_a_thousand_requests_are_answered_or_refused_with_retry_after(client: Te
     assert sum(status == 200 for status, _ in answers) > 0
 
 
+@in_turn(2, of=3)
 def test_the_server_never_imports_torch() -> None:
     code = (
         "import sys; from starlette.testclient import TestClient; from fsdp_advisor.server.app import create_app\n"

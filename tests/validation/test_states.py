@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from matrix import ALL, taken
+from matrix import ALL, in_turn, taken
 from ranks import run_ranks
 
 torch = pytest.importorskip("torch")
@@ -45,6 +45,7 @@ def plans_of(world: int) -> list[Plan]:
     ]
 
 
+@in_turn(4, of=5)
 @pytest.mark.parametrize("world", taken([3], [2]))
 def test_predicted_states_equal_a_real_run(world: int) -> None:
     """On three ranks a third of the plans runs, with every pair of engine, precision and optimizer."""
