@@ -13,7 +13,7 @@ from fsdp_advisor.configs.adapters import set_lora, set_quantization
 from fsdp_advisor.configs.checkpointing import set_reentrant
 from fsdp_advisor.configs.collect import Collector, active, truth
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
-from fsdp_advisor.configs.names import set_attention, set_optimizer
+from fsdp_advisor.configs.names import set_attention, set_experts, set_optimizer
 from fsdp_advisor.configs.trainer import read_embedded, read_words
 from fsdp_advisor.job.tiled_mlp import AXOLOTL_WITH_FSDP2
 
@@ -21,6 +21,8 @@ _TOPICS = {
     "LoRA restarts": ("relora",),
     "kernels of adapters": ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"),
     "quantized weights": ("gptq", "qat", "quantization"),
+    "experts in 4 or 8 bits, which axolotl packs itself; the estimate has them in 16": ("quantize_moe_experts",),
+    "kernels for experts; the estimate has transformers' grouped_mm": ("use_scattermoe", "use_sonicmoe"),
     "other losses": ("chunked_cross_entropy", "flash_attn_cross_entropy"),
     "some of Liger's kernels without the others": (
         "liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy",
@@ -53,6 +55,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     _precision(found)
     _adapters(found)
     set_attention(found, "attn_implementation")
+    set_experts(found)
     for key, attention in _SWITCHES.items():
         if found.flag(key):
             options["attention"] = attention

@@ -183,6 +183,8 @@ ExpertsImplementationOption = Annotated[
         about="the code for a mixture of experts: grouped_mm, one kernel for all experts; batched_mm, a copy of the weights for each "
         "token and expert; eager, a loop over the experts",
         group=GROUP,
+        not_modelled=("scattermoe", "sonicmoe", "megablocks"),
+        nearest={"scattermoe": "grouped_mm", "sonicmoe": "grouped_mm", "megablocks": "grouped_mm"},
     ),
 ]
 ExpertImbalance = Annotated[

@@ -196,3 +196,19 @@ def test_axolotl_keeps_bf16_around_a_quantized_base_and_fp32_in_adapters(quantiz
     text = f"{{base_model: gpt2, adapter: lora, lora_r: 8, bf16: true{quantization}}}"
     found = adaptation_of(make_request({**from_texts({"axolotl.yaml": text}).options, "gpu": "A100"}))
     assert (found.prepared, found.fp32_adapters) == (prepared, not prepared)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("experts_implementation: scattermoe", "the estimate assumes grouped_mm"),
+        ("use_scattermoe: true", "the estimate has transformers' grouped_mm"),
+        ("quantize_moe_experts: true", "the estimate has them in 16"),
+        ("experts_implementation: eager", None),
+    ],
+)
+def test_axolotls_experts_are_read_or_reported(text: str, told: str | None) -> None:
+    found = from_texts({"axolotl.yaml": f"{{base_model: mistralai/Mixtral-8x7B-v0.1, bf16: true, {text}}}"})
+    (reading,) = found.readings
+    assert not reading.ignored and [told in note for note in reading.not_modelled if told] == [True] * bool(told)
+    assert found.options.get("experts_implementation", "grouped_mm") == ("grouped_mm" if told else "eager")
