@@ -414,12 +414,12 @@ OUTSIDE = (
 )
 OUTSIDE_OF_TWO = f"{OUTSIDE}. Of two GPUs 1.4 GB with this model, 0.4 GB with Mistral-7B (p0535, p0537)"
 LEFT_BY_LOADING = (
-    "likely what loading leaves in the allocator's cache, not a tensor of the step: runs with 512 and 2,048 tokens keep nearly the same "
-    "(LoRA 10.995 and 10.974 GB). The source lacks reserved bytes after loading"
+    "not found: not a tensor of the step, because runs with 512 and 2,048 tokens keep nearly the same (LoRA 10.995 and 10.974 GB). The "
+    "source lacks reserved bytes after loading, so what loading leaves in the allocator's cache is not known"
 )
 FULL_GPU = (
-    "likely no tensor: the GPU is nearly full ({} of 25.4 GB, of which CUDA and NCCL take the rest), where reserved bytes depend on when "
-    "the allocator gives its cache back"
+    "not found: the GPU is nearly full ({} of 25.4 GB, of which CUDA and NCCL take the rest), where reserved bytes depend on when the "
+    "allocator gives its cache back; the source lacks allocated bytes"
 )
 OFFLOADED = (
     "not found: 1.4 GB, of which the whole embedding and head in bf16 would be 1.05 GB; the source lacks allocated bytes and those after "
@@ -436,18 +436,23 @@ ADA = (
     "clocks"
 )
 A6000 = (
-    "likely an RTX A6000: the source names the board A6000 Ada, which does not exist, and 170 and 174 tokens/s are predicted for an "
-    "RTX A6000 (p1532, p1533)"
+    "not found: the source names the board A6000 Ada, which does not exist. 170 and 174 tokens/s are predicted for an RTX A6000 (p1532, "
+    "p1533)"
 )
-TRITON = "likely the Triton kernel of adapters and Transformer Engine, which the page names and which are not modelled"
+TRITON = (
+    "not found: the page names a Triton kernel of adapters and Transformer Engine, which are not modelled, and has no speed "
+    "without them"
+)
 ALL_LOGITS = (
-    "likely all logits, in bf16 and fp32: without cut cross entropy {} GiB are allocated and {} reserved. The source names neither the "
-    "kind of memory nor the loss"
+    "not found: with all logits, in bf16 and fp32, {} GiB are allocated and {} reserved, but the configuration has cut cross entropy, "
+    "without which axolotl 0.19 does not start (integrations/cut_cross_entropy/__init__.py, `_check_requirements`). The source names "
+    "neither the kind of memory nor the version"
 )
 EXPLAINED: dict[tuple[str, str], str] = {
     ("p0023", "reserved"): (
-        "not found: 1.65 GB, likely of the allocator's cache: with sequences of one length it keeps 0.25 GB more than the tensors here and "
-        "1.34 GB in the same method on q_proj and v_proj (p0024), which is within 1.2 %; the source lacks allocated bytes and the lengths"
+        "not found: 1.65 GB. With sequences of one length the allocator's cache keeps 0.25 GB more than the tensors here and 1.34 GB in "
+        "the same method on q_proj and v_proj (p0024), which is within 1.2 %. The lengths of the run's sequences decide it, and the source "
+        "lacks them and allocated bytes"
     ),
     ("p0049", "reserved"): (
         "found: PSOFT's A is a slice of the right singular vectors of each weight, which stay whole: 1.23 GB; the run keeps 1.24 GB more "
@@ -466,7 +471,7 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("p0558", "tokens/s"): (
         "not found: 7 % at both batches, so of kernels; full training of the model is within 1 % (p0534); the source lacks a profile"
     ),
-    ("p0560", "tokens/s"): "likely as of p0558",
+    ("p0560", "tokens/s"): "not found: as of p0558",
     ("p0594", "device"): OUTSIDE,
     ("p0594", "tokens/s"): NO_SPEED,
     ("p0596", "device"): OUTSIDE,
@@ -509,15 +514,15 @@ EXPLAINED: dict[tuple[str, str], str] = {
     (
         "p1501",
         "device",
-    ): "likely the unit: with GB of 10^9 bytes the prediction is 1.2 % lower; the source does not say what its GB are",
+    ): "not found: the source does not say what its GB are; with GB of 10^9 bytes the prediction is 1.2 % lower",
     ("p0424", "tokens/s"): TRITON,
     ("p0425", "tokens/s"): TRITON,
     ("p1067", "memory"): (
         "found: temporaries of xIELU in backward, which its CUDA kernel avoids; the source recommends it and does not say if it ran"
     ),
     ("p1085", "memory"): (
-        "not found: 1.4 GiB are predicted with cut cross entropy and 7.5 GiB with all logits; the source names neither the kind of memory "
-        "nor the loss"
+        "not found: 1.4 GiB are predicted with cut cross entropy, without which axolotl 0.19 does not start, and 7.5 GiB with all "
+        "logits; the source names neither the kind of memory nor the version"
     ),
     ("p1088", "memory"): ALL_LOGITS.format("22.6", "24.6"),
     ("p1097", "memory"): ALL_LOGITS.format("11.1", "12.5"),
@@ -528,4 +533,4 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "reserved",
     ): "found: the run has 78.72 GiB of the GPU's 79.15, where the allocator keeps what it has until its cache is empty",
 }
-"""What explains an error above 3 %, by row and figure: the tensor that was found, or what is likely, or what the source lacks."""
+"""What explains an error above 3 %, by row and figure: the tensor that was found, or what the source lacks to find it."""
