@@ -170,8 +170,8 @@ def select_step_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tup
     """The tape of a row of an estimate, and its key.
 
     This is the tape of `select_tape`, or a GPU tape for any micro-batch and length if the CPU's is valid for one alone.
-    Linear attention runs in chunks. On a CPU, the number of its operators depends on the sequence length; a GPU's kernels are as many
-    for each.
+    Linear attention runs in chunks. On a CPU the number of its operators depends on the sequence length; on a GPU the number of its
+    kernels does not.
     """
     profile = _profile_of(model)
     key = tape_key_of(plan, profile)

@@ -33,7 +33,7 @@ EngineStep = DdpStep | Fsdp1Step | Fsdp2Step | DeepspeedStep
 
 
 def reference_plan(plan: Plan) -> Plan:
-    """How the copy is prepared, as a plan of its own."""
+    """The plan by which the copy of the reference model is prepared: it trains nothing, and takes one micro-batch at a time."""
     plain = replace(plan, optim="sgd", reference="none", gradient_accumulation_steps=1)
     match plan.backend:
         case "ddp" | "fsdp1":
@@ -51,7 +51,7 @@ def reference_plan(plan: Plan) -> Plan:
 
 @lru_cache(maxsize=16)
 def frozen(profile: Profile) -> Profile:
-    """The model without trained parameters."""
+    """The profile of the model with all parameters frozen."""
 
     def unit(each: Unit) -> Unit:
         return replace(each, parameters=tuple(replace(p, trainable=False) for p in each.parameters))

@@ -39,7 +39,7 @@ def phase_bytes(
 
 
 def evaluation_peak(profile: Profile, plan: Plan, peaks: Mapping[str, int]) -> int:
-    """Peak bytes of an evaluation's forwards, and of its generation. `peaks`: tensor bytes by phase of its tape."""
+    """Peak bytes of an evaluation: of its forwards, and of its generation if it has one. `peaks`: tensor bytes by phase of its tape."""
     generates = _generation_peak(profile, plan, peaks) if GENERATION_PHASES[0] in peaks else 0
     return max(generates, *peaks.values())
 

@@ -24,7 +24,7 @@ _NAME = re.compile(r"[\w.-]+")
 class Projection:
     """What is projected, to which rank, and after how many steps the projection is computed again.
 
-    `targets`: names of which a module's name contains one; empty for all linear layers.
+    `targets`: a module is projected if its name contains one of these; empty: all linear layers.
     """
 
     rank: int = 128

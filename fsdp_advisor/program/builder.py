@@ -77,7 +77,7 @@ class StepHooks:
         """After a layer's backward. Called for every layer, even if PyTorch runs no hook there."""
 
     def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int) -> None:
-        """A parameter's gradient is complete."""
+        """After a parameter's gradient is complete."""
 
     def end_backward(self, step: StepBuilder) -> None:
         """After the backward pass."""

@@ -105,7 +105,7 @@ def representatives(kinds: Sequence[int]) -> list[int]:
 
 
 def runs(kinds: Sequence[int], kept: Sequence[int]) -> tuple[Run, ...]:
-    """The recorded layer of every real layer, with repeated patterns folded.
+    """The recorded layer that stands for each real layer, in order, with repeated patterns folded into runs.
 
     >>> runs([0] * 32, [0, 28, 29, 30, 31])
     (Run(pattern=(0, 1), repeats=1), Run(pattern=(2,), repeats=28), Run(pattern=(3, 4), repeats=1))

@@ -65,7 +65,7 @@ def current_tile() -> Tile | None:
 
 @contextlib.contextmanager
 def in_parts(parts: Parts) -> Iterator[None]:
-    """Context in which every storage that is allocated has one of several places of equal size."""
+    """Context in which every storage that is allocated has a place for each part of a sum. The recorded size is that of one place."""
     _Current.parts = parts
     try:
         yield

@@ -26,7 +26,7 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer
 
 @dataclass(frozen=True, slots=True)
 class FlattenedUnit:
-    """One unit's storages: its own parameters, its flat parameter, rank 0's shard."""
+    """One unit's storages while it is flattened: its original parameters, its flat parameter, and rank 0's shard."""
 
     parameters: Storages
     flat: Storages

@@ -26,7 +26,7 @@ PASSES = 9
 
 
 class Adafactor(Optimizer):
-    """The second moment factored into rows and columns; whole for a tensor of fewer than two dimensions."""
+    """Adafactor: the second moment, factored into rows and columns; whole for a tensor of fewer than two dimensions."""
 
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         elements = prod(shape)
@@ -45,7 +45,7 @@ class Adafactor(Optimizer):
         return (FP32_BYTES * elements, RMS_BYTES)
 
     def textbook_bytes(self, element_bytes: int) -> int:
-        """The factored moments are negligible."""
+        """None: the factored moments are negligible."""
         return 0
 
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:

@@ -69,7 +69,7 @@ class AdamMini(PlainLoop):
         return moment + Storages.of(element_bytes * self._second_moments(parameter, shape))
 
     def textbook_bytes(self, element_bytes: int) -> int:
-        """The second moments of blocks are negligible."""
+        """Those of the first moment: the second moments of blocks are negligible."""
         return element_bytes
 
     def loop(self, tensors: Sequence[Stepped]) -> Variables:

@@ -24,7 +24,7 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Optimizer):
-    """Two moments in the parameter's dtype, and a step count.
+    """AdamW: two moments in the parameter's dtype, and a step count.
 
     `step_count`: the step count on the GPU. `roots`: whether all square roots of second moments exist at the same time.
     `passes`: how many tensors of the parameter's size the update reads or writes.
