@@ -45,7 +45,7 @@ class Adafactor(Optimizer):
         return (FP32_BYTES * elements, RMS_BYTES)
 
     def textbook_bytes(self, element_bytes: int) -> int:
-        """None: the factored moments are negligible."""
+        """0, because the factored moments are negligible."""
         return 0
 
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:

@@ -38,7 +38,7 @@ class CpuOffload(NotForDeepSpeed):
         return FUSED.state_storages(parameter, shape, element_bytes)
 
     def textbook_bytes(self, element_bytes: int) -> int:
-        """None: the state is on the host."""
+        """0, because the state is on the host."""
         return 0
 
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:

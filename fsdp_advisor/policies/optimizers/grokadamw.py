@@ -42,7 +42,7 @@ class GrokAdamW(PlainLoop):
         return Storages.of(prod(shape) * element_bytes, MOMENTS + 1) if prod(shape) else NO_STORAGES
 
     def textbook_bytes(self, element_bytes: int) -> int:
-        """None: the state is on the host."""
+        """0, because the state is on the host."""
         return 0
 
     def loop(self, tensors: Sequence[Stepped]) -> Variables:

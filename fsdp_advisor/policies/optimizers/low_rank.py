@@ -108,7 +108,7 @@ class LowRank(PlainLoop):
         return Storages.of(self.projection_bytes(shape, element_bytes)) + Storages.of(moment, 2)
 
     def textbook_bytes(self, element_bytes: int) -> int:
-        """None: the moments of a low rank are negligible."""
+        """0, because the moments of a low rank are negligible."""
         return 0
 
     def loop(self, tensors: Sequence[Stepped]) -> Variables:
