@@ -17,9 +17,11 @@ from fsdp_advisor.configs.names import set_attention, set_experts, set_optimizer
 from fsdp_advisor.configs.trainer import read_embedded, read_words
 from fsdp_advisor.job.tiled_mlp import AXOLOTL_WITH_FSDP2
 
+ADAPTER_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+"""Switches of axolotl's own code for adapters. Without any of them it is on (utils/schemas/config.py, `check_auto_enable_lora_kernels`)."""
 _TOPICS = {
     "LoRA restarts": ("relora",),
-    "kernels of adapters": ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"),
+    "kernels of adapters": ADAPTER_KERNELS,
     "quantized weights": ("gptq", "qat", "quantization"),
     "experts in 4 or 8 bits, which axolotl packs itself; the estimate has them in 16": ("quantize_moe_experts",),
     "kernels for experts; the estimate has transformers' grouped_mm": ("use_scattermoe", "use_sonicmoe"),
@@ -241,6 +243,14 @@ def _adapters(found: Collector) -> None:
     set_lora(found, config)
     if "bf16" in (found.options.get("mixed"), *found.defaults.get("mixed", ())):
         found.options["dtype"] = "bfloat16"
+    switches = [name for name in ADAPTER_KERNELS if name in found]
+    for name in switches:
+        if not active(found.peek(name)):
+            found.take(name)
+    if not switches and not (adapter == "lora" and active(found.peek("load_in_8bit"))):
+        found.omits(
+            "axolotl's kernels of adapters, which are on unless lora_mlp_kernel or another one is set; the estimate has PEFT's code"
+        )
     given = found.take("bnb_config_kwargs")
     loads = {"load_in_4bit": found.flag("load_in_4bit"), "load_in_8bit": found.flag("load_in_8bit")}
     usual = {

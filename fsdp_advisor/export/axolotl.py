@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from fsdp_advisor.configs.axolotl import ADAPTER_KERNELS
 from fsdp_advisor.export import accelerate, deepspeed, trainer
 from fsdp_advisor.export.adapters import lora, lora_limit
 from fsdp_advisor.export.batches import axolotl_keys as batch_keys
@@ -120,6 +121,7 @@ def _adapter(job: Job) -> dict[str, Any]:
         return {}
     config: dict[str, Any] = {"adapter": "qlora" if "load_in_4bit" in quantization else "lora"}
     config |= {_LORA[name]: value for name, value in lora(job).items()}
+    config |= dict.fromkeys(ADAPTER_KERNELS, False)  # the estimate has PEFT's code
     if config["lora_target_modules"] == "all-linear":
         del config["lora_target_modules"]
         config["lora_target_linear"] = True

@@ -178,9 +178,11 @@ def test_an_adapter_config_completes_another_file() -> None:
 
 
 def test_keys_of_an_adapter_are_read_not_reported() -> None:
-    text = json.dumps({"base_model": "gpt2", "adapter": "qlora", "lora_r": 8, "lora_alpha": 16, "load_in_4bit": True})
-    (reading,) = from_texts({"axolotl.yaml": text}).readings
+    keys = {"base_model": "gpt2", "adapter": "qlora", "lora_r": 8, "lora_alpha": 16, "load_in_4bit": True}
+    (reading,) = from_texts({"axolotl.yaml": json.dumps({**keys, "lora_mlp_kernel": False})}).readings
     assert not reading.not_modelled and not reading.ignored
+    (usual,) = from_texts({"axolotl.yaml": json.dumps(keys)}).readings
+    assert "axolotl's kernels of adapters, which are on" in usual.not_modelled[0]
     assert {"adapter: qlora", "lora_r: 8", "load_in_4bit: True"} <= set(reading.read)
 
 

@@ -56,6 +56,10 @@ TOP: dict[str, tuple[type, ...]] = {
     "load_in_4bit": (bool,),
     "load_in_8bit": (bool,),
     "bnb_config_kwargs": (dict,),
+    "lora_mlp_kernel": (bool,),
+    "lora_qkv_kernel": (bool,),
+    "lora_o_kernel": (bool,),
+    "lora_embedding_kernel": (bool,),
 }
 FSDP: dict[str, tuple[type, ...]] = {  # fsdp.py
     "activation_checkpointing": (bool,),
@@ -95,6 +99,9 @@ def test_adapters_are_lora_or_qlora() -> None:
     assert [each["adapter"] for each in (whole, four, eight)] == ["lora", "qlora", "lora"]
     assert (whole["lora_target_modules"], four["lora_target_linear"]) == (["q_proj"], True)
     assert four["load_in_4bit"] is True and eight["load_in_8bit"] is True
+    assert not any(
+        each["lora_mlp_kernel"] for each in (whole, four, eight)
+    )  # axolotl's own code, which is on without the key
     for adaptation, reason in (
         (Adaptation(freeze=("embed_tokens",)), "it names the parameters to train"),
         (Adaptation(peft={"peft_type": "LORA", "r": 8}), "use --lora-target-modules"),
