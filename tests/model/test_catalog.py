@@ -181,6 +181,8 @@ AS_TYPED = {
     "kimi-vl": "moonshotai/Kimi-VL-A3B-Instruct",
     "kimi vl a3b thinking": "moonshotai/Kimi-VL-A3B-Instruct",
     "phi-4-multimodal": "microsoft/Phi-4-multimodal-instruct",
+    "cwm": "facebook/cwm",
+    "mellum2": "JetBrains/Mellum2-12B-A2.5B-Base",
     "qwen2.5 omni": "Qwen/Qwen2.5-Omni-7B",
     "qwen3 omni": "Qwen/Qwen3-Omni-30B-A3B-Instruct",
     "ling mini 2.0": "inclusionAI/Ling-mini-2.0",
