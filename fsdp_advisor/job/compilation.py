@@ -11,9 +11,10 @@ from fsdp_advisor.job.request import EstimateRequest
 
 COMPILING: tuple[Backend, ...] = ("ddp", "fsdp2")
 """The backends whose compiled steps were compared with PyTorch's own."""
-COMPILING_FRAMEWORKS: tuple[Framework, ...] = ("torch", "torchtitan")
-"""The same of frameworks. torchtitan compiles its layers and its loss. Source: torchtitan 0.3.0, distributed/compile.py and, in
-components/loss.py, `_maybe_compile`."""
+COMPILING_FRAMEWORKS: tuple[Framework, ...] = ("torch", "torchtitan", "trainer")
+"""The same of frameworks. torchtitan compiles its layers and its loss, the Trainer (`torch_compile`) the model, as accelerate wraps it.
+Source: torchtitan 0.3.0, distributed/compile.py and, in components/loss.py, `_maybe_compile`; accelerate 1.15, accelerator.py,
+prepare_model."""
 
 
 def compiled_text(job: EstimateRequest | Plan) -> str:
@@ -37,6 +38,8 @@ def check_compile(request: EstimateRequest) -> None:
     own_models = FRAMEWORKS[request.framework].own_models
     if own_models and request.compile == "model":
         raise UsageError(f"{request.framework} compiles each layer by itself", hint="use --compile layer")
+    if request.framework == "trainer" and request.compile == "layer":
+        raise UsageError("the Trainer's torch_compile compiles the whole model", hint="use --compile model")
     policies = ("none", "full", "selective") if own_models else ("none", "full")
     lacking = {
         f"--framework {request.framework}": request.framework not in COMPILING_FRAMEWORKS,
@@ -60,6 +63,11 @@ def refused_compile(plan: Plan) -> UsageError | None:
         return UsageError(
             "--compile model with FSDP2 is not modelled with activation checkpointing, whose recomputation runs FSDP2's hooks",
             hint="use --compile layer, or leave --activation-checkpointing out",
+        )
+    if plan.compile != "none" and plan.framework == "trainer" and plan.world_size > 1:
+        return UsageError(
+            "--compile model with the Trainer is modelled on one GPU alone",
+            hint="use --gpus 1, --framework torch, or leave --compile out",
         )
     if plan.compile == "none" or plan.backend in COMPILING:
         return None

@@ -45,7 +45,9 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"framework": "trainer"}, "--framework trainer"),
+        ({"framework": "accelerate"}, "--framework accelerate"),
+        ({"framework": "trainer"}, "compiles the whole model"),
+        ({"framework": "trainer", "compile": "model", "gpus": 2}, "on one GPU alone"),
         ({"attention": "eager"}, "--attention eager"),
         ({"activation_checkpointing": "every-2"}, "--activation-checkpointing every-2"),
         ({"activation_checkpointing": "selective"}, "--activation-checkpointing selective"),

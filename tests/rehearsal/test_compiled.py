@@ -22,6 +22,7 @@ SHAPES: dict[str, Any] = {
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
 ENGINES: dict[str, dict[str, Any]] = {
     "single": {"strategy": "ddp"},
+    "trainer": {"strategy": "ddp", "framework": "trainer"},
     "ddp": {"strategy": "ddp", "gpus": 2},
     "fsdp2": {"strategy": "zero3", "backend": "fsdp2", "gpus": 2},
 }
@@ -39,7 +40,7 @@ JOBS = {"qwen3_moe, one GPU": _job("qwen3_moe", "single", "bf16")}
 MORE = {
     " ".join(words): _job(*words)
     for words in product(
-        ("llama", "qwen2", "qwen3", "qwen3_moe"), ENGINES, ("bf16", "bf16-mixed"), ("none", "full")
+        ("llama", "qwen2", "qwen3", "qwen3_moe"), ("single", "ddp", "fsdp2"), ("bf16", "bf16-mixed"), ("none", "full")
     )
 } | {"llama, another batch": _job("llama", "single", "bf16-mixed", batch=1, length=2048)}  # fmt: skip
 CASES: dict[str, Job] = dict(taken(list(JOBS.items()), list(MORE.items())))
@@ -53,6 +54,7 @@ OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
             ("qwen3_moe as a whole", (_job("qwen3_moe", "single", "bf16-mixed"), {"compile": "model"})),
             ("llama as a whole in DDP", (_job("llama", "ddp", "bf16-mixed"), {"compile": "model"})),
             ("llama as a whole, sharded", (_job("llama", "fsdp2", "bf16-mixed"), {"compile": "model"})),
+            ("llama in the Trainer", (_job("llama", "trainer", "bf16-mixed"), {"compile": "model"})),
         ],
         [
             ("llama, nothing but inputs", (_job("llama", "single", "bf16-mixed"), {"memory_budget": 0.0})),
@@ -60,9 +62,13 @@ OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
             ("qwen3_moe, half", (_job("qwen3_moe", "single", "bf16"), {"memory_budget": 0.5})),
             ("qwen3_moe as a whole in DDP", (_job("qwen3_moe", "ddp", "bf16"), {"compile": "model"})),
             ("qwen3_moe as a whole, sharded", (_job("qwen3_moe", "fsdp2", "bf16"), {"compile": "model"})),
+            (
+                "llama in the Trainer, checkpointed",
+                (_job("llama", "trainer", "bf16-mixed", "full"), {"compile": "model"}),
+            ),
             ("llama as a whole, half", (_job("llama", "single", "bf16"), {"compile": "model", "memory_budget": 0.5})),
         ],
-        days=5,
+        days=6,
     )
 )
 """Jobs, and other options of the compiler."""

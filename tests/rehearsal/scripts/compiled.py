@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training import peak_of_steps, print_peaks
-from transformers import AutoConfig, AutoModelForCausalLM
+from training import SteadyPeak, peak_of_steps, print_peaks, usual_arguments
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 RANKS = 2
 
@@ -51,17 +52,24 @@ def in_fp8(model: Any, recipe: str) -> None:
     convert_to_float8_training(model, module_filter_fn=takes, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
+def launch_nothing() -> None:
+    """Leave out the compilation of kernels and their launches."""
+    import torch._inductor.config
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # it asks CUDA about its GPUs
+
+    for name in ("precompile", "run"):
+        setattr(CachingAutotuner, name, lambda *args, **kwargs: None)
+    torch._inductor.config.compile_threads = 1  # no workers, which would import PyTorch for each job
+
+
 def peak_of(
     config: dict[str, Any], engine: str, precision: str, checkpointing: str, batch: int, length: int,
     compiled: str = "layer", fp8: str = "none", memory_budget: float = 1.0,
 ) -> int:  # fmt: skip
     import torch._functorch.config
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # it asks CUDA about its GPUs
 
-    for name in ("precompile", "run"):
-        setattr(CachingAutotuner, name, lambda *args, **kwargs: None)
+    launch_nothing()
     torch._functorch.config.activation_memory_budget = memory_budget
-    torch._inductor.config.compile_threads = 1  # no workers, which would import PyTorch for each job
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).train()
     if checkpointing == "full":
@@ -76,7 +84,24 @@ def peak_of(
     return peak_of_steps(prepared(model, engine, precision), precision, engine, batch, length)
 
 
+def trainers_peak(config: dict[str, Any], precision: str, checkpointing: str, batch: int, length: int) -> int:
+    """The peak of the Trainer's steps with `torch_compile`, which compiles the model as accelerate wraps it."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+    rows = {"input_ids": [[token % 50 + 1 for token in range(length)]] * (4 * batch)}
+    found = SteadyPeak()
+    arguments = TrainingArguments(
+        **usual_arguments(batch, precision), gradient_checkpointing=checkpointing == "full", torch_compile=True
+    )
+    data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
+    Trainer(model, args=arguments, train_dataset=data, callbacks=[found]).train()
+    return found.peak
+
+
 def measured(job: list[Any]) -> int:
+    if job[1] == "trainer":
+        launch_nothing()
+        return trainers_peak(job[0], *job[2:6])
     return peak_of(*job)
 
 
