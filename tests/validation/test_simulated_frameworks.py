@@ -115,8 +115,7 @@ MORE_OF_AXOLOTL: tuple[dict[str, str], ...] = (
 )
 
 
-@with_all_cases
-@pytest.mark.parametrize("case", taken(OF_AXOLOTL, MORE_OF_AXOLOTL), ids=str)
+@pytest.mark.parametrize("case", taken(OF_AXOLOTL, MORE_OF_AXOLOTL, days=2), ids=str)
 def test_axolotl_keeps_bf16_weights_and_makes_units_of_adapters(
     case: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
