@@ -69,5 +69,5 @@ def view(folder: Path | None = None) -> dict[str, Any]:
         "bounds_percent": published.BOUNDS,
         "published": published.summaries(),
         "published_runs": published.runs(),
-        "speed_errors_drawing": drawing(speed_errors, [run.point for run in published.runs()], key="speed-errors"),
+        "speed_errors_drawing": drawing(speed_errors, published.points(published.runs()), key="speed-errors"),
     }

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.hardware.links import PCIE_3_X16, PCIE_4_X16, PCIE_5_X16, Link, LinkKind
+from fsdp_advisor.job.choices import Attention
 from fsdp_advisor.program.instructions import HostKernel
 
 SMALL_HEAD = 0.88
@@ -56,27 +57,38 @@ class Achieved:
     seen: bool = False
 
 
-# Matrix products: chosen on the fitted rows for Volta (bert-large in fp16), Ampere (torchtitan on A100) and Hopper (torchtitan
-# on H100). All are lower than the best result of a benchmark (A100 0.87, H100 0.80: Bekman, Machine Learning Engineering, maximum
-# achievable matmul FLOPS). Turing as Volta, Ada as Ampere and Blackwell as Hopper: assumed. CDNA 3 and 4: the same table's
-# benchmark results (MI300X 0.51 and MI325X 0.60, MI355X 0.68) times 0.7, Hopper's ratio to its benchmark. CDNA 2: assumed.
+# Matrix products: chosen on the fitted rows for Volta (bert-large in fp16) and Ampere (torchtitan on A100). Turing as Volta and Ada as
+# Ampere: assumed. Blackwell: Hopper's share before it was measured, assumed. All are lower than the best result of a benchmark (A100 0.87,
+# H100 0.80: Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS). CDNA 3 and 4: the same table's
+# benchmark results (MI300X 0.51 and MI325X 0.60, MI355X 0.68) times 0.7. CDNA 2: assumed.
 # Attention: FlashAttention-2, which is PyTorch's flash kernel. Ampere: forward and backward together, causal, head 128 on
 # A100: 99, 133, 155, 173, 182, 189 TFLOP/s at 512 ... 16384 tokens (flash2_a100_fwd_bwd_benchmark.png in Dao-AILab/flash-attention;
-# arXiv:2307.08691, figure 4); the division between the two is assumed. Hopper: forward 335 (FlashAttention-3, arXiv:2407.08608, figure 5),
-# both together 163, 221, 265, 294, 308, 328 (flash2_h100_fwd_bwd_benchmark.png). With HALF_RATE_TOKENS both generations' rates
-# meet these within 10 % from 1024 tokens on and are 23 % too fast at 512. Volta and Turing run xFormers' kernel, at the share
+# arXiv:2307.08691, figure 4); the division between the two is assumed. With HALF_RATE_TOKENS the rates meet these within 10 % from 1024
+# tokens on and are 23 % too fast at 512. Volta and Turing run xFormers' kernel, at the share
 # of the peak that it has on A100 (0.24 to 0.31 for both together, first of the two figures): assumed. Ada as Ampere, Blackwell
 # (no kernel of its own in PyTorch's FlashAttention-2) and CDNA: assumed.
 # Memory: A100 1355 of 1555 GB/s (copy, PTsolvers/gpu-workshop-JuliaCon23 issue 7), H100 2903 of 3350 (nvbandwidth's copy,
 # aigatech/vpbenchmarking), and 0.90 for both in Calculon's systems/*.json; B200 0.91 (BabelStream's mul in CUB, NVIDIA/cccl pull
 # 9210); MI300X 0.81 of 5.3 TB/s (as aiweekly.co quotes a study). The other generations are assumed equal to the nearest one.
+# Hopper: measured by this project on an H100 and an H200 (SXM, 700 W) with torch 2.11.0, CUDA 13.0, cuBLAS 13.1, cuDNN 9.19, driver 580.159,
+# from torch.profiler over one step of 20 jobs (`tests/records/h200_kernels.csv`, `h100_kernels.csv`), as shares of 989 TFLOP/s, 3.35 and
+# 4.8 TB/s. Products: 0.70 to 0.91, median 0.82, but in long steps the power limit holds them lower, and single products of 2048 to
+# 16384 rows, one after the other, reach 0.64 to 0.75: 0.76 is chosen on the step times of `tests/records/h200.jsonl`, and the step times of
+# the H100, measured later, confirm it. In fp32 49 of 67 TFLOP/s. An odd vocabulary leaves only kernels that load single elements: the heads
+# of GPT-2 (50257) and Whisper (51865) reach 0.125, that of BERT (30522, divisible by 2) 0.25. Attention is cuDNN's, causal, head 128:
+# forward 199, 356, 485, 539 and 612 TFLOP/s at 512, 1024, 2048, 4096 and 8192 tokens, backward 118, 257, 384, 453 and 529. `memory`: a copy
+# in bf16. `eager`: all other operators, whose recorded bytes take 1.2 to 1.8 times as long as at `memory` on the H200 (casts to fp32
+# reach 0.44, factors that are broadcast over a row 0.34) and 1.1 to 1.2 times on the H100, which waits for its memory more. Fused AdamW
+# over 2**29 elements: on the H100 3.31 ms in bf16 (14 bytes an element) and 5.75 ms in fp32 (28 bytes), on the H200 2.74 and 4.33 ms.
+# Libraries of 2023 were slower: runs of llm-foundry on H100s with torch 2.1 imply products at 0.56.
 _ACHIEVED: dict[str, Achieved] = {
     "volta": Achieved(matmul=0.35, attention_forward=0.35, attention_backward=0.25, memory=0.88, seen=True),
     "turing": Achieved(matmul=0.35, attention_forward=0.35, attention_backward=0.25, memory=0.85),
     "ampere": Achieved(matmul=0.72, attention_forward=0.65, attention_backward=0.56, memory=0.88, seen=True),
     "ada": Achieved(matmul=0.72, attention_forward=0.65, attention_backward=0.56, memory=0.88),
     "hopper": Achieved(
-        matmul=0.56, misaligned_matmul=0.125, attention_forward=0.34, attention_backward=0.29, memory=0.88, update_16_bit=0.82, seen=True
+        matmul=0.76, plain_matmul=0.74, misaligned_matmul=0.125, attention_forward=0.69, attention_backward=0.63, small_head=0.80,
+        half_rate_forward=942, half_rate_backward=1459, memory=0.89, eager=0.76, update_16_bit=0.68, update_32_bit=0.78, seen=True,
     ),
     "blackwell": Achieved(matmul=0.56, attention_forward=0.30, attention_backward=0.25, memory=0.90),
     "cdna2": Achieved(matmul=0.54, attention_forward=0.30, attention_backward=0.22, memory=0.80),
@@ -84,24 +96,10 @@ _ACHIEVED: dict[str, Achieved] = {
     "cdna4": Achieved(matmul=0.48, attention_forward=0.30, attention_backward=0.22, memory=0.80),
 }  # fmt: skip
 
-_MEASURED: dict[str, Achieved] = {
-    "H200": Achieved(
-        matmul=0.76, plain_matmul=0.74, misaligned_matmul=0.125, attention_forward=0.69, attention_backward=0.63, small_head=0.80,
-        half_rate_forward=942, half_rate_backward=1459, memory=0.88, eager=0.66, update_16_bit=0.57, update_32_bit=0.72, seen=True,
-    ),
-}  # fmt: skip
-"""Boards on which this project has measured: H200 (SXM, 700 W) with torch 2.11.0, CUDA 13.0, cuBLAS 13.1, cuDNN 9.19, driver 580.159.
-
-From torch.profiler over one step of 20 jobs (`tests/records/h200_kernels.csv`), as shares of 989 TFLOP/s and 4.8 TB/s. Products: 0.70
-to 0.91, median 0.82, but in long steps the power limit holds them lower, and single products of 2048 to 16384 rows, one after the
-other, reach 0.64 to 0.75: 0.76 is chosen on the step times of `tests/records/h200.jsonl`.
-In fp32 49 of 67 TFLOP/s. An odd vocabulary leaves only kernels that load single elements: the heads of GPT-2 (50257) and Whisper
-(51865) reach 0.125, that of BERT (30522, divisible by 2) 0.25. Attention is cuDNN's, causal, head 128: forward 199, 356, 485, 539 and
-612 TFLOP/s at 512, 1024, 2048, 4096 and 8192 tokens, backward 118, 257, 384, 453 and 529. `memory`: a copy in bf16. `eager`: all other
-operators, whose recorded bytes take 1.2 to 1.8 times as long as at `memory`: casts to fp32 reach 0.44, factors that are broadcast
-over a row 0.34. Fused AdamW over 2**29 elements: 2.74 ms in bf16 (14 bytes an element), 4.33 ms in fp32 (28 bytes).
-H100 has the same chip and 3.35 TB/s: its products and its attention stay as chosen on published runs, which had older libraries, its
-eager kernels are limited by memory, and `update_16_bit` is the same 2.74 TB/s."""
+_FASTER_MEMORY: dict[str, Achieved] = {
+    "H200": replace(_ACHIEVED["hopper"], memory=0.88, eager=0.66, update_16_bit=0.57, update_32_bit=0.72),
+}
+"""The shares of boards whose memory is so much faster than that of others with the same chip that operators reach less of its rate."""
 
 SPLIT_K = 256
 """The shortest piece of the inner dimension that a multiprocessor computes if a product has fewer tiles than multiprocessors.
@@ -183,22 +181,37 @@ HOST_LINK: dict[str, Link] = {
 """The link between a generation's boards and the host. Source: the makers' datasheets."""
 
 
-def achieved_by(gpu: Gpu) -> Achieved | None:
-    """The shares that this GPU achieves; None if its generation is unknown."""
+def achieved_by(gpu: Gpu, attention: Attention = "sdpa") -> Achieved | None:
+    """The shares that this GPU achieves with this implementation of attention; None if its generation is unknown."""
     if gpu.architecture is None:
         return None
-    if gpu.name in _MEASURED:
-        return _MEASURED[gpu.name]
-    found = _ACHIEVED[gpu.architecture]
+    found = _FASTER_MEMORY.get(gpu.name, _ACHIEVED[gpu.architecture])
     if gpu.name in _LIMITED_BY_POWER:
-        return _limited_by_power(found, _LIMITED_BY_POWER[gpu.name])
-    return _not_limited_by_power(found) if _accumulates_at_half_rate(gpu) else found
+        found = _limited_by_power(found, _LIMITED_BY_POWER[gpu.name])
+    elif _accumulates_at_half_rate(gpu):
+        found = _not_limited_by_power(found)
+    if gpu.architecture == "hopper" and attention == "flash_attention_2":
+        return _with_flash_2_on_hopper(found)
+    return found
 
 
-_LIMITED_BY_POWER: dict[str, float] = {"L4": 0.47}
-"""Products' share of the peak on boards that their power limit slows in a benchmark already. Source: L4 (72 W) in bf16 at 4096, 8192
-and 10240, 54.9, 59.4 and 56.9 of 121 TFLOP/s, after 70.9 at 2048, which ends too soon to be limited (zzc0721/torch-performance-test-data
-issue 120)."""
+def _with_flash_2_on_hopper(found: Achieved) -> Achieved:
+    """The shares with FlashAttention-2 on Hopper, where `sdpa` runs cuDNN's faster kernels.
+
+    Source: forward 335 TFLOP/s (FlashAttention-3, arXiv:2407.08608, figure 5), both together 163, 221, 265, 294, 308, 328 at 512 ... 16384
+    tokens (flash2_h100_fwd_bwd_benchmark.png in Dao-AILab/flash-attention).
+    """
+    return replace(
+        found, attention_forward=0.34, attention_backward=0.29, small_head=SMALL_HEAD,
+        half_rate_forward=HALF_RATE_TOKENS, half_rate_backward=HALF_RATE_TOKENS,
+    )  # fmt: skip
+
+
+_LIMITED_BY_POWER: dict[str, float] = {"L4": 0.47, "H100-96GB": 0.52, "H100-PCIe": 0.56, "H100-NVL": 0.56}
+"""Products' share of the peak on boards that their power limit slows more than others of their generation. Source: L4 (72 W) in bf16 at
+4096, 8192 and 10240, 54.9, 59.4 and 56.9 of 121 TFLOP/s, after 70.9 at 2048, which ends too soon to be limited
+(zzc0721/torch-performance-test-data issue 120). H100-96GB (500 W): chosen on torchtitan's two fitted rows, which ran on it. H100-PCIe
+(350 W) and H100-NVL (400 W): assumed, of peaks that are lower."""
 
 
 def _limited_by_power(found: Achieved, matmul: float) -> Achieved:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from math import ceil, gcd, inf
 
 from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.job.choices import Attention
 from fsdp_advisor.job.fp8 import suits_fp8
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.timing.achieved import (
@@ -42,9 +43,9 @@ class Device:
 
 
 @lru_cache(maxsize=256)
-def device_of(gpu: Gpu, precision: str, *, compiled: bool = False) -> Device | None:
+def device_of(gpu: Gpu, precision: str, attention: Attention = "sdpa", *, compiled: bool = False) -> Device | None:
     """The rates of `gpu` at `precision`; None if they are unknown. `compiled`: kernels that a compiler has fused."""
-    achieved = achieved_by(gpu)
+    achieved = achieved_by(gpu, attention)
     peak = _peak_flops(gpu, precision)
     if achieved is None or peak is None or gpu.memory_bytes_per_s is None or gpu.multiprocessors is None:
         return None

@@ -137,7 +137,7 @@ class StepTime:
 
 def _device(plan: Plan, gpu: Gpu) -> Device | None:
     """The rates at which the GPU runs the plan; None if they are unknown."""
-    return device_of(gpu, plan.precision, compiled=plan.compile != "none")
+    return device_of(gpu, plan.precision, plan.attention, compiled=plan.compile != "none")
 
 
 def why_unknown(plan: Plan, gpu: Gpu) -> str | None:

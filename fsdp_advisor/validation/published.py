@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +24,8 @@ BOUNDS = (15, 30)
 class PublishedRun:
     """One published run and its prediction. The fields are the columns of the table.
 
-    `part`: `fitted` if constants of the time model were chosen with this run, else `judged`. `caveats`: the caveats that the estimate
+    `part`: `fitted` if constants of the time model were chosen with this run, `older` if its libraries are older than those of which the
+    GPU's rates are, else `judged`. `caveats`: the caveats that the estimate
     itself gives for its step time, separated by semicolons.
     """
 
@@ -90,10 +92,15 @@ def read(table: str) -> tuple[PublishedRun, ...]:
     return tuple(PublishedRun(**{name: kinds[name](text) for name, text in row.items()}) for row in rows)
 
 
+def points(drawn: Iterable[PublishedRun]) -> list[ErrorPoint]:
+    """The points of a drawing of these runs. Those with older libraries are left out."""
+    return [run.point for run in drawn if run.part != "older"]
+
+
 def summaries() -> tuple[Summary, ...]:
-    """The summary of the judged runs, then of the fitted ones."""
+    """The summary of the judged runs, of the fitted ones, and of those with older libraries."""
     found = []
-    for part in ("judged", "fitted"):
+    for part in ("judged", "fitted", "older"):
         errors = [abs(run.error_percent) for run in runs() if run.part == part]
         within = tuple(sum(error <= bound for error in errors) for bound in BOUNDS)
         found.append(

@@ -65,7 +65,7 @@ def table() -> str:
 
 def drawing() -> str:
     """The table drawn, as SVG."""
-    return speed_errors([run.point for run in published.read(TABLE.read_text(encoding="utf-8"))]) + "\n"
+    return speed_errors(published.points(published.read(TABLE.read_text(encoding="utf-8")))) + "\n"
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def _row(row: dict[str, Any]) -> Row:
     return Row(
         id=row["id"],
         source=row["source"],
-        part=part_of(row["source"]),
+        part=part_of(row),
         model=row["model"],
         profile=profile,
         tape=_tape(profile, plan, checkpointing),
@@ -181,9 +181,7 @@ def _machine(row: dict[str, Any], plan: Plan) -> tuple[Gpu, Link]:
     if "A100" in name:
         gpu = find_gpu("A100-40GB" if "40" in name else "A100-80GB")
         return gpu, find_interconnect("200Gb/s", gpu, 8)  # llm-foundry: 1600 Gb/s RoCE per node; DGX A100 elsewhere
-    gpu = find_gpu("H100")
-    if "HBM2e" in name:  # Grand Teton: 2.4 TB/s, 500 W, a peak "between SXM and NVL", of which the middle is taken here
-        gpu = replace(gpu, memory_bytes_per_s=2.4e12, bf16_flops=912e12)
+    gpu = find_gpu("H100-96GB" if "HBM2e" in name else "H100-80GB")
     return gpu, find_interconnect("400Gb/s", gpu, 8)
 
 

@@ -1,10 +1,13 @@
-"""Which published sources the constants of the time model may be chosen on, and which judge it.
+"""Which published runs the constants of the time model may be chosen on, which judge it, and which are older than what it models.
 
 Fixed before any constant was chosen, by source and not by row, so that both parts hold V100, A100 and H100, PyTorch's and
 DeepSpeed's engines, one node and many, with and without activation checkpointing and offload.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 FITTED = (
     "pytorch/torchtitan",
@@ -15,6 +18,17 @@ FITTED = (
 """Sources on which constants may be chosen, by the beginning of their names. All others judge."""
 
 
-def part_of(source: str) -> str:
-    """`fitted` or `judged`."""
-    return "fitted" if source.startswith(FITTED) else "judged"
+OLDER = ("mosaicml/llm-foundry", "H100")
+"""The runs whose libraries are older than those of which a GPU's rates are: llm-foundry's on H100s, with PyTorch 2.1 of 2023.
+
+Hopper's rates are measured with PyTorch 2.11 and CUDA 13. torchtitan's H100s of 500 W became faster, too: eight of them trained Llama 3 8B,
+compiled, at 6,667 tokens per second and GPU in December 2024 and at 7,890 in 2026 (pytorch/torchtitan pull 3429).
+"""
+
+
+def part_of(row: Mapping[str, Any]) -> str:
+    """`fitted`, `judged` or `older`."""
+    if row["source"].startswith(FITTED):
+        return "fitted"
+    source, gpu = OLDER
+    return "older" if row["source"].startswith(source) and gpu in row["gpu"] else "judged"

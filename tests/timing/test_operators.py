@@ -75,7 +75,7 @@ def test_a_causal_kernel_skips_half() -> None:
 @pytest.mark.parametrize(("tokens", "published"), [(1024, 260e12), (2048, 298e12), (4096, 319e12), (16384, 335e12)])
 def test_flash_attention_ramps_up_as_published(tokens: int, published: float) -> None:
     """FlashAttention-2 on H100, causal, head 128: FlashAttention-3 (arXiv:2407.08608), figure 5."""
-    h100 = device_of(find_gpu("H100"), "bf16")
+    h100 = device_of(find_gpu("H100"), "bf16", "flash_attention_2")
     assert h100 is not None
     counted_whole = 2e12
     assert counted_whole / 2 / attention_s(
