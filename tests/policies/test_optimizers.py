@@ -162,8 +162,8 @@ def test_states_of_large_tensors_are_paged(name: OptimizerName, kept: int, paged
     optimizer = optimizer_named(name)
     large = Parameter(name="large", shape=(1000, 100))
     assert optimizer.state_storages(large, large.shape, 4).exact == kept
-    assert optimizer.paged_state_storages(large.elements).exact == paged
-    assert optimizer.paged_state_storages(99_999).exact == 0
+    assert optimizer.paged_state_storages(large, large.shape).exact == paged
+    assert optimizer.flat_paged_state_storages(99_999).exact == 0
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def predicted(optimizer: Optimizer, shapes: Sequence[tuple[int, ...]]) -> dict[s
     each = [(Parameter(name="p", shape=shape), shape) for shape in shapes]
     state = sum((optimizer.state_storages(p, shape, 4) for p, shape in each), optimizer.shared_state)
     temporaries = [optimizer.step_temporaries(p, shape, 4, "torch").exact for p, shape in each]
-    paged = sum((optimizer.paged_state_storages(prod(shape)) for shape in shapes), NO_STORAGES)
+    paged = sum((optimizer.flat_paged_state_storages(prod(shape)) for shape in shapes), NO_STORAGES)
     return {
         "state": state.exact,
         "paged": paged.exact,

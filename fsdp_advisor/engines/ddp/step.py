@@ -105,7 +105,8 @@ def ddp_states(profile: Profile, plan: Plan) -> States:
         return sum((stepping.state_storages(p, p.shape, stored_bytes(plan, p)) for p in trained), NO_STORAGES)
 
     def paged(unit: Unit) -> Storages:
-        return sum((stepping.paged_state_storages(p.elements) for p in unit.parameters if p.trainable), NO_STORAGES)
+        trained = (p for p in unit.parameters if p.trainable)
+        return sum((stepping.paged_state_storages(p, p.shape) for p in trained), NO_STORAGES)
 
     return States(
         parameters=total(profile, parameters),

@@ -160,7 +160,7 @@ def optimizer_states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS
     return OptimizerStates(
         masters=sum((Storages.of(m * n) for n in partitions), NO_STORAGES),
         moments_by_partition=(norm + optimizer.shared_state + first, *rest),
-        paged=sum((optimizer.paged_state_storages(n) for n in partitions), NO_STORAGES),
+        paged=sum((optimizer.flat_paged_state_storages(n) for n in partitions), NO_STORAGES),
     )
 
 

@@ -85,7 +85,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
         if parameter.trainable and piece:
             norms += Storages.of(CLIP_NORM_BYTES)
             optimizer += stepping.state_storages(parameter, (piece,), stored)
-            paged += stepping.paged_state_storages(piece)
+            paged += stepping.paged_state_storages(parameter, (piece,))
             update = stepping.step_temporaries(parameter, (piece,), stored, plan.framework)
             if not stepping.steps_one_by_one(plan.framework):
                 temporaries += update

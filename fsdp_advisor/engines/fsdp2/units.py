@@ -72,7 +72,7 @@ def measure(unit: Unit, plan: Plan) -> UnitBytes:
         shards.append(ShardBytes(e * stored, e * computed))
         if parameter.trainable:
             optimizer += stepping.state_storages(parameter, shape, stored)
-            paged += stepping.paged_state_storages(e)
+            paged += stepping.paged_state_storages(parameter, shape)
             kept += e * stored
             reduced += e * gradient_bytes(plan, parameter)
             trained += e

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from fsdp_advisor.job.choices import OptimizerName
@@ -24,6 +25,7 @@ from fsdp_advisor.policies.optimizers import (
     stable_adamw,
     torchao,
 )
+from fsdp_advisor.policies.optimizers.bitsandbytes import Bitsandbytes
 from fsdp_advisor.policies.optimizers.interface import Optimizer
 from fsdp_advisor.policies.optimizers.low_rank import LowRank
 
@@ -65,11 +67,17 @@ def optimizer_named(name: OptimizerName) -> Optimizer:
 
 
 def optimizer_of(plan: Plan) -> Optimizer:
-    """The plan's optimizer with the plan's settings."""
-    return _with_settings(plan.optim, plan.optim_args, plan.optim_target_modules)
+    """The plan's optimizer with the plan's settings, as the plan's framework makes it."""
+    return _with_settings(plan.optim, plan.optim_args, plan.optim_target_modules, plan.facts.uses_trainer)
 
 
 @lru_cache(maxsize=64)
-def _with_settings(name: OptimizerName, optim_args: str | None, target_modules: str | None) -> Optimizer:
+def _with_settings(
+    name: OptimizerName, optim_args: str | None, target_modules: str | None, by_trainer: bool
+) -> Optimizer:
     optimizer = optimizer_named(name)
-    return optimizer.with_settings(optim_args, target_modules) if isinstance(optimizer, LowRank) else optimizer
+    if isinstance(optimizer, LowRank):
+        return optimizer.with_settings(optim_args, target_modules)
+    if isinstance(optimizer, Bitsandbytes) and by_trainer:
+        return replace(optimizer, quantizes_embeddings=False)
+    return optimizer

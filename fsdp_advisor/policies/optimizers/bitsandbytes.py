@@ -6,7 +6,7 @@ functional.py (`get_paged`); for DeepSpeed's offload accelerate 1.15.0, utils/de
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from fsdp_advisor.job.choices import OptimizerName
@@ -37,20 +37,30 @@ class Bitsandbytes(Optimizer):
     """States of one byte per element with a scale per block, or of fp32. The update is in place.
 
     `moments`: for each state tensor the number of moments in it; AdEMAMix keeps two in its first. `eight_bit`: whether
-    large tensors have 8-bit states. `is_paged`: whether they are in managed memory; the scales never are.
+    large tensors have 8-bit states. `quantizes_embeddings`: whether embeddings have them, too; transformers' Trainer registers fp32
+    for the weights of every `nn.Embedding` (transformers 5.23, trainer.py, `create_optimizer`), which a flat partition of DeepSpeed
+    does not follow. `is_paged`: whether states are in managed memory; the scales never are.
     """
 
     moments: tuple[int, ...]
     eight_bit: bool
+    quantizes_embeddings: bool = True
 
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
+        if self._keeps_fp32(parameter):
+            return replace(self, eight_bit=False).flat_state_storages(prod(shape), element_bytes)
         return self.flat_state_storages(prod(shape), element_bytes)
 
     def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
         kept = NO_STORAGES if self._pages(elements) else self._states(elements)
         return kept + self._scales(elements)
 
-    def paged_state_storages(self, elements: int) -> Storages:
+    def paged_state_storages(self, parameter: Parameter, shape: Shape) -> Storages:
+        if self._keeps_fp32(parameter):
+            return replace(self, eight_bit=False).flat_paged_state_storages(prod(shape))
+        return self.flat_paged_state_storages(prod(shape))
+
+    def flat_paged_state_storages(self, elements: int) -> Storages:
         return self._states(elements) if self._pages(elements) else NO_STORAGES
 
     def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
@@ -72,6 +82,9 @@ class Bitsandbytes(Optimizer):
         """Reads p, g and writes p; reads and writes the states."""
         return (3 * element_bytes + 2 * self.textbook_bytes(element_bytes)) * parameter.elements
 
+    def _keeps_fp32(self, parameter: Parameter) -> bool:
+        return not self.quantizes_embeddings and _is_embedding(parameter)
+
     def _pages(self, elements: int) -> bool:
         return self.is_paged and elements >= PAGED_MIN_ELEMENTS
 
@@ -87,6 +100,12 @@ class Bitsandbytes(Optimizer):
             return NO_STORAGES
         per_moment = SCALE_BYTES * -(-elements // QUANTIZED_BLOCK_ELEMENTS)
         return sum((Storages.of(n * per_moment) for n in self.moments), NO_STORAGES)
+
+
+def _is_embedding(parameter: Parameter) -> bool:
+    """Whether the parameter is the weight of an `nn.Embedding`, such as of tokens or positions."""
+    named = "embed" in parameter.name or "wpe." in parameter.name
+    return parameter.role == "embedding" or (named and parameter.role == "other" and len(parameter.shape) == 2)
 
 
 def _bitsandbytes(

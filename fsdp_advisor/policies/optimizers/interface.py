@@ -206,15 +206,18 @@ class Optimizer(ABC):
 
     def all_state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         """The state of one trainable parameter, including state in managed memory: what a checkpoint or the host has to store."""
-        return self.state_storages(parameter, shape, element_bytes) + self.paged_state_storages(prod(shape))
+        return self.state_storages(parameter, shape, element_bytes) + self.paged_state_storages(parameter, shape)
 
-    def paged_state_storages(self, elements: int) -> Storages:
-        """The state of one tensor on the GPU that is in CUDA's managed memory. `state_storages` and
-        `flat_state_storages` do not count it.
+    def paged_state_storages(self, parameter: Parameter, shape: Shape) -> Storages:
+        """The state of one trainable parameter that is in CUDA's managed memory. `state_storages` does not count it.
 
         cudaMallocManaged allocates it, not PyTorch. CUDA moves its pages to the GPU when they are used, and to the host when the
         GPU is full.
         """
+        return NO_STORAGES
+
+    def flat_paged_state_storages(self, elements: int) -> Storages:
+        """The same of one flat partition under DeepSpeed. `flat_state_storages` does not count it."""
         return NO_STORAGES
 
     @abstractmethod
@@ -223,7 +226,7 @@ class Optimizer(ABC):
 
     def saved_flat_bytes(self, elements: int, element_bytes: int) -> int:
         """Bytes in a checkpoint of the state of one flat partition under DeepSpeed."""
-        on_gpu = self.flat_state_storages(elements, element_bytes) + self.paged_state_storages(elements)
+        on_gpu = self.flat_state_storages(elements, element_bytes) + self.flat_paged_state_storages(elements)
         return on_gpu.exact + self.host_state_bytes
 
     @abstractmethod
