@@ -22,12 +22,18 @@ cast of the updated weights back."""
 
 
 def optimizer_bytes(profile: Profile, plan: Plan, elements: float, *, masters: bool = False) -> float:
-    """Bytes of GPU memory that the update of `elements` elements reads and writes: a mean over all trainable parameters."""
+    """Bytes of GPU memory that the update of `elements` elements reads and writes: a mean over all trainable parameters.
+
+    Clipping reads the gradients for their norms, then reads and writes them. With `masters` it is part of MASTER_BYTES.
+    """
     optimizer, n_bytes = optimizer_of(plan), 0
+    clips = plan.facts.clips_gradients and not optimizer.backward_update and not masters
     for unit, count in profile.counted_units():
         for parameter in unit.parameters:
             if parameter.trainable:
-                n_bytes += optimizer.step_bytes(parameter, stored_bytes(plan, parameter)) * count
+                stored = stored_bytes(plan, parameter)
+                clipped = 3 * stored * parameter.elements if clips else 0
+                n_bytes += (optimizer.step_bytes(parameter, stored) + clipped) * count
     per_element = n_bytes / max(1, profile.trainable_parameters)
     return elements * (per_element + (MASTER_BYTES if masters else 0))
 

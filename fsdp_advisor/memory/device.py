@@ -55,6 +55,8 @@ IPC_BYTES = 2 * _MIB
 CHANNEL_BYTES = 3 * IPC_BYTES
 """A channel's own tables: three allocations of a few bytes, each of which takes IPC_BYTES. On the H200 a communicator of one rank has 64
 channels and no buffers, and takes 388 MiB. Source: NCCL 2.28 src/channel.cc, initChannel, as NCCL_DEBUG_SUBSYS=ALLOC shows."""
+SINGLE_RANK_CHANNELS = 64
+"""Channels of a communicator of one rank on Hopper; at most as many are assumed on other boards."""
 CONTROL_BYTES = 4096
 """A connection's ncclSendMem or ncclRecvMem. Source: NCCL 2.30 src/include/comm.h, MEM_ALIGN."""
 
@@ -132,12 +134,13 @@ def communicators(plan: Plan) -> tuple[int, int]:
 
     DDP and FSDP over all ranks use the default group. A device mesh of two dimensions makes a group per dimension; a script that
     reduces a metric uses the default group too. DeepSpeed clones the world's group for data parallelism, and ZeRO-3 may make a
-    third.
+    third. A single GPU under DDP needs no process group; FSDP and DeepSpeed make one, whose communicator of one rank took 629 MiB with
+    its kernels on an H100 (`tests/records/README.md`).
     Source: torch.distributed.device_mesh (torch 2.13), DeviceMesh._init_process_groups; deepspeed/utils/groups.py,
     _clone_world_group (0.19.8).
     """
     if plan.world_size == 1:
-        return 0, 0
+        return (0, 0) if plan.backend == "ddp" else (1, 1)
     if plan.strategy == "hsdp":
         return 2, 3
     if plan.backend == "deepspeed":
@@ -193,9 +196,10 @@ def _context(gpu: Gpu) -> tuple[int, int]:
 
 def communicator_range(gpu: Gpu, ranks: int, nnodes: int = 1) -> tuple[int, int]:
     """Bytes of one communicator on each GPU of `ranks` on `nnodes`: its channels, and at least the buffers of the rings, at most those of
-    rings, trees and NVLink SHARP. Zero for one rank."""
+    rings, trees and NVLink SHARP. One rank has channels without buffers."""
     if ranks == 1:
-        return 0, 0
+        most = SINGLE_RANK_CHANNELS * CHANNEL_BYTES
+        return most if gpu.architecture == "hopper" else 0, most
     nvlink = gpu.intra_node is not None and gpu.intra_node.kind == "nvlink"
     channels = NVLINK_CHANNELS.get(gpu.architecture or "", PCIE_CHANNELS) if nvlink else PCIE_CHANNELS
     if gpu.intra_node is None:

@@ -70,7 +70,7 @@ class Achieved:
 # Memory: A100 1355 of 1555 GB/s (copy, PTsolvers/gpu-workshop-JuliaCon23 issue 7), H100 2903 of 3350 (nvbandwidth's copy,
 # aigatech/vpbenchmarking), and 0.90 for both in Calculon's systems/*.json; B200 0.91 (BabelStream's mul in CUB, NVIDIA/cccl pull
 # 9210); MI300X 0.81 of 5.3 TB/s (as aiweekly.co quotes a study). The other generations are assumed equal to the nearest one.
-# Hopper: measured by this project on an H100 and an H200 (SXM, 700 W) with torch 2.11.0, CUDA 13.0, cuBLAS 13.1, cuDNN 9.19, driver 580.159,
+# Hopper: measured by this project on an H100 and an H200 (SXM, 700 W) with torch 2.11.0, CUDA 13.0, cuBLAS 13.1, cuDNN 9.19,
 # from torch.profiler over one step of 20 jobs (`tests/records/h200_kernels.csv`, `h100_kernels.csv`), as shares of 989 TFLOP/s, 3.35 and
 # 4.8 TB/s. Products: 0.70 to 0.91, median 0.82, but in long steps the power limit holds them lower, and single products of 2048 to
 # 16384 rows, one after the other, reach 0.64 to 0.75: 0.76 is chosen on the step times of `tests/records/h200.jsonl`, and the step times of

@@ -42,10 +42,13 @@ class Reading:
 
 
 READINGS = (
-    Reading("pytorch/pytorch#54564, 2021", "RTX-3090", plan(ranks=1), 1001 * MIB, lazy_loading=False),
-    Reading("transformers, perf_train_gpu_one.mdx, 2022", "V100-16GB", plan(ranks=1), 1343 * MIB, lazy_loading=False),
+    Reading("pytorch/pytorch#54564, 2021", "RTX-3090", plan("ddp", "ddp", 1), 1001 * MIB, lazy_loading=False),
+    Reading(
+        "transformers, perf_train_gpu_one.mdx, 2022", "V100-16GB", plan("ddp", "ddp", 1), 1343 * MIB, lazy_loading=False
+    ),
     Reading("meta-pytorch/torchrec#3580, used 6753, reserved 5964", "A100-80GB", plan("ddp", "ddp", 2), 789 * MIB),
     Reading("NVIDIA/nccl#1685, before the all-to-all", "H100-80GB", plan(ranks=8), 1.06e9),
+    Reading("tests/records/README.md, FSDP2 over NCCL", "H100-80GB", plan(ranks=1), 49_624_449_024 - 48_232_398_848),
     Reading(
         "hiyouga/LlamaFactory#7532", "A800-80GB", plan("deepspeed", ranks=48, nnodes=6), (76.92 - 73.28 - 1.59) * GIB
     ),
@@ -60,7 +63,7 @@ def test_public_readings_lie_within(reading: Reading) -> None:
 
 def test_a_context_alone() -> None:
     """invoke-ai/InvokeAI#9413: 256 MiB on an RTX 3090 before any kernel ran (torch 2.7, driver 610)."""
-    context, kernels = device_overhead(find_gpu("RTX-3090"), plan(ranks=1)).parts
+    context, kernels = device_overhead(find_gpu("RTX-3090"), plan("ddp", "ddp", 1)).parts
     assert (context.name, kernels.name) == ("CUDA context", "kernels")
     assert context.low_bytes <= 256 * MIB <= context.high_bytes
 
@@ -89,10 +92,11 @@ def test_every_gpu_has_a_range(gpu: Gpu) -> None:
 
 
 def test_communicators() -> None:
-    assert communicators(plan(ranks=1)) == (0, 0)
+    assert communicators(plan("ddp", "ddp", ranks=1)) == (0, 0)
+    assert communicators(plan(ranks=1)) == (1, 1)
     assert communicators(plan("ddp", "ddp")) == (1, 1)
     assert communicators(plan(strategy="hsdp", ranks=16, nnodes=2)) == (2, 3)
-    one, two = device_overhead(find_gpu("H100"), plan(ranks=1)), device_overhead(find_gpu("H100"), plan(ranks=2))
+    one, two = (device_overhead(find_gpu("H100"), plan("ddp", "ddp", ranks)) for ranks in (1, 2))
     assert {p.name for p in two.parts} - {p.name for p in one.parts} == {"NCCL kernels", "NCCL buffers"}
 
 
