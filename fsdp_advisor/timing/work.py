@@ -65,6 +65,8 @@ class WorkOptions:
     """Whether these copies run beside the kernels of their layer, as on TRL's own stream; if not, between them. Source: torch 2.13,
     autograd/graph.py, save_on_cpu copies on the current stream; trl 1.16, models/activation_offloading.py: each copy has to end before
     the fifth tensor after it, or in backward before the next node."""
+    loss_bytes: int = 0
+    """Bytes that the loss moves in addition to those of the tape."""
     runs: tuple[tuple[str, float], ...] = ()
     """How often a step runs phases of the tape for each time that they are visited; once, if they are not in it."""
 
@@ -97,6 +99,8 @@ def tape_work(
             seconds = copied / options.host_bytes_per_s
             hidden = work.gpu if options.overlaps_host else 0.0
             work = work._replace(copies=max(seconds - hidden, 0.0))
+        if is_loss and not backward:
+            work = work._replace(loss=work.loss + options.loss_bytes / device.eager_bytes_per_s)
         if segment.phase in times:
             work = Work(*(times[segment.phase] * seconds for seconds in work))
         by_segment.append(work)
