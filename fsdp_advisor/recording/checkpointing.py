@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -76,15 +77,18 @@ def _torchtitan_operators(attention: str) -> frozenset[str]:
 
 
 def _torchtitan_policy(attention: str) -> _Policy:
-    """The policy of one layer and step. Source: the same file, SelectiveAC: every second matrix product is recomputed."""
-    kept, products = _torchtitan_operators(attention), 0
+    """The policy of one layer and step. Source: the same file, SelectiveAC: every second matrix product is recomputed.
+
+    PyTorch 2.13 asks it in forward only, older versions in the recomputation, too.
+    """
+    kept = _torchtitan_operators(attention)
+    products: Counter[bool] = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        nonlocal products
         name = operator._schema.name
         if name in _IN_TURNS:
-            products += 1
-            if products % 2 == 0:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
         is_kept = name in kept and operator._overloadname == "default"
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
