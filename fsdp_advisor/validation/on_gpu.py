@@ -71,7 +71,7 @@ def effective_conf(request: EstimateRequest) -> str | None:
 def gpu_run_of(model: Resolved, plan: Plan, gpu: Gpu, mode: Mode, conf: AllocatorConf) -> GpuRun:
     """The run of a plan on a GPU. A stand-in has a fake process group, so it has no memory of NCCL."""
     assert model.profile is not None
-    grouped = plan if mode == "measure" else replace(plan, mesh=Mesh())
+    grouped = plan if mode == "measure" else replace(plan, strategy="ddp", backend="ddp", mesh=Mesh())
     lazy_loading = os.environ.get("CUDA_MODULE_LOADING", "LAZY") != "EAGER"
     return GpuRun(
         profile=model.profile,

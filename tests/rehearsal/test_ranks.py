@@ -126,8 +126,8 @@ def test_a_script_that_starts_its_own_ranks_is_refused(run: Run, tmp_path: Path)
     assert "start it with torchrun" in run("python", str(script), REHEARSAL_RANKS="0")
 
 
-def test_a_communicator_of_several_ranks_has_buffers() -> None:
+def test_a_communicator_grows_with_its_ranks() -> None:
     gpu = find_gpu("H100-80GB")
-    assert machine_of(gpu, 1).communicator_bytes == 0
     assert machine_of(gpu, 8).communicator_bytes == sum(communicator_range(gpu, 8)) // 2
+    assert 0 < sum(communicator_range(gpu, 1)) < sum(communicator_range(gpu, 8)) < sum(communicator_range(gpu, 16, 2))
     assert machine_of(gpu, 8, nnodes=2).communicator_bytes == sum(communicator_range(gpu, 16, 2)) // 2
