@@ -221,10 +221,10 @@ def _liger_tile_bytes(profile: Profile, plan: Plan) -> int:
     b, t = plan.tape_shape
     parts = ceil(head.shape[0] / head.shape[1])
     tiles = ceil(b * t / Tiled(1, unscored=0, scored=0, most=0, parts=parts).bytes_at(b, t))
-    gathers = plan.backend in ("fsdp1", "fsdp2")  # in the dtype of the computation
-    stored, computed = (compute_bytes if gathers else stored_bytes)(plan, head), compute_bytes(plan, head)
-    adding = 2 * stored * tiles if head.trainable else 0
-    casting = (stored + computed) * max(0, tiles - 2) if stored != computed else 0
+    computed = compute_bytes(plan, head)
+    seen = stored_bytes(plan, head) if plan.backend == "ddp" else computed  # FSDP and DeepSpeed cast the weight before
+    adding = 2 * seen * tiles if head.trainable else 0
+    casting = (seen + computed) * max(0, tiles - 2) if seen != computed else 0
     return head.elements * (adding + casting)
 
 
