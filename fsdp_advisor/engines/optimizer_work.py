@@ -21,13 +21,18 @@ MASTER_BYTES = 16
 cast of the updated weights back."""
 
 
+def clips_gradients(plan: Plan) -> bool:
+    """Whether the job clips the gradients before the optimizer's step. An optimizer that updates in backward has none left to clip."""
+    return plan.facts.clips_gradients and not optimizer_of(plan).backward_update
+
+
 def optimizer_bytes(profile: Profile, plan: Plan, elements: float, *, masters: bool = False) -> float:
     """Bytes of GPU memory that the update of `elements` elements reads and writes: a mean over all trainable parameters.
 
     Clipping reads the gradients for their norms, then reads and writes them. With `masters` it is part of MASTER_BYTES.
     """
     optimizer, n_bytes = optimizer_of(plan), 0
-    clips = plan.facts.clips_gradients and not optimizer.backward_update and not masters
+    clips = clips_gradients(plan) and not masters
     for unit, count in profile.counted_units():
         for parameter in unit.parameters:
             if parameter.trainable:
@@ -154,7 +159,7 @@ def optimizer_temporaries(
 
 def gradient_norms(profile: Profile, plan: Plan) -> Storages:
     """The storages of clipping: one scalar for each trainable parameter; empty if the job does not clip."""
-    if not plan.facts.clips_gradients or optimizer_of(plan).backward_update:
+    if not clips_gradients(plan):
         return NO_STORAGES
     norms = total(profile, lambda unit: Storages.of(CLIP_NORM_BYTES, sum(p.trainable for p in unit.parameters)))
     if not plan.facts.own_models:

@@ -92,11 +92,13 @@ def effective_wrap(profile: Profile, plan: Plan) -> str:
     update_fsdp_plugin_peft. FSDP2 under accelerate does not use it: fsdp2_prepare_auto_wrap_policy. axolotl makes the same units with
     FSDP2.
     """
+    if plan.backend not in ("fsdp1", "fsdp2"):
+        return "layer"
     wraps_adapters = plan.facts.wraps_adapters if plan.backend == "fsdp2" else plan.facts.uses_trainer
-    if plan.backend in ("fsdp1", "fsdp2") and wraps_adapters and profile.adapter_parameters:
+    if wraps_adapters and profile.adapter_parameters:
         return "peft"
-    if plan.wrap in ("layer", "none") or plan.backend not in ("fsdp1", "fsdp2"):
-        return "layer" if plan.backend not in ("fsdp1", "fsdp2") else plan.wrap
+    if plan.wrap in ("layer", "none"):
+        return plan.wrap
     units = units_of(profile, plan.wrap)
     if units.modules or units.groups:
         return plan.wrap

@@ -109,7 +109,7 @@ def by_words(name: str) -> list[Entry]:
     wanted = _tokens(name)
     if "/" in name or not wanted or not wanted[0].isalpha():
         return []
-    named = [(e, _tokens(_VENDORS.sub("", one.rpartition("/")[2]))) for e in entries() for one in (e.id, *e.aliases)]
+    named = [(e, _words(one)) for e in entries() for one in (e.id, *e.aliases)]
     whole = {e.id: e for e, tokens in named if tokens == wanted}
     begin = {e.id: e for e, tokens in named if tokens[: len(wanted)] == wanted}
     return list((whole or begin or {e.id: e for e, tokens in named if _has_in_order(wanted, tokens)}).values())
@@ -133,7 +133,7 @@ def lacking(name: str) -> Lacking | None:
 
 def _begins(name: str, wanted: list[str]) -> bool:
     """Whether the name without its owner begins with these words and numbers."""
-    return _tokens(_VENDORS.sub("", name.rpartition("/")[2]))[: len(wanted)] == wanted
+    return _words(name)[: len(wanted)] == wanted
 
 
 def name_with_words(entry: Entry, words: str) -> str:
@@ -164,6 +164,11 @@ def _tokens(name: str) -> list[str]:
     return [re.sub(r"(\.0)+$", "", token) for token in tokens]
 
 
+def _words(name: str) -> list[str]:
+    """The words and numbers of a model's name without its owner, and without a vendor before the model."""
+    return _tokens(_VENDORS.sub("", name.rpartition("/")[2]))
+
+
 def nearest(name: str) -> list[str]:
     """Up to three ids or aliases that are similar to `name`, most similar first.
 
@@ -188,7 +193,7 @@ def family(name: str) -> list[str]:
     """
     import difflib
 
-    wanted = _tokens(_VENDORS.sub("", name.rpartition("/")[2]))
+    wanted = _words(name)
     if not wanted or len(wanted[0]) < 3 or not wanted[0].isalpha():
         return []
     shared: dict[int, dict[str, tuple[int, float]]] = {}

@@ -17,8 +17,7 @@ class HookedModule:
     """A module with hooks: the root, a layer, or a module that a wrap policy makes a unit.
 
     `number`: the position of a policy's module among those of its layer, or among those outside the layers; None for the root and for
-    layers. `mark`: the number of
-    its marks. `is_unit`: False for a layer whose parameters belong to other units.
+    layers. `mark`: the number of its marks. `is_unit`: False for a layer whose parameters belong to other units.
     """
 
     module: nn.Module

@@ -1,7 +1,8 @@
 """Which published runs the constants of the time model may be chosen on, which judge it, and which are older than what it models.
 
-Fixed before any constant was chosen, by source and not by row, so that both parts hold V100, A100 and H100, PyTorch's and
-DeepSpeed's engines, one node and many, with and without activation checkpointing and offload.
+Fitted and judged runs were divided before any constant was chosen, by source and not by row, so that both parts had V100, A100 and H100,
+PyTorch's and DeepSpeed's engines, one node and many, with and without activation checkpointing and offload. The older runs, all that were
+judged on H100s, were set apart later, when an H100 had been measured.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ FITTED = (
     "Lightning-AI/pytorch-lightning docs/source-fabric",
 )
 """Sources on which constants may be chosen, by the beginning of their names. All others judge."""
-
 
 OLDER = ("mosaicml/llm-foundry", "H100")
 """The runs whose libraries are older than those of which a GPU's rates are: llm-foundry's on H100s, with PyTorch 2.1 of 2023.

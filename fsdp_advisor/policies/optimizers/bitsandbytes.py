@@ -47,18 +47,14 @@ class Bitsandbytes(Optimizer):
     quantizes_embeddings: bool = True
 
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
-        if self._keeps_fp32(parameter):
-            return replace(self, eight_bit=False).flat_state_storages(prod(shape), element_bytes)
-        return self.flat_state_storages(prod(shape), element_bytes)
+        return self._stepping(parameter).flat_state_storages(prod(shape), element_bytes)
 
     def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
         kept = NO_STORAGES if self._pages(elements) else self._states(elements)
         return kept + self._scales(elements)
 
     def paged_state_storages(self, parameter: Parameter, shape: Shape) -> Storages:
-        if self._keeps_fp32(parameter):
-            return replace(self, eight_bit=False).flat_paged_state_storages(prod(shape))
-        return self.flat_paged_state_storages(prod(shape))
+        return self._stepping(parameter).flat_paged_state_storages(prod(shape))
 
     def flat_paged_state_storages(self, elements: int) -> Storages:
         return self._states(elements) if self._pages(elements) else NO_STORAGES
@@ -82,8 +78,11 @@ class Bitsandbytes(Optimizer):
         """Reads p, g and writes p; reads and writes the states."""
         return (3 * element_bytes + 2 * self.textbook_bytes(element_bytes)) * parameter.elements
 
-    def _keeps_fp32(self, parameter: Parameter) -> bool:
-        return not self.quantizes_embeddings and _is_embedding(parameter)
+    def _stepping(self, parameter: Parameter) -> Bitsandbytes:
+        """This optimizer with the kind of states that it has for the parameter."""
+        if self.quantizes_embeddings or not _is_embedding(parameter):
+            return self
+        return replace(self, eight_bit=False)
 
     def _pages(self, elements: int) -> bool:
         return self.is_paged and elements >= PAGED_MIN_ELEMENTS
