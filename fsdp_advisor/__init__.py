@@ -1,4 +1,4 @@
-"""Will it fit, under which strategy, how fast, and what to type: memory of sharded transformer training, exactly.
+"""Estimates the memory and step time of sharded transformer training, recommends a strategy, and writes its launch files.
 
 >>> import fsdp_advisor
 >>> report = fsdp_advisor.estimate(model="7e9", gpus=4, gpu="A100-40GB", precision="fp32", strategy="zero3")
@@ -63,7 +63,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when first used, so that a command starts with what it needs and torch stays away."""
+    """Import a public name when it is first used, so that a command imports only what it needs, and torch only if it must."""
     if name == "export":
         return import_module(f"{__name__}.export")  # the package, which can be called
     if name not in _HOME:

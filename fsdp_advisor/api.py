@@ -1,4 +1,4 @@
-"""The Python functions around `estimate` and `recommend`: what the command line's other commands do."""
+"""The public Python functions other than `estimate` and `recommend`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def record_module(
     *,
     name: str | None = None,
 ) -> Recorder:
-    """`recording.record_module`, which needs torch: a recorder of any module.
+    """A recorder of any module. Calls `recording.record_module`, which needs torch.
 
     `builder()` returns the module, `batch(B, T)` its inputs, `loss(module, batch)` a scalar from one forward. `wrap` names the
     units: classes, or dotted names of single modules. A module without sequences ignores T. Raises MissingExtra without torch.

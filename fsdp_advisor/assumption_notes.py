@@ -33,7 +33,7 @@ def memory_notes(gpu: Gpu) -> list[str]:
 
 
 def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = False) -> list[str]:
-    """A note per option that `settled` filled in. `is_packed`: adapters are trained on a GPTQ or AWQ checkpoint."""
+    """One note for each option that `assumptions.settled` filled in. `is_packed`: adapters are trained on a GPTQ or AWQ checkpoint."""
     notes = []
     if "nnodes" in request.assumed:
         per_node = f"{request.gpus // request.nnodes} GPUs each"
@@ -70,7 +70,7 @@ FP32_AROUND_PACKED = (
 
 
 def _dtype_notes(request: EstimateRequest, *, is_packed: bool) -> list[str]:
-    """A note on the dtype in which the frozen base of adapters is stored, unless the job says it."""
+    """A note on the dtype in which the frozen base of adapters is stored, if the request does not give it."""
     if "dtype" in request.assumed:
         if is_packed:
             return []

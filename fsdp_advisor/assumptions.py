@@ -1,4 +1,4 @@
-"""What a request leaves open: the GPU, the number of nodes, the precision, the sequence length."""
+"""Chooses values for what a request leaves open: the GPU, the number of nodes, the precision, the sequence length."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ DEFAULT_GPU = "H100-80GB"
 
 
 def settled(request: AnyRequest) -> AnyRequest:
-    """The request with what is implied for options that were not given: the number of nodes and fp16 without bf16 by its GPU,
-    checkpointing by its framework, a frozen base in the dtype in which its framework loads it, and in a search a frozen base in
-    bf16, or in 4 bits that several GPUs can share.
+    """The request with assumed values for options that were not given.
 
-    `assumed` names them. A request that was constructed directly is taken as it is.
+    The GPU decides the number of nodes, and fp16 if it lacks bf16. The framework decides checkpointing and the dtype of a frozen base.
+    In a search a frozen base is in bf16, or in 4 bits with a dtype of storage that FSDP can shard.
+
+    `assumed` names these options. A request that was constructed directly is returned unchanged.
     """
     if not request.given:
         return request
@@ -51,8 +52,9 @@ def settled(request: AnyRequest) -> AnyRequest:
 def _loads_frozen_base_in_bf16(request: EstimateRequest) -> bool:
     """Whether the frozen base of adapters is loaded in bf16 if no dtype is given: transformers loads a checkpoint in its own dtype.
 
-    TRL loads fp32 unless it gets a dtype; a search gives it one. FSDP1 flattens one dtype, and adapters are in fp32; the Trainer
-    makes units of adapters. A base in 4 or 8 bits is stored in that, and PEFT prepares its other weights in fp32.
+    TRL loads fp32 unless it gets a dtype; a search gives it one. FSDP1 can flatten only parameters of one dtype, and adapters are in fp32;
+    only the Trainer puts adapters in units of their own. A base in 4 or 8 bits keeps that format, and PEFT converts its other weights to
+    fp32.
     """
     facts = FRAMEWORKS[request.framework]
     if (
@@ -73,11 +75,13 @@ SHARDED_STORAGE: dict[Precision, QuantStorage] = {
     "bf16-mixed": "bfloat16",
     "fp16-mixed": "float16",
 }
-"""The dtype of packed weights that FSDP shards and does not cast: that in which it computes."""
+"""The dtype in which packed weights are stored so that FSDP shards them without a cast: the compute dtype."""
 
 
 def _may_choose_storage(request: RecommendRequest) -> bool:
-    """Whether a search may choose the dtype that holds packed weights. It changes no value, and a single GPU has nothing to shard."""
+    """Whether a search chooses the dtype that stores 4-bit weights. The dtype changes no value, only whether several GPUs can shard
+    them.
+    """
     may_shard = request.gpus > 1 or request.find in ("gpus", "gpu-type")
     return request.load_in_4bit and "bnb_4bit_quant_storage" not in request.given and may_shard
 

@@ -31,11 +31,11 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Options that differ, and the effect of giving job A the values of job B for them, and nothing else.
+    """Options that differ, and the effect on job A if it takes the values of job B for these options only.
 
     `needed_bytes` is the change of the memory that one GPU needs, `step_time` the factor by which the time per token changes.
     Both are None if they are unknown or if the change alone is impossible, which `reason` then explains. `cures` says
-    whether job B, which does not fit, fits with the values of job A; None if there is nothing to cure.
+    whether job B, which does not fit, fits with the values of job A for these options; None if job B fits anyway or job A does not.
     """
 
     options: tuple[str, ...]
@@ -168,7 +168,7 @@ def _difference(a: Side, b: Side, names: tuple[str, ...], models: dict[str, Reso
 def _with(
     a: Side, b: Side, names: tuple[str, ...], models: dict[str, Resolved]
 ) -> tuple[StrategyEstimate | None, str | None]:
-    """The row of job `a` with some options of job `b`; None and the reason if that is impossible."""
+    """The row of job `a` with the values of job `b` for the options `names`; None and the reason if that is impossible."""
     request = a.request.but(**{name: getattr(b.request, name) for name in names})
     try:
         (row,) = estimate_resolved(request, models[request.model]).estimates
@@ -184,14 +184,14 @@ def _needed_change(before: StrategyEstimate, after: StrategyEstimate | None) -> 
 
 
 def _time_change(before: StrategyEstimate, after: StrategyEstimate | None) -> float | None:
-    """The factor of the time that one GPU takes per token."""
+    """The factor by which the GPU time per token changes; None if it is unknown."""
     if after is None or after.step is None or before.step is None:
         return None
     return before.step.tokens_per_second_per_gpu / after.step.tokens_per_second_per_gpu
 
 
 def _size(difference: Difference, a: Side) -> float:
-    """The larger of the relative changes of memory and time. An unknown effect is the largest."""
+    """The size of a difference: the larger of the relative changes of memory and time. An unknown effect counts as infinite."""
     if difference.needed_bytes is None and difference.step_time is None:
         return float("inf")
     memory = abs(difference.needed_bytes or 0) / (a.row.needed_bytes or 1)

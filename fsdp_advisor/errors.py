@@ -119,7 +119,7 @@ class MissingExtra(AdvisorError):
     """The request needs torch, transformers or another optional package, which is not installed."""
 
     def __init__(self, message: str, *, extra: str = "torch", hint: str = "") -> None:
-        """`extra`: what the hint says to install, unless another one is given."""
+        """`extra`: the optional dependency that the default hint tells the user to install."""
         super().__init__(message, hint=hint or f"in a checkout of fsdp-advisor, run: pip install '.[{extra}]'")
 
 

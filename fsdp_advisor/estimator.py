@@ -47,8 +47,8 @@ def estimate(
     """The report of one job under one strategy or all of them.
 
     Takes an `EstimateRequest`, or its fields as keywords; `model` may also be what `record_module` returns. `config_file` names
-    configuration files of other tools; keywords win over them. `explain` adds the peak with a fused loss, which only an
-    explanation needs. Raises AdvisorError with a hint.
+    configuration files of other tools; keywords win over them. `explain` adds the peak with a fused loss, which only
+    `--explain` shows. Raises AdvisorError with a hint.
     """
     fields, model = split_recorder({**options, "config_file": config_file})
     request = settled(request or requested(fields, EstimateRequest))
@@ -68,13 +68,13 @@ def requested(fields: Mapping[str, Any], kind: type[AnyRequest]) -> AnyRequest:
 def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
     """`estimate` for a model that is already resolved."""
     report = lazy_report(request, model, explain=explain)
-    for _ in report.estimates:  # what cannot be estimated is an error now
+    for _ in report.estimates:  # estimates each row, so that errors are raised here
         pass
     return report
 
 
 def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
-    """`estimate_resolved` with rows that are estimated when they are first read, which raises AdvisorError then."""
+    """`estimate_resolved` with rows that are estimated when they are first read. That read may raise AdvisorError."""
     request = divided(request)
     model = model.adapted(adaptation_of(request))
     gpu, notes = gpu_of(request)

@@ -1,4 +1,4 @@
-"""The answer, as data. Bytes are `int`; what is not known is None and named in `not_modelled`."""
+"""The types of an answer. Bytes are `int`; unknown values are None, and `not_modelled` says why."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class StrategyEstimate:
     side of `fits` is exactly `headroom_bytes >= 0`. If a node's memory was given and the host lacks it, `fits` is False too,
     and `fails_in` names the phase.
     `states` are the bytes kept from step to step; `at_peak` the bytes alive at the tensors' peak, by account.
-    `paged_optimizer_bytes` is optimizer state in CUDA's managed memory, which is in neither: it takes what the GPU has left, and
-    moves to the host when the GPU is full. `host_bytes_per_node` contains all of it.
+    `paged_optimizer_bytes` is optimizer state in CUDA's managed memory. Neither `states` nor `at_peak` contains it: it uses free memory of
+    the GPU and moves to the host when the GPU is full. `host_bytes_per_node` contains all of it.
     `evaluation` is the allocator's result of steps with the Trainer's evaluation between them; None without one.
     `units` describes the FSDP units of a wrap policy other than `layer`.
     """
@@ -107,14 +107,14 @@ class StrategyEstimate:
 
     @property
     def peak_device_bytes(self) -> int | None:
-        """What nvidia-smi shows during training: reserved, plus the middle of what CUDA and NCCL take."""
+        """Bytes that nvidia-smi shows during training: reserved memory plus the mean of the low and high estimates of CUDA and NCCL."""
         if self.allocator is None or self.overhead is None:
             return None
         return self.allocator.reserved_peak_bytes + self.overhead.middle_bytes
 
     @property
     def peak_device_bytes_range(self) -> tuple[int, int] | None:
-        """`peak_device_bytes` with the low and the high estimate of CUDA and NCCL."""
+        """(low, high) of `peak_device_bytes`: with the low and the high estimate of CUDA and NCCL."""
         if self.allocator is None or self.overhead is None:
             return None
         reserved = self.allocator.reserved_peak_bytes
@@ -134,9 +134,8 @@ class StrategyEstimate:
     def needed_breakdown(self) -> dict[str, int] | None:
         """The parts of `needed_bytes`: tensors alive at the peak by account, then NON_TENSOR_PARTS. None if no peak is known.
 
-        `loading_or_saving` is what loading or saving needs beyond the step, `evaluation` what evaluation does. `vllm`
-        is only there if vLLM runs on the same GPU; if it sleeps during the step, it is what the phase in which it
-        generates needs beyond the step.
+        `loading_or_saving` and `evaluation` are the bytes that these phases need in addition to the step's. `vllm` is a key only
+        if vLLM runs on the same GPU; if vLLM sleeps during the step, it is the bytes that generation needs in addition to the step's.
         """
         if self.at_peak is None or self.allocator is None or self.overhead is None or self.needed_bytes is None:
             return None
@@ -165,7 +164,7 @@ class StrategyEstimate:
 
     @property
     def kept_bytes(self) -> int:
-        """What stays on the GPU from step to step."""
+        """Bytes that stay on the GPU from step to step."""
         return sum(self.states.values())
 
     @property
@@ -175,7 +174,7 @@ class StrategyEstimate:
 
     @property
     def label(self) -> str:
-        """How people name the strategy: `ZeRO-3 + optimizer offload`."""
+        """The strategy's usual name: `ZeRO-3 + optimizer offload`."""
         return label(self.plan.strategy, self.plan.offload)
 
     def as_dict(self, *, timeline: bool = False) -> dict[str, Any]:
@@ -231,7 +230,7 @@ class StrategyEstimate:
 
 
 def _allocator(estimate: StrategyEstimate) -> dict[str, Any]:
-    """The keys on the caching allocator, CUDA and NCCL; null where unknown."""
+    """The JSON keys about the caching allocator, CUDA and NCCL; null where unknown."""
     result, overhead = estimate.allocator, estimate.overhead
     return {
         "peak_device_bytes_range": None if (ends := estimate.peak_device_bytes_range) is None else list(ends),
@@ -248,7 +247,7 @@ def _allocator(estimate: StrategyEstimate) -> dict[str, Any]:
 
 
 def _speed(step: StepTime | None, tokens_per_sequence: float) -> dict[str, Any]:
-    """The keys of a step's time; all null where it is not known."""
+    """The JSON keys about a step's time; all null if it is unknown."""
     if step is None:
         figures = ("tokens_per_second_per_gpu", "step_seconds", "mfu", "exposed_communication_share")
         more = ("samples_per_second_per_gpu", "step_breakdown")
@@ -268,7 +267,7 @@ def _speed(step: StepTime | None, tokens_per_sequence: float) -> dict[str, Any]:
 
 
 def _six_digits(value: float) -> float:
-    """Six significant digits: far more than the time model is right to, and the same on every machine.
+    """A figure rounded to six significant digits. This is finer than the time model's error and gives the same digits on every machine.
 
     >>> _six_digits(0.309123456789)
     0.309123
@@ -278,7 +277,9 @@ def _six_digits(value: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """The adapters of a model: PEFT's name of the method, and the number of elements that they add, trained copies included."""
+    """The adapters of a model: PEFT's name of the method, and the number of elements that they add. Trained copies of base modules
+    count.
+    """
 
     method: str
     parameters: int
@@ -287,7 +288,7 @@ class Adapters:
 class Rows(Sequence[StrategyEstimate]):
     """The rows of a report, one for each of its `plans`. A row is estimated when it is first read.
 
-    A search reads the rows of the plans that it tries, and its text shows no others.
+    A search reads only the rows of the plans that it tries.
     """
 
     def __init__(self, plans: Iterable[Plan], estimate: Callable[[Plan], StrategyEstimate]) -> None:
@@ -307,7 +308,7 @@ class Rows(Sequence[StrategyEstimate]):
         return self._made[plan]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Rows.of, (tuple(self),)  # another process gets rows that are estimated
+        return Rows.of, (tuple(self),)  # pickling estimates every row
 
     def __len__(self) -> int:
         return len(self.plans)

@@ -1,4 +1,4 @@
-"""The estimate of one plan, a row of a report: its step program read for memory, for the allocator and for time."""
+"""The estimate of one plan, which is a row of a report: live memory, the allocator and time of its step program."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _evaluation_bytes(step: StepInput, evaluation: StepInput) -> int:
     peak = peak_of_step(profile, tape, own)
     forward = evaluation_peak(profile, own, peak.tape_phase_peaks)
     left = timeline_of_step(profile, tape, own)[-1].live_bytes
-    # a program in which nothing learns has no states of training
+    # the evaluation's program has no gradients and optimizer states, which stay on the GPU
     kept = bytes_between_steps(step.plan, states_of(learned(profile, step.tape, step.plan), step.plan))
     of_training = kept - bytes_between_steps(own, states_of(learned(profile, tape, own), own))
     return of_training + kept_logits(profile, step.plan).peak(forward=forward, left=left)
@@ -186,7 +186,7 @@ def _base_row(
 ) -> StrategyEstimate:
     """A row's states, host memory, phases and notes, without the allocator's figures and the time of its step.
 
-    `step`: None if there is no tape. `fits` is False if that much already needs too much, else None.
+    `step`: None if there is no tape. `fits` is False if these parts alone need too much memory, else None (not yet known).
     """
     if step is not None:
         profile = learned(profile, step.tape, plan)
@@ -306,7 +306,9 @@ def _with_step(
 
 
 def _missing_in_tape(profile: Profile, plan: Plan, key: TapeKey, gpu_key: TapeKey) -> Iterator[str]:
-    """What the plan's step does and its tape lacks. `key`: of the tape that was found, `gpu_key`: of the one with the GPU's kernels."""
+    """Notes on work of the plan's step that its tape lacks. `key`: the key of the CPU's tape, `gpu_key`: of the tape with the GPU's
+    kernels.
+    """
     if key.engine != tape_key_of(plan, profile).engine:
         yield NO_AUTOCAST
     if key.checkpointing != plan.checkpointing:
@@ -332,7 +334,7 @@ def allocator_result(
 ) -> AllocatorResult:
     """The result of the caching allocator for several steps, in the GPU memory that CUDA and NCCL (`overhead`) leave.
 
-    `evaluation`: of an evaluation between two steps. `workspace_bytes` of cuBLAS: by default the GPU's.
+    `evaluation`: the input of an evaluation between two steps. `workspace_bytes`: of cuBLAS; by default those of the GPU.
     """
     overhead = overhead or device_overhead(step.gpu, step.plan)
     return simulate_allocator(
@@ -346,7 +348,7 @@ def allocator_result(
 def runs_in(
     model: Resolved, row: StrategyEstimate, gpu: Gpu, memory_bytes: int, conf: AllocatorConf | None = None
 ) -> bool:
-    """Whether a job with this estimate also completes if the GPU had only `memory_bytes`: in each phase, and in the allocator."""
+    """Whether the job of `row` would complete on a GPU with only `memory_bytes`: each phase fits, and the allocator completes the steps."""
     profile, plan, overhead, allocator, job = model.profile, row.plan, row.overhead, row.allocator, row.job
     if profile is None or overhead is None or allocator is None or job is None:
         return False

@@ -1,4 +1,4 @@
-"""Select the tapes of a plan: PyTorch's step under fake tensors on a CPU, and the step as a GPU runs it."""
+"""Selects a plan's tapes: of the step under fake tensors on a CPU, and of the step with a GPU's kernels."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
         key = replace(key, compile=compiled, memory_budget=plan.memory_budget, at=plan.tape_shape)
     if plan.fp8 != "none":
         key = replace(key, fp8=plan.fp8)
-    if plan.tiled_mlp != "none":  # shards of one token more or less
+    if plan.tiled_mlp != "none":  # shards differ by one token
         key = replace(key, tiled_mlp=f"{tiled_mlp_code(plan)}:{plan.tiled_mlp}", at=plan.tape_shape)
     if plan.use_liger_kernel:
         key = replace(key, liger_kernels=True)
@@ -145,11 +145,13 @@ def _key(
 
 
 def select_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tuple[TapeKey, Tape]:
-    """The plan's tape on a CPU and its key. A tape that is missing is recorded now, if that is allowed, and added to the profile, as are
-    the tapes of a GPU's kernels: of `gpu`, or of every GPU.
+    """The plan's tape on a CPU and its key.
 
-    If it cannot be recorded, falls back to a tape that differs little: of FSDP1 with autocast to the one without, which counts no
-    casts; of reentrant checkpoints to the one of others.
+    A missing tape is recorded now if that is allowed, and so are the tapes with the kernels of `gpu`, or of every GPU if it is None. The
+    profile keeps them.
+
+    If the tape cannot be recorded, falls back to a similar one: for FSDP1 with autocast to the tape without autocast, which counts no
+    casts; for reentrant checkpointing to the tape of non-reentrant checkpointing.
     """
     profile = _profile_of(model)
     key = tape_key_of(plan, profile)
@@ -169,7 +171,7 @@ def select_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tuple[Ta
 def select_step_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tuple[TapeKey, Tape]:
     """The tape of a row of an estimate, and its key.
 
-    This is the tape of `select_tape`, or a GPU tape for any micro-batch and length if the CPU's is valid for one alone.
+    This is the tape of `select_tape`, or, if the CPU's tape is valid for a single micro-batch and length, a GPU tape that is valid for all.
     Linear attention runs in chunks. On a CPU the number of its operators depends on the sequence length; on a GPU the number of its
     kernels does not.
     """
@@ -180,14 +182,14 @@ def select_step_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tup
         with contextlib.suppress(AdvisorError):
             first, *others = gpu_tape_keys(wanted, window_filled=_needs_window(profile, wanted, plan))
             tape = model.tape(first)
-            for other in others:  # another GPU runs these kernels; `gpu_tape` finds only tapes that are recorded
+            for other in others:  # kernels of other GPUs; `gpu_tape` finds only recorded tapes
                 model.tape(other)
             return first, tape
     return select_tape(model, plan, gpu)
 
 
 def _profile_of(model: Resolved) -> Profile:
-    """The model's profile, which a bare parameter count has not."""
+    """The model's profile. The model is not a bare parameter count, which has none."""
     assert model.profile is not None
     return model.profile
 
@@ -200,10 +202,11 @@ def _is_refused(profile: Profile, key: TapeKey, kind: type[AdvisorError]) -> boo
 def _for_any_batch(
     model: Resolved, profile: Profile, plan: Plan, key: TapeKey, gpu: Gpu | None
 ) -> tuple[TapeKey, Tape]:
-    """The key's tape for any micro-batch and length, or the plan's own tape, for its micro-batch and length alone.
+    """The key's tape, which is valid for any micro-batch and length, or a tape for the plan's micro-batch and length alone.
 
-    To record a tape for any takes three steps or more; the plan's own takes one. So the first question about a code path records its
-    own tape, and the next one with another micro-batch or length the tape for any. If sizes are no polynomials, there is none for any.
+    Recording a tape for any takes three steps or more, recording one for the plan's values takes one. So the first request on a code path
+    records the tape for its own values, and the next one with other values records the tape for any. If the sizes are not polynomials, no
+    tape is valid for any.
     """
     own = replace(key, at=plan.tape_shape)
     if _is_first_question(model, profile, key, own):
@@ -214,9 +217,9 @@ def _for_any_batch(
 
 
 def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: TapeKey) -> bool:
-    """Whether the plan's own tape answers, because it is the first of its code path or there can be none for any batch.
+    """Whether to use the tape for the plan's micro-batch and length alone: it is the first of its code path, or none is valid for any.
 
-    A model whose sizes are no polynomials on one code path has linear attention, or the like, on all of them.
+    A model whose sizes are not polynomials on one code path (because of linear attention, for example) has such sizes on all.
     """
     not_polynomial = any(refusal["kind"] == NotPolynomial.__name__ for refusal in profile.refusals.values())
     return not_polynomial or (key.name not in profile.tapes and (own.name in profile.tapes or model.is_new(key)))
@@ -243,7 +246,9 @@ def _with_attention(
 
 
 def _keys_to_record(key: TapeKey, gpu: Gpu | None, *, window_filled: bool) -> tuple[TapeKey, ...]:
-    """The keys of the tapes of a GPU's kernels: of this GPU, or of every GPU. To compile a step again for other kernels takes long."""
+    """The keys of the tapes to record with GPU kernels: those of `gpu` alone, because each recording takes long, or of every GPU if it
+    is None.
+    """
     keys = gpu_tape_keys(key, window_filled=window_filled)
     if gpu is None:
         return keys
@@ -260,7 +265,7 @@ def _lacks_sdpa(profile: Profile) -> bool:
     )
 
 
-@lru_cache(maxsize=64)  # a failed recording is not tried again
+@lru_cache(maxsize=64)  # does not repeat a failed recording
 def _record_on_gpu(model: Resolved, key: TapeKey) -> None:
     """Record a GPU tape if possible. Raises NotPolynomial, and any error about compiled code."""
     try:
@@ -292,20 +297,20 @@ def gpu_tape(profile: Profile, selected: tuple[TapeKey, Tape], plan: Plan, gpu: 
 
 
 def step_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
-    """The tape of a plan's step that a GPU runs, as a search reads it. Raises AdvisorError if there is none.
+    """The tape of a plan's step with the GPU's kernels, for a search. Raises AdvisorError if there is none.
 
     For a model that is not in the catalog, only this tape is recorded, because a search needs no tape of the CPU.
     """
     profile = _profile_of(model)
     if not model.from_catalog and model.recording_allowed:
-        with contextlib.suppress(AdvisorError):  # then the CPU's tape, or its error
+        with contextlib.suppress(AdvisorError):  # then the CPU's tape is used, or its error raised
             return _recorded_for(model, profile, plan, gpu)
     return gpu_tape(profile, select_step_tape(model, plan, gpu), plan, gpu)
 
 
 def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Tape:
-    """The tape of the GPU's kernels, recorded if it is missing, without recording the CPU's. For a micro-batch above 1 it is recorded
-    for every batch, because a search will ask for others.
+    """The tape with the GPU's kernels. It is recorded if it is missing; the CPU's tape is not. For a micro-batch above 1 the recording is
+    valid for every batch, because a search asks for other batches next.
     """
     cpu_key = tape_key_of(plan, profile)
     filled = _needs_window(profile, cpu_key, plan)
@@ -322,7 +327,7 @@ def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Ta
 
 
 def recorded_gpu_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
-    """The `gpu_tape` of a plan, which is recorded first if it is missing and can be recorded."""
+    """The `gpu_tape` of a plan. It is recorded first if it is missing and recording is possible."""
     key, tape = select_tape(model, plan, gpu)
     try:
         return model.tape(gpu_tape_key_of(_profile_of(model), key, plan, gpu))

@@ -114,7 +114,7 @@ def format_count(n: int) -> str:
 
 
 def format_speed(per_second: float, counted: str = "tokens") -> str:
-    """Tokens, or what else is counted, per second with three significant digits, which is the precision of the time model.
+    """A rate per second with three significant digits, which is the precision of the time model. `counted`: the plural noun.
 
     >>> format_speed(3215.4), format_speed(9.04, "images")
     ('3,220 tokens/s', '9.04 images/s')

@@ -22,7 +22,7 @@ def verdict_text(report: Report, estimate: StrategyEstimate, full: Callable[[int
 
 
 def _lacks_without_peak(report: Report, estimate: StrategyEstimate, full: Callable[[int], str]) -> str:
-    """The peak is unknown, but states, loading, saving or the host already need too much."""
+    """The verdict if the peak is unknown but states, loading, saving or the host already need too much; else empty."""
     overhead = 0 if estimate.overhead is None else estimate.overhead.middle_bytes
     missing = estimate.kept_bytes + overhead - report.gpu_memory_bytes
     if missing > 0:
@@ -33,7 +33,7 @@ def _lacks_without_peak(report: Report, estimate: StrategyEstimate, full: Callab
 
 
 def _worst_phase(estimate: StrategyEstimate) -> str:
-    """`load `, `generate `, `evaluate ` or `save ` if that phase needs more than the steps."""
+    """The word before the verdict: `load `, `generate `, `evaluate ` or `save ` if that phase needs more than the steps; else empty."""
     device = estimate.peak_device_bytes
     if estimate.job is None or device is None or estimate.needed_bytes is None or estimate.needed_bytes <= device:
         return ""
@@ -41,7 +41,7 @@ def _worst_phase(estimate: StrategyEstimate) -> str:
 
 
 def _retries(estimate: StrategyEstimate) -> str:
-    """What allocator retries cost; empty if there are none."""
+    """The words about the cost of allocator retries; empty if there are none."""
     n = estimate.allocator_retries_per_step
     if not n:
         return ""

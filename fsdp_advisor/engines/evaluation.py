@@ -1,4 +1,4 @@
-"""What the Trainer keeps on a GPU while it evaluates: the logits of batches, of all ranks.
+"""The logits of all ranks that the Trainer keeps on a GPU while it evaluates.
 
 Source: transformers 5.23, trainer.py, `evaluation_loop`; trainer_pt_utils.py, `EvalLoopContainer`, `torch_pad_and_concatenate`;
 accelerate 1.15, utils/operations.py, `_gpu_gather`.
@@ -18,7 +18,7 @@ from fsdp_advisor.program.storages import round_up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLogits:
-    """The logits that the evaluation keeps, when its last batch runs: each number is the bytes of one storage.
+    """The kept logits when the evaluation's last batch runs. Each number is the bytes of one storage.
 
     `before`: the storages that are alive during the last batch's forward. `after`: what happens after that forward, in order: a storage
     is allocated (positive) or freed (negative).
@@ -34,7 +34,7 @@ class KeptLogits:
 
 def kept_logits(profile: Profile, plan: Plan) -> KeptLogits:
     """The logits that the evaluation keeps. Each rank gathers and keeps the logits of all ranks. Appending a batch's logits to the earlier
-    ones copies all of them. The loop's variable keeps those of the previous batch until it gets the next ones.
+    ones copies all of them. The loop's variable refers to the previous batch's logits until it gets the next ones.
     """
     assert plan.evaluation is not None
     count = plan.evaluation.kept_batches
@@ -43,14 +43,14 @@ def kept_logits(profile: Profile, plan: Plan) -> KeptLogits:
     ranks = plan.world_size
     own, one = logits_bytes(profile, plan, 1), logits_bytes(profile, plan, ranks)
     kept = () if count == 1 else (logits_bytes(profile, plan, ranks * (count - 1)),)
-    of_loop = (one,) if count > 2 else ()  # the first batch's are what the container holds
+    of_loop = (one,) if count > 2 else ()  # the container itself has the first batch's logits
     gathered = (one, -own) if ranks > 1 else ()
     appended = (logits_bytes(profile, plan, ranks * count),) if count > 1 else ()
     return KeptLogits(before=(*kept, *of_loop), after=(*(-each for each in of_loop), own, *gathered, *appended))
 
 
 def logits_bytes(profile: Profile, plan: Plan, batches: int) -> int:
-    """Bytes of the logits of so many batches of one rank. accelerate returns them in fp32 under mixed precision, but for FSDP2 and
+    """Bytes of the logits of `batches` batches of one rank. Under mixed precision accelerate returns them in fp32, except with FSDP2 and
     DeepSpeed, whose models it does not wrap.
 
     Source: accelerate 1.15, accelerator.py, `prepare_model`, convert_outputs_to_fp32; `_prepare_fsdp2`, `_prepare_deepspeed`.

@@ -9,7 +9,8 @@ from fsdp_advisor.units import format_bytes
 
 _EMBEDDINGS_NOT_SPLIT = ("masked-lm", "image-classification")
 """Tasks of the models (BERT, RoBERTa, ViT) whose `_no_split_modules` contain the embeddings. accelerate wraps these by
-default."""
+default.
+"""
 
 
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:
@@ -61,11 +62,11 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
 
 
 def _axolotl_notes(profile: Profile, plan: Plan) -> list[str]:
-    """What axolotl stores in fp32, and the estimate in bf16.
+    """Notes on parameters that axolotl stores in fp32 and the estimate counts in bf16.
 
-    Without FSDP it converts norms, embeddings, head and routers to fp32, and lets PEFT make fp32 of all weights that are not packed. Then
-    it makes bf16 of the norms, embeddings and head, if the model has adapters, or its attention kernel or loss needs it. DeepSpeed casts
-    all of them. Source: axolotl 0.19.0, loaders/model.py, `_configure_embedding_dtypes`, and loaders/adapter.py, `load_adapter`.
+    Without FSDP it converts norms, embeddings, head and routers to fp32, and PEFT converts all weights that are not packed to fp32. Then
+    it converts norms, embeddings and head back to bf16 if the model has adapters, or if its attention kernel or loss needs bf16. DeepSpeed
+    casts all of them. Source: axolotl 0.19.0, loaders/model.py, `_configure_embedding_dtypes`, and loaders/adapter.py, `load_adapter`.
     """
     notes = []
     adapts = bool(profile.adapter_parameters)
@@ -93,6 +94,6 @@ def _is_converted(parameter: Parameter) -> bool:
 
 
 def _stays_fp32(parameter: Parameter) -> bool:
-    """Whether a frozen weight next to packed ones stays in fp32. A layer casts its bias to the dtype that computes."""
+    """Whether a frozen weight of a model with packed weights stays in fp32. A layer casts its bias to the compute dtype."""
     is_own = not parameter.trainable and parameter.role != "quantized" and not parameter.name.endswith(".bias")
     return is_own and not _is_converted(parameter)

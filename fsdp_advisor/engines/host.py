@@ -1,6 +1,7 @@
 """Host memory that offload and paged optimizers keep from step to step.
 
-`loading` and `saving` count the temporary memory of their methods."""
+`loading` and `saving` count the temporary memory of their methods.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from fsdp_advisor.policies.optimizers import optimizer_of
 
 
 def host_memory(profile: Profile, plan: Plan, tape: Tape | None = None) -> HostMemory:
-    """Host memory that the ranks of a node hold: offloaded states, paged optimizer states and, if `tape` is given, offloaded activations.
+    """Host memory of the ranks of a node: offloaded states, paged optimizer states and, if `tape` is given, offloaded activations.
 
-    All of a paged optimizer's states count, because CUDA may move all of them there.
+    All of a paged optimizer's states count, because CUDA may move all of them to the host.
     """
     offloaded = _offloaded(profile, plan)
     if tape is not None and plan.activation_offload:

@@ -82,8 +82,8 @@ class JobPeaks:
         return (self.phases[name].gpu_bytes or 0) if name in self.phases else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON's `job_peaks`: GPU and host bytes by phase; for loading, saving and merging also the method, for the
-        last two the files.
+        """The JSON's `job_peaks`: GPU and host bytes by phase. Loading, saving and merging also have their method, saving and
+        merging also their files.
         """
         result: dict[str, Any] = {
             name: {"gpu_bytes": peak.gpu_bytes, "host_bytes_per_node": peak.host_bytes_per_node}

@@ -20,7 +20,7 @@ def learned(profile: Profile, tape: Tape, plan: Plan) -> Profile:
 
     FSDP2 reduces only gradients that exist, and an optimizer makes state only for these. Source: torch 2.13,
     distributed/fsdp/_fully_shard/_fsdp_param_group.py, `post_backward`; optim/adamw.py, `_init_group`. The buckets of DDP, and the flat
-    tensors of FSDP1 and DeepSpeed, contain them all the same.
+    tensors of FSDP1 and DeepSpeed, contain parameters without gradient nevertheless.
     """
     if plan.backend in FINDS_NONE or (plan.backend == "ddp" and plan.world_size > 1):
         return profile
@@ -69,7 +69,7 @@ def _learned(profile: Profile, tape: Tape) -> Profile:
     ready: defaultdict[UnitId, set[int]] = defaultdict(set)
     for (place, number), count in marks.items():
         if count > 1 and not place.is_outside_layers:
-            return profile  # layers of several stacks take turns, and a segment has marks of others
+            return profile  # the layers of several stacks alternate, so a segment has marks of other layers
         ready[place].add(number)
 
     def of(unit: Unit, place: UnitId) -> Unit:

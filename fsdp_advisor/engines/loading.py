@@ -1,6 +1,6 @@
 """Loading the weights onto the GPUs: every method of a plan's backend, and the choice of one.
 
-Host bytes of a method include a private copy of the model only where the checkpoint is converted to another dtype.
+Host bytes of a method include a private copy of the model only if loading converts the checkpoint to another dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_advisor.policies.dtypes import cast_bytes, stored_bytes
 def load_methods(profile: Profile, plan: Plan, *, gpu_memory_bytes: int | None = None) -> tuple[LoadMethod, ...]:
     """Every load method of the plan's backend, the simplest to set up first.
 
-    `gpu_memory_bytes`: the GPU's memory, None if unlimited. Only DeepSpeed's stages 1 and 2 load in another way on a small GPU.
+    `gpu_memory_bytes`: the GPU's memory, None if unlimited. Only DeepSpeed's stages 1 and 2 load differently on a small GPU.
     """
     match plan.backend:
         case "ddp":

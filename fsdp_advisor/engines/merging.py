@@ -30,7 +30,7 @@ _FIRST, _SECOND = ".lora_A.default.weight", ".lora_B.default.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """How one layer merges. `weight_bytes`: of an element of the base, or of what a quantized one is unpacked to."""
+    """How one layer is merged. `weight_bytes`: bytes per element of the base's weight, after unpacking if it is quantized."""
 
     method: QuantizationMethod | None
     is_nested: bool
@@ -48,9 +48,9 @@ def _form(peft: Mapping[str, Any], quantization: Mapping[str, Any], plan: Plan) 
 
 
 def merge_method(profile: Profile, plan: Plan) -> SaveMethod | None:
-    """How the adapters are merged after training; None for a model without LoRA, and for forms of it that merge in other ways.
+    """How the adapters are merged after training; None for a model without LoRA, and for variants of LoRA that merge differently.
 
-    Under DDP the trained model merges on its GPU. A sharded model cannot: a process of its own loads base and adapters on the host.
+    Under DDP the trained model is merged on its GPU. A sharded model cannot be: a separate process loads base and adapters on the host.
     """
     adaptation = profile.config.get(CONFIG_KEY)
     values: Mapping[str, Any] = adaptation if isinstance(adaptation, dict) else {}
@@ -89,7 +89,7 @@ def _files(base: Profile, plan: Plan, quantization: Mapping[str, Any]) -> Files:
 
 
 def _pairs(unit: Unit) -> Iterator[tuple[Parameter, Parameter]]:
-    """LoRA's matrices A (rank, inputs) and B (outputs, rank) of each adapted layer."""
+    """(A, B) of each layer that LoRA adapts: matrices of shape (rank, inputs) and (outputs, rank)."""
     named = {p.name: p for p in unit.parameters}
     for name, first in named.items():
         second = named.get(name.removesuffix(_FIRST) + _SECOND)
@@ -98,7 +98,7 @@ def _pairs(unit: Unit) -> Iterator[tuple[Parameter, Parameter]]:
 
 
 def _merge(second: Parameter, first: Parameter, plan: Plan, form: _Form) -> int:
-    """The tensors at the peak of merging one layer."""
+    """Bytes of the tensors at the peak of merging one layer. `first`, `second`: LoRA's matrices A and B."""
     rows, elements = second.shape[0], second.shape[0] * first.shape[1]
     adapter_bytes = stored_bytes(plan, second)
     merged_bytes = max(form.weight_bytes, adapter_bytes)
@@ -109,7 +109,7 @@ def _merge(second: Parameter, first: Parameter, plan: Plan, form: _Form) -> int:
     if form.is_dora:
         return (matrices(*_dora(form, adapter_bytes)) + Storages.of(rows * merged_bytes, 2)).rounded
     match form.method:
-        case None:  # the product, and the scaled product
+        case None:  # B A, and B A scaled
             return matrices(adapter_bytes, adapter_bytes).rounded
         case "bnb_8bit":  # the weight, the scaled product, their sum; in fp16 on the GPU; quantized, with its scales
             return (
@@ -128,8 +128,10 @@ def _merge(second: Parameter, first: Parameter, plan: Plan, form: _Form) -> int:
 
 
 def _dora(form: _Form, adapter_bytes: int) -> list[int]:
-    """The bytes per element of each matrix at the peak: the scaled product, a copy of the weight, the sum and its multiple, and this in the
-    weight's dtype. A quantized weight is unpacked twice. The norms and the factors of the rows are vectors.
+    """Bytes per element of each matrix that is alive at the peak of merging DoRA.
+
+    The matrices are the scaled product B A, a copy of the weight, their sum, the sum times the magnitudes, and its copy in the weight's
+    dtype if that differs. A quantized weight is unpacked twice. Norms and magnitudes are vectors, which the caller counts.
     """
     merged_bytes = max(form.weight_bytes, adapter_bytes)
     converted = [form.weight_bytes] if merged_bytes != form.weight_bytes else []
@@ -138,8 +140,9 @@ def _dora(form: _Form, adapter_bytes: int) -> list[int]:
 
 
 def _scales(elements: int, *, is_nested: bool) -> Storages:
-    """The scales of a matrix in 4 bits, the table of codes, its absolute values and their maximum; nested instead of the last two the mean,
-    the scales less the mean, and these quantized.
+    """Storages while a matrix is quantized to 4 bits: its scales, the table of codes, and that table's absolute values and their maximum.
+
+    Nested quantization has, instead of the last two, the scales' mean, the scales minus the mean, and these quantized to 8 bits.
     """
     blocks = -(-elements // BLOCK)
     scales = Storages.of(blocks * FP32_BYTES) + Storages.of(TABLE_4BIT_BYTES)

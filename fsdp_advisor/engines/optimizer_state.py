@@ -16,9 +16,9 @@ SCALAR_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """Bytes of optimizer state in a checkpoint, or none of it if the plan saves the weights alone.
+    """Bytes of optimizer state in a checkpoint; all 0 if the plan saves only the weights.
 
-    `total`: all tensors, also those on the host. `scalars`: the part of step counts. `largest`: the largest tensor.
+    `total`: all tensors, also those on the host. `scalars`: the step counts among them. `largest`: the largest tensor.
     """
 
     total: int = 0

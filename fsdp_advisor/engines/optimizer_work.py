@@ -18,11 +18,14 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 MASTER_BYTES = 16
 """DeepSpeed's traffic per element in addition to the update: the norm, the cast of the gradient into the masters' dtype, and the
-cast of the updated weights back."""
+cast of the updated weights back.
+"""
 
 
 def clips_gradients(plan: Plan) -> bool:
-    """Whether the job clips the gradients before the optimizer's step. An optimizer that updates in backward has none left to clip."""
+    """Whether the job clips the gradients before the optimizer's step. An optimizer that updates in backward has no gradients left to
+    clip.
+    """
     return plan.facts.clips_gradients and not optimizer_of(plan).backward_update
 
 
@@ -44,7 +47,7 @@ def optimizer_bytes(profile: Profile, plan: Plan, elements: float, *, masters: b
 
 
 def shards_of(plan: Plan) -> Shards:
-    """The ranks over which FSDP2 splits a parameter. DTensor sees the GPUs of a node as one host."""
+    """The ranks over which FSDP2 splits a parameter. DTensor treats the GPUs of a node as one host."""
     return Shards(ranks=plan.shard_degree, ranks_per_node=plan.ranks_per_node)
 
 
@@ -81,7 +84,7 @@ def _updates_on_host(profile: Profile, plan: Plan) -> bool:
 
 @lru_cache(maxsize=64)
 def host_elements(profile: Profile, plan: Plan) -> int:
-    """Elements of the parameters that the optimizer updates on the host although they are on the GPU."""
+    """Elements of the GPU's parameters that the optimizer updates on the host."""
     optimizer = optimizer_of(plan)
     return sum(
         p.elements * count
@@ -93,7 +96,7 @@ def host_elements(profile: Profile, plan: Plan) -> int:
 
 @lru_cache(maxsize=64)
 def host_state_bytes(profile: Profile, plan: Plan) -> int:
-    """Bytes of the state that the optimizer keeps on the host and copies to the GPU for its update, although the parameters are there."""
+    """Bytes of optimizer state that stays on the host and is copied to the GPU for the update of parameters there."""
     optimizer = optimizer_of(plan)
     return sum(
         optimizer.host_state(p.elements, stored_bytes(plan, p)) * count
@@ -124,7 +127,7 @@ def gpu_step(profile: Profile, plan: Plan, elements: float, shards: Shards = WHO
 
 
 def host_step(plan: Plan, elements: float) -> OptimizerStep:
-    """The update of `elements` elements by each rank on the host, which all ranks of a node share."""
+    """The update of `elements` elements by each rank on the host. All ranks of a node share the host."""
     optimizer = optimizer_of(plan)
     kernel = optimizer.deepspeed_host_kernel if plan.backend == "deepspeed" else optimizer.host_kernel
     return OptimizerStep(0.0, host_elements=elements * plan.ranks_per_node, host_kernel=kernel)

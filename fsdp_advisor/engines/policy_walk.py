@@ -14,9 +14,9 @@ NO_UNIT = UnitId(ROOT, -1)
 
 
 class PolicyWalk:
-    """Where a micro-batch is in each stack.
+    """The position of a micro-batch in each stack.
 
-    Each method takes the `UnitId` at which a hook fires and returns the unit of the hook, or NO_UNIT.
+    Each method takes the `UnitId` at which a hook fires, and returns the hook's unit or NO_UNIT.
 
     A group of layers is gathered before its first layer and freed after its last, and in backward the other way round.
     Source: torch.distributed.fsdp._fully_shard._fsdp_state (torch 2.13), _register_group_forward_hooks.

@@ -2,7 +2,7 @@
 
 Source: trl 1.16, trainer/dpo_trainer.py, `__init__`; models/utils.py, `prepare_deepspeed`, `prepare_fsdp`. With FSDP2 the whole copy
 is one unit, because `prepare_fsdp` calls `fully_shard` on the model alone. With ZeRO-1 and 2 every rank keeps a whole copy in the
-dtype that computes; ZeRO-3 shards it with DeepSpeed's defaults, because "auto" has no value yet.
+compute dtype; ZeRO-3 shards it with DeepSpeed's defaults, because "auto" has no value yet when it is prepared.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class ReferenceStep(StepHooks):
         self.states = engine.states
         self._root_stays = plan.backend == "fsdp1" or (plan.backend == "fsdp2" and not plan.reshards)
         """Whether the root stays gathered for ever: FSDP frees a unit that it does not reshard after forward only after its
-        backward, and FSDP1 never reshards the root after forward."""
+        backward, and FSDP1 never reshards the root after forward.
+        """
 
     def begin_step(self, step: StepBuilder) -> None:
         self._engine.begin_step(step)
@@ -117,7 +118,9 @@ class ReferenceStep(StepHooks):
 
 
 def loading_bytes(profile: Profile, plan: Plan) -> int:
-    """Peak bytes on a GPU while the copy is prepared, before the trained model is; 0 if the copy is sharded as it is read."""
+    """Peak bytes on a GPU while the copy is prepared, which happens before the trained model is prepared; 0 if it is sharded while it is
+    read.
+    """
     if plan.reference != "copy" or (plan.backend == "deepspeed" and plan.strategy == "zero3"):
         return 0
     return load_methods(frozen(profile), reference_plan(plan))[0].gpu_bytes

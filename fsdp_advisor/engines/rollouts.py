@@ -1,4 +1,4 @@
-"""What GRPO's generation and scores add to a job: when they run, their peaks on a GPU, and the handover of weights to vLLM.
+"""Memory of GRPO's generation and scoring: the peaks of their phases on a GPU, and the transfer of weights to vLLM.
 
 Source: trl 1.16, trainer/grpo_trainer.py; generation/vllm_generation.py, `sync_weights`, `_iter_named_params`.
 """
@@ -56,7 +56,7 @@ def _gathered(profile: Profile, plan: Plan) -> int:
 
 
 def handover_bytes(profile: Profile, plan: Plan) -> int:
-    """Bytes that are gathered at once to give vLLM the weights: one parameter, or FSDP1's unit; with adapters and
+    """Bytes that are gathered at once to copy the weights to vLLM: one parameter, under FSDP1 one unit, and with adapters under
     ZeRO-3 the whole model.
     """
 

@@ -11,16 +11,18 @@ from fsdp_advisor.program.storages import WeightTransfer
 CHECKPOINT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_SHARD_BYTES = 50 * 10**9
 """Largest file of `save_pretrained` by default (`max_shard_size`). Source: transformers/modeling_utils.py (5.23): "50GB"; 5 GB before
-transformers 5."""
+transformers 5.
+"""
 CPU_RAM_EFFICIENT_LOADING = "fsdp_cpu_ram_efficient_loading: true (with transformers 5 every rank still loads a copy)"
 """The line that sets accelerate's flag. transformers 5 ignores the flag: `from_pretrained` loads a copy on every rank. In a real
 run with two ranks, both held the whole converted model.
-Source: transformers/modeling_utils.py, _load_pretrained_model (5.23); huggingface/transformers#43749."""
+Source: transformers/modeling_utils.py, _load_pretrained_model (5.23); huggingface/transformers#43749.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferMethod:
-    """One method of loading or saving, with its peaks in bytes.
+    """One method of loading or saving, and its peaks in bytes.
 
     `way` is the method's name, `how` the code or setting that selects it. `gpu_bytes` are tensors on one rank's GPU. Host bytes
     are private memory of one process: rank 0, or any other rank.

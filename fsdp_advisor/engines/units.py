@@ -96,7 +96,7 @@ def _over_units(profile: Profile, of: Callable[[UnitId], Storages], root: Sequen
 
 @lru_cache(maxsize=256)
 def buffers(profile: Profile, floating_bytes: int | None = None) -> Storages:
-    """Buffers, all of which every rank holds. `floating_bytes`: bytes per element to which an engine casts registered
+    """The model's buffers, which every rank keeps whole. `floating_bytes`: bytes per element to which an engine casts registered
     floating-point buffers.
     """
 

@@ -48,8 +48,8 @@ class Part:
 class Wrapping:
     """The units that are not single layers. `last`: the units that are reduced after backward, in order.
 
-    `whole`: the layers are not units; their parameters belong to the root's units. `units`: the units of a wrap policy of which
-    `parts` has every one, also the layers; None for one unit per layer, and for FSDP2 without layers.
+    `whole`: the layers are not units; their parameters belong to the root's units. `units`: the units of a
+    wrap policy other than `layer` and `none`, else None; `parts` then has every unit, layers included.
     """
 
     parts: Mapping[UnitId, Part]
@@ -88,7 +88,7 @@ def wrapping_for(profile: Profile, plan: Plan) -> Wrapping:
 def effective_wrap(profile: Profile, plan: Plan) -> str:
     """The plan's policy; `layer` or `none` if it has the same units, and for backends without units.
 
-    The Trainer gives FSDP1 PEFT's policy if the model has adapters. Source: transformers/distributed/fsdp.py (5.23),
+    With FSDP1 the Trainer uses PEFT's policy if the model has adapters. Source: transformers/distributed/fsdp.py (5.23),
     update_fsdp_plugin_peft. FSDP2 under accelerate does not use it: fsdp2_prepare_auto_wrap_policy. axolotl makes the same units with
     FSDP2.
     """
@@ -127,7 +127,9 @@ def _by_policy(profile: Profile, wrap: str) -> Wrapping:
 
 @lru_cache(maxsize=512)
 def wrapping_of(profile: Profile, apart: bool, whole: bool = False) -> Wrapping:
-    """The root's units: one, or those of accelerate if `apart`. `whole`: the layers are not units but belong to the root's."""
+    """The root's units: those of accelerate if `apart`, else one. `whole`: the layers are not units; their parameters belong to the
+    root's.
+    """
     parameters = profile.root.parameters
     embedding = with_role(profile, "embedding") if apart and task_of(profile.task).has_root_units else ()
     if not embedding:

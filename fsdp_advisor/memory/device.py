@@ -49,12 +49,14 @@ Source: 1008 MiB with PyTorch, 320 MiB without, on a Titan V (pytorch/pytorch#28
 
 BUFFER_BYTES = {"LL": 8 * 512 * 8 * 16, "LL128": 120 * 640 * 8 * 8, "Simple": 4 * _MIB}
 """Bytes of buffers per channel and connection. Source: NCCL 2.30 src/init.cc, DEFAULT_LL_BUFFSIZE, DEFAULT_LL128_BUFFSIZE,
-DEFAULT_BUFFSIZE."""
+DEFAULT_BUFFSIZE.
+"""
 IPC_BYTES = 2 * _MIB
 """Source: NCCL 2.30 src/include/comm.h, CUDA_IPC_MIN: each shareable buffer is rounded up to a multiple of it."""
 CHANNEL_BYTES = 3 * IPC_BYTES
 """A channel's own tables: three allocations of a few bytes, each of which takes IPC_BYTES. On the H200 a communicator of one rank has 64
-channels and no buffers, and takes 388 MiB. Source: NCCL 2.28 src/channel.cc, initChannel, as NCCL_DEBUG_SUBSYS=ALLOC shows."""
+channels and no buffers, and takes 388 MiB. Source: NCCL 2.28 src/channel.cc, initChannel, as NCCL_DEBUG_SUBSYS=ALLOC shows.
+"""
 SINGLE_RANK_CHANNELS = 64
 """Channels of a communicator of one rank on Hopper; at most as many are assumed on other boards."""
 CONTROL_BYTES = 4096
@@ -78,19 +80,24 @@ def connection_bytes() -> int:
 NETWORK_CONNECTION_BYTES = 2 * 10 * _MIB
 """Bytes of a connection across nodes: both ends keep all three buffers (on the GPU with GPUDirect RDMA).
 
-Source: NCCL 2.30 src/transport/net.cc, sendProxyConnect, recvProxyConnect."""
+Source: NCCL 2.30 src/transport/net.cc, sendProxyConnect, recvProxyConnect.
+"""
 NVLINK_CHANNELS = {"volta": (6, 12), "ampere": (8, 24), "hopper": (16, 32), "blackwell": (16, 32)}
 """Channels of a communicator over NVLink. Source: logs in NVIDIA/nccl#713 (V100: 6 rings, doubled), NVIDIA/nccl-tests#100
-(A100: 24), NVIDIA/nccl#892 (H800: 16), #1685 (H100: 32)."""
+(A100: 24), NVIDIA/nccl#892 (H800: 16), #1685 (H100: 32).
+"""
 PCIE_CHANNELS = (0, 4)
 """Channels with buffers on the GPU; none if the ranks communicate through host memory. Source: NVIDIA/nccl#1358 (1 channel,
-doubled)."""
+doubled).
+"""
 NVLS_BYTES = (0, 16 * 2 * 8 * _MIB)
 """Buffers of NVLink SHARP on Hopper and later: 16 channels, 8 heads, 8 steps of 128 KiB, both directions.
-Source: NCCL 2.30 src/transport/nvls.cc, NCCL_NVLS_CHUNKSIZE, ncclNvlsBufferSetup."""
+Source: NCCL 2.30 src/transport/nvls.cc, NCCL_NVLS_CHUNKSIZE, ncclNvlsBufferSetup.
+"""
 NCCL_KERNEL_BYTES = (112 * _MIB, 170 * _MIB)
 """NCCL's own kernels. 170 MiB on the H200. Together with the 24 channels of a group of two A100, 112 MiB explain its observed 544 MB
-(NVIDIA/nccl#964, which also names 688 MB for a larger group)."""
+(NVIDIA/nccl#964, which also names 688 MB for a larger group).
+"""
 RCCL_FIRST_BYTES = (512 * _MIB, 1280 * _MIB)
 RCCL_FURTHER_BYTES = (512 * _MIB, 768 * _MIB)
 """Context and first communicator on AMD: about 1 GiB; each further one about 0.65 GiB (Lumi-supercomputer/LUMI-AI-Guide#111)."""
@@ -173,16 +180,16 @@ def _device_overhead(gpu: Gpu, plan: Plan, lazy_loading: bool) -> DeviceOverhead
 
 
 def vllm_bytes(gpu: Gpu, generation: Generation) -> int:
-    """What colocated vLLM takes of a GPU: weights, cache of keys and values, and its peak of activations.
+    """GPU bytes of colocated vLLM: weights, cache of keys and values, and its peak of activations.
 
-    It takes this in addition to what others have already. Source: vLLM v1/worker/utils.py, `request_memory`; gpu_worker.py,
+    vLLM takes these in addition to the memory that is already in use. Source: vLLM v1/worker/utils.py, `request_memory`; gpu_worker.py,
     `determine_available_memory`.
     """
     return ceil(gpu.memory_bytes * generation.memory_utilization)
 
 
 def context_range(gpu: Gpu) -> tuple[int, int]:
-    """Bytes of the CUDA context and the kernels that training loads, at least and at most."""
+    """(minimum, maximum) bytes of the CUDA context and the kernels that training loads."""
     context = _context(gpu)
     return context[0] + LAZY_KERNEL_BYTES[0], context[1] + LAZY_KERNEL_BYTES[1]
 
@@ -195,15 +202,16 @@ def _context(gpu: Gpu) -> tuple[int, int]:
 
 
 def communicator_range(gpu: Gpu, ranks: int, nnodes: int = 1) -> tuple[int, int]:
-    """Bytes of one communicator on each GPU of `ranks` on `nnodes`: its channels, and at least the buffers of the rings, at most those of
-    rings, trees and NVLink SHARP. One rank has channels without buffers."""
+    """(minimum, maximum) bytes of one communicator of `ranks` ranks on `nnodes` nodes, on each GPU. The minimum is its channels and the
+    buffers of rings; the maximum also has those of trees and NVLink SHARP. A communicator of one rank has channels without buffers.
+    """
     if ranks == 1:
         most = SINGLE_RANK_CHANNELS * CHANNEL_BYTES
         return most if gpu.architecture == "hopper" else 0, most
     nvlink = gpu.intra_node is not None and gpu.intra_node.kind == "nvlink"
     channels = NVLINK_CHANNELS.get(gpu.architecture or "", PCIE_CHANNELS) if nvlink else PCIE_CHANNELS
     if gpu.intra_node is None:
-        channels = (0, NVLINK_CHANNELS["hopper"][1])  # a GPU with a memory size only
+        channels = (0, NVLINK_CHANNELS["hopper"][1])  # a GPU given by its memory size alone
     one = connection_bytes()
     low, high = channels[0] * one, channels[1] * one * (1 if ranks == 2 else 2)
     if nnodes > 1:

@@ -35,7 +35,7 @@ _WORKSPACE_AND_LOSS = frozenset({int(Account.WORKSPACE), int(Account.LOSS)})
 class StepPeak:
     """The peak of a step; the first one if there are several. Bytes, with each storage rounded up to 512.
 
-    `tape_phase_peaks`: as `phase_peaks`, with the phases of scoring and generation apart from the forward.
+    `phase_peaks`: peak bytes by phase of the step. `tape_phase_peaks`: the same with scoring and generation separate from the forward.
     """
 
     peak: int
@@ -80,7 +80,7 @@ def step_peak(program: StepProgram, b: int, t: int) -> StepPeak:
 
 
 def peak_bytes(program: StepProgram, b: int, t: int, *, fused_loss: bool = False) -> int:
-    """The bytes of `step_peak`, without the work of finding what is alive. `fused_loss`: without the loss's own tensors."""
+    """The bytes of `step_peak`, computed faster because the breakdown by account is left out. `fused_loss`: the loss allocates nothing."""
     reader = _Reader(program, b, t, _WORKSPACE_AND_LOSS if fused_loss else _WORKSPACE)
     return max(high for _, _, high, _ in reader.walk())
 

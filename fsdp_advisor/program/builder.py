@@ -34,7 +34,7 @@ OrderInUnit = tuple[int, int, int]
 
 
 class StepHooks:
-    """The hooks of a training engine around the units of a step. Each adds instructions to the builder; the defaults add none.
+    """The hooks of a training engine around the units of a step. Each hook adds instructions to the builder; the default hooks add none.
 
     `gradient_hooks`: whether `gradient_ready` is called. `marked_units`: the units within the root's code (`MarkedUnit`) that
     have hooks. `gradient_stream`: the stream on which autograd allocates gradients. `reference`: the hooks around the units of a

@@ -24,13 +24,15 @@ NO_BUFFER: Buffer = -1
 
 Start = Literal["with previous compute", "with next compute", "after compute"]
 """The time at which the host issues a collective: as soon as the compute before it starts (the host runs ahead of the GPU),
-together with the compute after it (explicit prefetch), or after all compute before it has ended."""
+together with the compute after it (explicit prefetch), or after all compute before it has ended.
+"""
 
 HostKernel = Literal["one_pass", "many_passes"]
 
 RankGroup = Literal["shard", "replica", "post_forward"]
 """The ranks of a collective: those that share one copy of the states, those that hold the same shard, or those that share the
-parameters kept after forward (`Plan.post_forward_ranks`)."""
+parameters kept after forward (`Plan.post_forward_ranks`).
+"""
 
 
 class Alloc(NamedTuple):
@@ -92,7 +94,7 @@ class PythonHooks(NamedTuple):
 
 
 class CreateStates(NamedTuple):
-    """The first step allocates the states of a buffer here. Without it, when the optimizer step begins."""
+    """The first step allocates the states of a buffer here. Without this instruction it allocates them when the optimizer step begins."""
 
     buffer: Buffer
 
@@ -161,8 +163,8 @@ class Copy(NamedTuple):
 class OptimizerStep(NamedTuple):
     """Step the optimizer: `n_bytes` read and written on the GPU, or `host_elements` elements updated by a node's host.
 
-    `flops`: of its matrix products. `gathered_bytes` in `gathers` all-gathers and reduce-scatters, and `reduced_bytes` in `reduces`
-    all-reduces over the ranks of the shards. Nothing runs at the same time.
+    `flops`: of its matrix products. Over the ranks of the shards it sends `gathered_bytes` in `gathers` all-gathers and reduce-scatters,
+    and `reduced_bytes` in `reduces` all-reduces. Nothing runs at the same time.
 
     `host_kernel`: whether the update on the CPU passes over host memory once or once per operation.
     """

@@ -20,7 +20,7 @@ ACCUMULATOR_BYTES = 4
 def reduction_workspace_bytes(rows: int, columns: int, resident_threads: int) -> int:
     """Bytes to sum a contiguous (rows, columns) tensor into (columns,) on a GPU that runs `resident_threads` threads at once.
 
-    Not counted: the blocks' counters (512 bytes), and that PyTorch sums 2 GiB at a time. Source: aten/src/ATen/native/cuda/
+    Not modelled: the blocks' counters (512 bytes); PyTorch divides tensors above 2 GiB into parts. Source: aten/src/ATen/native/cuda/
     Reduce.cuh (torch 2.13), setReduceConfig, get_output_vec_size and ReduceConfig::global_memory_size.
 
     >>> h100 = 132 * 2048

@@ -1,4 +1,4 @@
-"""A tape cut into spans: the stretches of events between two hooks of an engine.
+"""A tape divided into spans. A span is the events between two hooks of an engine.
 
 A hook runs at each mark on the tape (a unit's forward or backward begins or ends, a gradient is ready). Between two hooks the
 engine does nothing, so a reader needs only a span's net bytes and its peak.
@@ -84,9 +84,9 @@ Steps = tuple[Span | Hook, ...]
 
 @dataclass(frozen=True, slots=True)
 class LayoutPart:
-    """A root segment (`steps[0]`), or a stack. `steps`: by recorded layer. `last`: the same for the last of the
-    real layers that a recorded layer stands for, if its steps differ. `segments`: the tape's segment of each recorded layer.
-    `phase`: that of these segments.
+    """One phase of a root segment, or of a stack. `steps`: spans and hooks by recorded layer (`steps[0]` for a root segment). `last`: the
+    same for the last of the real layers that a recorded layer stands for, if its steps differ. `segments`: the index of each recorded
+    layer's segment on the tape.
     """
 
     phase: TapePhase
@@ -111,7 +111,8 @@ class TapeLayout:
 
 def stays_near(born: Segment, dying: Segment) -> bool:
     """Whether a storage that is freed in segment `dying` was allocated in the same or an adjacent layer (`born`). Every real layer then
-    frees a storage of its own."""
+    frees a storage of its own.
+    """
     return born.stack == dying.stack != ROOT and abs(born.layer - dying.layer) <= 1
 
 
@@ -135,7 +136,7 @@ class Freed(NamedTuple):
 
 
 def storage_events(tape: Tape, index: int, start: int, end: int, is_last: bool) -> Iterator[Allocated | Freed]:
-    """What events `start` to `end` of a segment allocate and free in a real layer. `is_last`: it is the last one of its kind.
+    """The allocations and frees of events `start` to `end` of a segment, in one real layer. `is_last`: it is the last layer of its kind.
 
     Only the last real layer frees storages from layers beyond its neighbours. If such a storage was allocated in a layer, the
     storages of all layers are freed there (autocast's cache of weights lives to the end of forward).
@@ -255,7 +256,7 @@ def storage_bytes(tape: Tape, b: int, t: int, resident_threads: int = 0) -> list
 
 
 class SpanBytes(NamedTuple):
-    """By span number, at one (B, T): net bytes, and the peak relative to the span's beginning."""
+    """Lists by span number, at one (B, T): net bytes, and peak bytes relative to the span's beginning."""
 
     net: list[int]
     high: list[int]

@@ -42,7 +42,7 @@ class Storages:
         return Storages(self.exact * count, self.rounded * count, ((self.sizes, count),))
 
     def each(self) -> Iterator[int]:
-        """The bytes of each storage in order, without empty ones, for which nothing is allocated.
+        """The bytes of each storage in order. Empty storages are left out, because nothing is allocated for them.
 
         >>> list((Storages.of(8) + Storages.of(4) * 2 + Storages.of(0)).each())
         [8, 4, 4]
@@ -92,5 +92,7 @@ class WeightTransfer:
 
     @classmethod
     def of_shard(cls, temporaries: Storages, shard: Storages, *, offload: bool) -> WeightTransfer:
-        """The transfer that makes a shard from `temporaries`. Under `offload` the shard moves to the host at once: a temporary too."""
+        """The transfer that makes a shard from `temporaries`. With `offload` the shard is temporary too, because it moves to the host at
+        once.
+        """
         return cls(temporaries=temporaries + shard) if offload else cls(temporaries=temporaries, kept=shard)

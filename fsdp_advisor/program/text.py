@@ -153,6 +153,6 @@ def _account(account: Account) -> str:
 
 
 def _polynomial(polynomial: Polynomial) -> str:
-    """`131072 BT bytes`."""
+    """A polynomial in B and T as text, such as `131072 BT bytes`."""
     terms = [f"{c} {m}" if m != "1" else str(c) for c, m in zip(polynomial, MONOMIALS, strict=True) if c]
     return " + ".join(terms) + " bytes"

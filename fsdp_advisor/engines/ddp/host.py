@@ -1,4 +1,4 @@
-"""Host memory under DDP: of an optimizer that updates the GPU's parameters on the host, or keeps its state there."""
+"""Host memory under DDP. Only an optimizer that updates parameters on the host, or keeps its state there, needs any."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from fsdp_advisor.policies.optimizers import optimizer_of
 
 
 def host_memory(profile: Profile, plan: Plan) -> HostMemory:
-    """Host memory of one node: pinned copies of the parameters and gradients that are updated there, and pageable states."""
+    """Host memory of one node: pinned copies of the parameters and gradients that are updated on the host, and pageable optimizer
+    states.
+    """
     optimizer, pinned, pageable = optimizer_of(plan), 0, 0
     for unit, count in profile.counted_units():
         for p in unit.parameters:

@@ -53,7 +53,7 @@ def buckets(profile: Profile, plan: Plan) -> Storages:
 def _assigned(parameters: Iterable[Parameter], plan: Plan, limits: tuple[int, int]) -> Storages:
     """The buckets of these parameters. Each dtype has its own buckets. `limits`: bytes of the first of them, and of the others."""
     result = NO_STORAGES
-    filled: dict[int, int] = {}  # by bytes per element, which differ between the dtypes that one model trains
+    filled: dict[int, int] = {}  # by bytes per element, which identify the dtype
     first, others = limits
     limit: dict[int, int] = {}
     for parameter in parameters:
@@ -154,9 +154,9 @@ class DdpStep(StepHooks):
         """Allocate the copies of the outputs that accelerate (logits in fp32) and DDP (clones, if it searches for unused
         parameters) return.
 
-        The encoder's output is fp32 already, but under autocast nothing else keeps it alive.
+        The encoder's output is in fp32 already. It is counted because under autocast nothing else keeps it alive.
         """
-        if self._plan.loss_code != "full":  # no output is as large as the logits
+        if self._plan.loss_code != "full":  # the model returns no logits
             return
         converts, clones = self._plan.facts.converts_outputs and self._plan.mixed, clones_outputs(self._plan)
         element = 2 if self._plan.precision == "bf16" else 4
@@ -233,7 +233,9 @@ class DdpStep(StepHooks):
         step.add(gpu_step(self._profile, self._plan, self._profile.trainable_parameters))
 
     def _update_all(self, step: StepBuilder) -> None:
-        """The temporaries of the update: those at its peak, or one after the other if the optimizer has a loop of its own."""
+        """Allocate and free the temporaries of the update: those at its peak, or one after the other if the optimizer has a loop of its
+        own.
+        """
         events = optimizer_loop(self._profile, self._plan.without_batch)
         if not events:
             whole = optimizer_temporaries(self._profile, self._plan, lambda parameter: parameter.shape)
@@ -272,8 +274,8 @@ class DdpStep(StepHooks):
             self._reduce(step, AT_ROOT, self._profile.root, self._tail_share())
 
     def _reduce(self, step: StepBuilder, unit: UnitId, parameters: Unit, share: float = 1.0) -> None:
-        """Add the sum with the gradients of earlier micro-batches. In the last one, also copy the gradients into the buckets, reduce
-        them and copy them back; `no_sync` skips this in the others (`Reducer::autograd_hook`).
+        """Add the copies that sum these gradients with those of earlier micro-batches. In the last micro-batch, also copy the gradients
+        into the buckets, reduce them and copy them back; `no_sync` skips this in the others (`Reducer::autograd_hook`).
         """
         if not share:
             return

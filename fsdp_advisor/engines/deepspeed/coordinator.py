@@ -81,7 +81,7 @@ class _Fetcher:
     events: list[tuple[int, int]] = field(default_factory=list)
     born: int = 0
     available_elements: int = 0
-    gathered_bytes: int = 0  # in this turn
+    gathered_bytes: int = 0  # since the last `begin_turn`
     held: dict[int, tuple[int, int]] = field(default_factory=dict)  # available parameter -> its storage and bytes
     flight: dict[int, int] = field(default_factory=dict)  # parameter that is being gathered -> its group
     groups: dict[int, tuple[tuple[int, int], list[int]]] = field(
@@ -119,7 +119,7 @@ class _Fetcher:
         shards = [self.element_bytes[p] * shard_elements(self.elements[p], self.ranks) for p in parameters]
         buffer = self.size(self.ranks * sum(shards))
         self.groups[self.gathers] = (self._take(buffer), list(parameters))
-        if self.offloaded:  # the shards are copied from the host
+        if self.offloaded:  # each shard is first copied from the host
             for shard in [self._take(self.size(n_bytes)) for n_bytes in shards]:
                 self._drop(shard)
         self.flight.update(dict.fromkeys(parameters, self.gathers))
@@ -218,7 +218,7 @@ def gathered(
     forward_only: bool = False,
 ) -> Gathered:
     """The gathered parameters over one micro-batch, unit by unit. `size` maps a storage's bytes to the bytes counted.
-    `forward_only`: no backward follows, so nothing is kept for it.
+    `forward_only`: no backward follows, so no parameters stay for it.
     """
     if plan.shard_degree == 1 and not offloads_parameters(plan):
         settings = Settings(param_persistence_threshold=profile.parameters)  # a single rank uses its shards directly
@@ -244,7 +244,7 @@ def gathered(
 def _inventory(profile: Profile, plan: Plan) -> _Inventory:
     """The parameters of the root's modules before each stack, of its layers, and of the root's other modules."""
     found = _Inventory()
-    tied: dict[str, int] = {}  # by its other name: a parameter of the root
+    tied: dict[str, int] = {}  # other name of a tied parameter of the root -> its index
     root, done = profile.root.parameters, 0
     for s, (stack, before) in enumerate(zip(profile.stacks, profile.order, strict=True)):
         tied.update((name, len(found.elements) + i) for i, p in enumerate(root[done:before]) for name in p.tied)
@@ -258,7 +258,9 @@ def _inventory(profile: Profile, plan: Plan) -> _Inventory:
 
 
 def _backward(units: list[Turn], plan: Plan) -> Iterator[Turn]:
-    """The units' turns in backward. A checkpointed layer's modules are first fetched again, in forward order."""
+    """The units in the order of backward, each with its modules (a turn). A checkpointed layer's modules are first fetched in forward
+    order.
+    """
     layers = sum(not place.is_outside_layers for place, _ in units)
     for place, modules in reversed(units):
         is_layer = not place.is_outside_layers
@@ -270,7 +272,7 @@ def _backward(units: list[Turn], plan: Plan) -> Iterator[Turn]:
 def _fetcher(
     inventory: _Inventory, turns: list[Turn], plan: Plan, settings: Settings, size: Callable[[int], int]
 ) -> _Fetcher:
-    """The coordinator before the first of these turns. Parameters below the threshold stay on the GPU and are not fetched."""
+    """The coordinator before the first turn. Parameters below the persistence threshold stay on the GPU and are not fetched."""
     elements = inventory.elements
     hooks = [own for _, modules in turns for own in modules]
     traversed = [0, *itertools.accumulate(sum(elements[p] for p in own) for own in hooks)]

@@ -138,8 +138,8 @@ def _bytes_after_initialize(profile: Profile, plan: Plan) -> tuple[int, int]:
 def _engine_transfers(profile: Profile, plan: Plan) -> tuple[WeightTransfer, ...]:
     """The allocations of `deepspeed.initialize` after it has flattened the parameters: the masters, and the zero gradients.
 
-    A master is a clone of a copy in its dtype (stage 3), or a cast of a clone (stages 1, 2). Stage 3 frees a sub-group's copy when it
-    has made the next one, because a variable refers to it. The zero gradients are freed at
+    A master is a clone of a copy in its dtype (stage 3), or a cast of a clone (stages 1, 2). Stage 3 frees a sub-group's copy only after it
+    has made the next one, because a variable refers to the copy until then. The zero gradients are freed at
     once. Buckets reuse their memory. Source: zero/stage3.py, _create_fp32_partitions, initialize_optimizer_states;
     zero/stage_1_and_2.py, __init__, initialize_optimizer_states.
     """

@@ -38,7 +38,7 @@ def each_parameter(profile: Profile) -> Iterator[tuple[Parameter, int]]:
 
 
 def deepspeed_refusal(profile: Profile, plan: Plan) -> UsageError | None:
-    """Why stage 3 is refused for a model; None if it is not. Weights in 4 bits are sharded and gathered as they are stored.
+    """Why stage 3 cannot train a model; None if it can. Weights in 4 bits are sharded and gathered as they are stored.
 
     Source: bitsandbytes 0.50, nn/modules.py, Linear8bitLt: `state.CB` refers to the whole weight.
     """
@@ -109,8 +109,8 @@ def shards(profile: Profile, plan: Plan) -> Storages:
 
 
 def persistent(profile: Profile, plan: Plan, settings: Settings) -> Storages:
-    """Small parameters that stage 3 keeps gathered in addition to their shards, padded to a multiple of the ranks. They are
-    gathered again after every step.
+    """Storages of the small parameters that stage 3 keeps gathered in addition to their shards, padded to a multiple of the ranks. They
+    are gathered again after every step.
 
     A single rank uses its shard directly, unless the shard is on the host.
     Source: zero/parameter_offload.py, mark_persistent_parameters; zero/partition_parameters.py,

@@ -114,7 +114,7 @@ def _gradient_places(
 
 
 class DeepspeedStep(StepHooks):
-    """DeepSpeed's hooks. `initialize` creates the fp32 master weights, and the first step of the optimizer its moments."""
+    """DeepSpeed's hooks. `deepspeed.initialize` creates the fp32 master weights; the optimizer's first step creates its moments."""
 
     gradient_hooks = True
 
@@ -234,7 +234,7 @@ class DeepspeedStep(StepHooks):
         bucket.release(step)
         step.free(*step.whole_gradients())
         if bucket.averaged != NO_BUFFER:
-            if not self._is_first and self._stage > 1:  # these were added to those of the first micro-batch
+            if not self._is_first and self._stage > 1:  # they were added to the first micro-batch's gradients
                 step.free(bucket.averaged)
             else:
                 self._averaged = bucket.averaged
@@ -286,12 +286,12 @@ class DeepspeedStep(StepHooks):
             step.add(PythonHooks())
 
     def _fetch(self, step: StepBuilder, unit: UnitId) -> None:
-        """Stage 3: add the all-gathers that began since the last call as one, for which compute waits, with the copies of the
-        shards into its buffer and of the parameters out of it; and the upload of the shards if they are offloaded.
+        """Stage 3: add one all-gather for all those that began since the last call. Compute waits for it. Also add the copies of shards
+        into its buffer and of parameters out of it, and the upload of the shards if they are offloaded.
 
         No compute hides an all-gather: published runs take as long as compute and communication together (11 runs, ten of them
         within 16 %, `validation/published.csv`). The prefetch is about one parameter with the settings of the Hugging Face integration
-        (`stage3_prefetch_bucket_size` of 0.9 hidden^2), and it begins after the hook before it.
+        (`stage3_prefetch_bucket_size` of 0.9 hidden^2), and it begins only after the previous hook.
         """
         n_bytes = self._gathering.take_bytes()
         if not n_bytes:
@@ -317,8 +317,8 @@ class DeepspeedStep(StepHooks):
             step.add(HostTransfer(unit, reduced / n, "gradients"))
 
     def _send_bulk(self, step: StepBuilder) -> None:
-        """Add the reduction of stages 1 and 2, which runs after backward because `overlap_comm` is off, and all-reduces each
-        bucket (`use_multi_rank_bucket_allreduce`).
+        """Add the reduction of stages 1 and 2. It runs after backward, because `overlap_comm` is off, and all-reduces each bucket
+        (`use_multi_rank_bucket_allreduce`).
         """
         plan, trainable = self._plan, self._profile.trainable_parameters
         if self._stage == 3:

@@ -1,7 +1,7 @@
 """Saving under FSDP1: full, sharded and local state dicts of model and optimizer.
 
 Read in torch 2.13 (distributed/fsdp/_state_dict_utils.py, _optim_utils.py). `FSDP.optim_state_dict` gathers one state of one unit
-at a time: the whole flat state, and a copy of the own shard of it. It moves the results to the host (`OptimStateDictConfig`,
+at a time: the whole flat state, and a copy of this rank's shard of it. It moves the results to the host (`OptimStateDictConfig`,
 offload_to_cpu=True). Under LOCAL_STATE_DICT each rank saves `optimizer.state_dict()`, its own shards.
 """
 
@@ -94,13 +94,15 @@ def _local(profile: Profile, plan: Plan) -> SaveMethod:
 
 
 def _own_state(profile: Profile, plan: Plan) -> int:
-    """Bytes of the optimizer state of one rank's flat shards, which has the step counts of all parameters."""
+    """Bytes of the optimizer state of one rank's flat shards. It includes the step counts of all parameters."""
     state = saved_state(profile, plan, lambda p: (p.elements,))
     return -(-(state.total - state.scalars) // plan.shard_degree) + state.scalars
 
 
 def _gathered_state_bytes(profile: Profile, plan: Plan) -> int:
-    """GPU bytes of gathering one state of the largest unit: the whole, and a copy of the own shard (`_allgather_orig_param_states`)."""
+    """GPU bytes of gathering one state of the largest unit: the whole state, and a copy of this rank's shard
+    (`_allgather_orig_param_states`).
+    """
     if (
         plan.save_only_model
         or plan.shard_degree == 1

@@ -63,7 +63,7 @@ class Fsdp1Step(StepHooks):
         self._previous_gradients = NO_BUFFER
         self._prefetched: set[UnitId] = set()  # gathered before the hook that needs them
         self._forward_order: list[UnitId] = []  # units in the order of their post-forward hooks
-        self._indices: defaultdict[UnitId, list[int]] = defaultdict(list)  # in it, of each unit's first run
+        self._indices: defaultdict[UnitId, list[int]] = defaultdict(list)  # their indices in `_forward_order`
         self._ran_in_layer: set[UnitId] = set()  # units within the current layer that have run
         self._targets: dict[UnitId, UnitId | None] = {}  # the unit to prefetch after a unit's backward
         self._unsharded: defaultdict[UnitId, list[tuple[Buffer, Buffer]]] = defaultdict(list)
@@ -110,7 +110,7 @@ class Fsdp1Step(StepHooks):
         step.add(PythonHooks())
         is_sharded = self._is_first or self._reshard or not self._plan.defers_reduction
         if self._repeated and (unit == AT_ROOT or not self._reshard):
-            is_sharded = False  # it stayed gathered after the forward before
+            is_sharded = False  # it is still gathered since the previous forward
         if is_sharded:
             if unit not in self._prefetched:
                 self._unshard(step, unit, "with previous compute")
@@ -180,7 +180,7 @@ class Fsdp1Step(StepHooks):
             self._frozen.append(unit)
 
     def _free_frozen(self, step: StepBuilder) -> None:
-        """`_register_post_backward_reshard_only_hook`."""
+        """Free the parameters of the frozen layers whose backward is over (`_register_post_backward_reshard_only_hook`)."""
         for unit in self._frozen:
             self._free(step, unit)
         self._frozen.clear()
@@ -236,7 +236,7 @@ class Fsdp1Step(StepHooks):
         return self._reshard and self._plan.backward_prefetch == "post" and unit != AT_ROOT
 
     def _reduce(self, step: StepBuilder, unit: UnitId, gradients: list[Buffer]) -> None:
-        """`_reduce_grad`, on the reduce-scatter's stream."""
+        """Reduce the unit's gradients on the reduce-scatter stream (`_reduce_grad`)."""
         sizes, stream = self._units[unit], Stream.REDUCE_SCATTER
         reduce_input = step.alloc(Account.COMMUNICATION, sizes.reduce_input, stream)
         reduced = step.alloc(Account.COMMUNICATION, sizes.reduce_output, stream)

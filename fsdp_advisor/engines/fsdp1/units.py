@@ -121,7 +121,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
 
 
 def flat_bytes(unit: Unit, plan: Plan) -> int:
-    """Bytes per element of a unit's flat parameter between steps. accelerate makes the whole of a unit that trains fp32.
+    """Bytes per element of a unit's flat parameter between steps. accelerate converts a unit to fp32 if any of its parameters is trained.
 
     Source: accelerate/accelerator.py, prepare_model: `module._flat_param` of a module that requires a gradient.
     """
@@ -167,7 +167,7 @@ def fsdp1_units(profile: Profile, plan: Plan) -> tuple[Units | None, Mapping[Uni
 def total_bytes(
     profile: Profile, policy: Units | None, units: Mapping[UnitId, UnitBytes], what: str, *, root_last: bool = False
 ) -> Storages:
-    """The attribute `what` of all real units. `root_last`: the root is allocated after the layers."""
+    """The sum of the attribute `what` over all real units. `root_last`: the root is allocated after the layers."""
     if policy is not None:
         return total_of_policy(policy, units, what)
     if not root_last:

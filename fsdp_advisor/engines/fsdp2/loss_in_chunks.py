@@ -1,7 +1,7 @@
-"""What torchtitan's loss in chunks changes about FSDP2's units.
+"""How torchtitan's loss in chunks changes the reductions of FSDP2's units.
 
-The loss runs after the model's forward and computes the head's gradient. The last chunk reduces it, and the parameters of the head's
-unit are freed then. Backward gathers the unit again for the final norm, and reduces the other gradients of the unit.
+The loss runs after the model's forward and computes the head's gradient. The last chunk reduces this gradient, and then frees the
+parameters of the head's unit. Backward gathers the unit again for the final norm, and reduces the other gradients of the unit.
 Source: torchtitan 0.3.0, components/loss.py, `ChunkedLossWrapper.__call__`; torch.distributed.fsdp._fully_shard._fsdp_state
 (torch 2.13), `_force_complete_incomplete_states`.
 """
@@ -20,8 +20,8 @@ from fsdp_advisor.model.profile import Profile
 class LossInChunks:
     """The two reductions of the head's unit. `parameter`: the index of the head's weight among the root's parameters.
 
-    `head`: bytes of the reduction of the head's weight. `rest`: bytes of that of the unit's other parameters, and of a weight that is
-    tied to the embedding, which has a second gradient.
+    `head`: bytes of the reduction of the head's weight. `rest`: bytes of the reduction of the unit's other parameters, and of the head's
+    weight again if it is tied to the embedding, because it then has a second gradient.
     """
 
     parameter: int

@@ -58,14 +58,14 @@ class Fsdp2Step(StepHooks):
         self._loss_ended, self._head_gradient = False, NO_BUFFER
         # State within one step
         self._forward_order: list[UnitId] = []  # units in the order of their post-forward hooks
-        self._indices: defaultdict[UnitId, list[int]] = defaultdict(list)  # their indices in it
+        self._indices: defaultdict[UnitId, list[int]] = defaultdict(list)  # their indices in `_forward_order`
         self._gathered: dict[UnitId, Buffer] = {}  # the outputs of all-gathers before their copy-out
         self._previous_output = NO_BUFFER  # forward keeps the last all-gather's output until the next copy-out
         self._previous_reduce_input = NO_BUFFER  # the last reduce-scatter's input lives until the next one's
         self._unsharded: defaultdict[UnitId, list[list[Buffer]]] = defaultdict(list)
         self._unreduced: defaultdict[UnitId, deque[list[Buffer]]] = defaultdict(deque)  # reduction is deferred
         self._all_reduced: list[tuple[UnitId, Buffer]] = []
-        self._parts: defaultdict[UnitId, list[Buffer]] = defaultdict(list)  # kept after forward, with fewer ranks
+        self._parts: defaultdict[UnitId, list[Buffer]] = defaultdict(list)  # shards kept after forward
 
     # The step
 
@@ -99,7 +99,7 @@ class Fsdp2Step(StepHooks):
         self._runs_head = self._runs_head or unit == HEAD
         step.add(PythonHooks())
         if self._repeated and not self._reshards(unit):
-            return  # it is gathered since the forward before
+            return  # it is still gathered since the previous forward
         if unit not in self._gathered:
             self._gather(step, unit, "with previous compute")
         self._copy_out(step, unit, forward=True)
@@ -120,7 +120,9 @@ class Fsdp2Step(StepHooks):
             self._previous_output = NO_BUFFER
 
     def _reshard_after_forward(self, step: StepBuilder, unit: UnitId) -> None:
-        """Free the unit's parameters. With fewer ranks, first clone this rank's part of each (`to_sharded_post_forward`)."""
+        """Free the unit's parameters. If they are resharded to fewer ranks, first clone this rank's shard of each
+        (`to_sharded_post_forward`).
+        """
         ranks = self._plan.post_forward_ranks
         if ranks is None:
             self._free(step, unit)
@@ -193,10 +195,11 @@ class Fsdp2Step(StepHooks):
         self._reduce(step, unit, gradients, last, sizes)
 
     def _reduce(self, step: StepBuilder, unit: UnitId, gradients: list[Buffer], last: Buffer, sizes: UnitBytes) -> None:
-        """`foreach_reduce`: copy in, reduce-scatter, and all-reduce over the replicas. A loop variable keeps the gradient of the
+        """Copy gradients in, reduce-scatter them, and all-reduce them over the replicas (`foreach_reduce`). A loop variable keeps the
+        gradient of the
         unit's `last` parameter alive until the reduction ends, if there is more than one rank.
         """
-        keeps_last = not self._one_shard and last in gradients  # else it belongs to an earlier micro-batch
+        keeps_last = not self._one_shard and last in gradients  # otherwise an earlier micro-batch allocated it
         step.free(self._previous_reduce_input)
         self._previous_reduce_input = NO_BUFFER
         if not sizes.trainable_elements:
@@ -253,7 +256,7 @@ class Fsdp2Step(StepHooks):
         # units that were gathered in advance and have no backward (`finalize_backward`)
         step.free(*self._gathered.values())
         self._gathered.clear()
-        step.free(self._previous_output)  # of a recomputation
+        step.free(self._previous_output)  # the output of a recomputation's all-gather
         self._previous_output = NO_BUFFER
         step.free(gradient)
         step.free(self._previous_reduce_input)
@@ -301,14 +304,14 @@ class Fsdp2Step(StepHooks):
     def _not_reduced(self) -> list[UnitId]:
         """The units whose post-backward hook has not run, in the order of `all_states`: the root, then the model's order.
 
-        Those are the root's units, and layers to whose inputs no gradient flows.
+        They are the root's units, and layers whose inputs need no gradient.
         """
         first = (AT_ROOT,) if self._policy is not None else self._wrapping.last
         rest = sorted((unit, len(kept)) for unit, kept in self._unsharded.items() if kept and unit not in first)
         return [*first, *(unit for unit, times in rest for _ in range(times))]
 
     def _take_gradients(self, step: StepBuilder, unit: UnitId) -> list[Buffer]:
-        """A unit's unsharded gradients, if no wrap policy divides the model."""
+        """A unit's unsharded gradients. Used if no wrap policy divides the model."""
         parts = self._wrapping.parts
         part = parts.get(unit)
         if part is None or (HEAD not in parts and not self._wrapping.whole):
@@ -339,8 +342,8 @@ class Fsdp2Step(StepHooks):
     # Collectives
 
     def _gather(self, step: StepBuilder, unit: UnitId, start: Start, *, in_backward: bool = False) -> None:
-        """`FSDPParamGroup.unshard`: copy in and all-gather. The output stays until the copy-out. If forward resharded to fewer
-        ranks, backward gathers from these alone.
+        """Copy the shards in and all-gather them (`FSDPParamGroup.unshard`). The output stays until the copy-out. If forward resharded to
+        fewer ranks, backward gathers from those ranks only.
         """
         if self._one_shard:
             return
@@ -376,7 +379,9 @@ class Fsdp2Step(StepHooks):
         return inputs
 
     def _copy_out(self, step: StepBuilder, unit: UnitId, *, forward: bool) -> None:
-        """`FSDPParamGroup.wait_for_unshard`. In forward the all-gather's output lives until the next unit's copy-out ends."""
+        """Copy the all-gather's output to parameters (`FSDPParamGroup.wait_for_unshard`). In forward the output lives until the next unit's
+        copy-out ends.
+        """
         if self._one_shard:
             self._copy_one_shard(step, unit)
             return
@@ -401,7 +406,9 @@ class Fsdp2Step(StepHooks):
             step.free(gathered)
 
     def _copy_one_shard(self, step: StepBuilder, unit: UnitId) -> None:
-        """World size 1: copy each parameter to the GPU, cast and copy it. It lives until the next one is made."""
+        """World size 1: copy each parameter to the GPU, cast it and copy it. Each of these copies lives until the next parameter's is
+        made.
+        """
         last = NO_BUFFER
         unsharded = []
         if self._offload:

@@ -46,11 +46,11 @@ class UnitBytes:
     unsharded: Storages  # the gathered parameters, one storage each, padded
     reduce_input: Storages
     reduce_output: Storages  # empty if the output has the dtype of the gradients and becomes them
-    shards: tuple[ShardBytes, ...]  # of each parameter
-    gathered_bytes: int  # that an all-gather returns
-    reduced_bytes: int  # that a reduce-scatter takes
-    elements: int  # that a collective gathers, with padding
-    trainable_elements: int  # that a collective reduces, with padding
+    shards: tuple[ShardBytes, ...]  # one for each parameter
+    gathered_bytes: int  # bytes that an all-gather returns
+    reduced_bytes: int  # bytes that a reduce-scatter takes
+    elements: int  # elements that a collective gathers, with padding
+    trainable_elements: int  # elements that a collective reduces, with padding
 
 
 def measure(unit: Unit, plan: Plan) -> UnitBytes:
@@ -99,7 +99,7 @@ def measure(unit: Unit, plan: Plan) -> UnitBytes:
 
 @lru_cache(maxsize=64)
 def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId, UnitBytes], States]:
-    """The wrapping, which says what else than layers is a unit, the bytes of every unit, and the states of rank 0."""
+    """(the units that are not single layers, the bytes of every unit, the states of rank 0)."""
     wrapping = wrapping_for(profile, plan)
     layers = not wrapping.whole and wrapping.units is None
     units = per_unit(profile, lambda unit: measure(unit, plan)) if layers else {}
@@ -126,14 +126,14 @@ def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId,
 
 
 def _as_filled(root: list[Unit]) -> list[Unit]:
-    """The root's parts as `to_empty` leaves them: it fills a tied weight at each of its places, and the last copy stays."""
+    """The root's parts after `to_empty`, which allocates a tied weight once for each of its modules. Only the last copy stays."""
     tied = tuple(p for part in root for p in part.parameters if p.tied)
     parts = [replace(part, parameters=tuple(p for p in part.parameters if not p.tied)) for part in root]
     return [*parts[:-1], replace(parts[-1], parameters=parts[-1].parameters + tied)]
 
 
 def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[UnitId, UnitBytes], what: str) -> Storages:
-    """The attribute `what` of all units: the root, the layers, and the parts of the root that are separate units."""
+    """The sum of the attribute `what` over all units: the root, the layers, and the parts of the root that are separate units."""
     if wrapping.units is not None:
         return total_of_policy(wrapping.units, units, what)
     parts = (getattr(units[place], what) for place in wrapping.parts if place != AT_ROOT)
@@ -175,7 +175,7 @@ def unit_warnings(profile: Profile, plan: Plan) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def _padding_warnings(profile: Profile, shards: int) -> tuple[str, ...]:
-    """FSDP2 splits and pads dim 0 only."""
+    """A warning about the parameter whose padding costs most. FSDP2 splits and pads dim 0 only."""
     excess = 0
     worst: Parameter | None = None
     for _, unit, count in recorded_units(profile):
@@ -196,10 +196,12 @@ def _padding_warnings(profile: Profile, shards: int) -> tuple[str, ...]:
 
 
 def managed_order(parameters: Sequence[Parameter]) -> list[int]:
-    """The places of a unit's parameters, which are in the order of `named_parameters`, in the order in which FSDP2 manages them.
+    """Indices of a unit's `parameters`, sorted into the order in which FSDP2 manages them. `parameters` is in the order of
+    `named_parameters`.
 
-    A module's own parameters follow those of its children, and a tied parameter is at its first name. A child all of whose parameters
-    are tied to others has no known place among its siblings; it is taken to be the last, as the decoder of a masked language model is.
+    A module's own parameters follow those of its children, and a tied parameter is at its first name. If all parameters of a child
+    are tied to others, its position among its siblings is unknown; it is assumed to be the last, as the decoder of a masked language model
+    is.
     Source: torch.distributed.fsdp._fully_shard._fsdp_init (torch 2.13), _get_managed_modules and _get_managed_states.
     >>> [managed_order([Parameter(name, (1,)) for name in names])[-1] for names in (["bias", "dense.weight"], ["a.weight", "b.weight"])]
     [0, 1]

@@ -35,7 +35,7 @@ class Driver:
         self._top = ROUND_LARGE
 
     def allows(self, n_bytes: int) -> bool:
-        """Whether the allocator may ask for this."""
+        """Whether the allocator may request `n_bytes` more."""
         asked = self.reserved + n_bytes
         self.asked_peak = max(self.asked_peak, asked)
         return asked <= self.allowed_bytes
@@ -63,7 +63,7 @@ class FreeBlocks:
     """The free blocks. A `pool` number is twice the stream's number, plus one for the large pool.
 
     `keys`: the sorted keys by pool. `edges`: the key of the block that begins or ends at an address. Two free blocks are never
-    adjacent, so there is only one.
+    adjacent, so each address has at most one key.
     """
 
     def __init__(self) -> None:

@@ -28,14 +28,15 @@ from fsdp_advisor.program.storages import ALIGNMENT, round_up
 
 MALLOC, FREE, FREE_LATER, WAIT = range(4)
 """The kinds of operation. An operation is ``storage * 4 + kind``; WAIT has the number of late frees that have ended by then
-instead of a storage."""
+instead of a storage.
+"""
 
 STREAM_MASK = ALIGNMENT - 1
 """A request is its size (a multiple of 512) with the stream's number in the lowest bits."""
 
 
 def round_size(n_bytes: int, conf: AllocatorConf) -> int:
-    """The bytes of a block that a request takes: a multiple of 512, or a step between two powers of two.
+    """The bytes of a request's block: a multiple of 512, or a step between two powers of two.
 
     Source: round_size, roundup_power2_next_division.
     >>> round_size(1200 * 2**20, AllocatorConf.parse("roundup_power2_divisions:4")) // 2**20
@@ -58,7 +59,7 @@ def allocation_size(n_bytes: int, conf: AllocatorConf) -> int:
 
 
 class OutOfMemory(Exception):
-    """The driver refused a request, also after the allocator released its cache."""
+    """The driver refused a request even after the allocator released its cache."""
 
     def __init__(self, storage: int, asked_bytes: int) -> None:
         super().__init__(storage, asked_bytes)
@@ -82,14 +83,15 @@ class Segment:
 
 _Need = tuple[int, list[int], int, int, int]
 """What a request needs: its pool, the keys of the pool's free blocks, its bytes, the least key of a block that is large enough,
-and the least key of a block that is split."""
+and the least key of a block that is split.
+"""
 
 
 class CachingAllocator:
     """One device's allocator. The driver supplies at most `limit_bytes`. `device_bytes`: the device's memory, to which
     fractions refer.
 
-    `requests[storage]` is the request of each storage. `run` executes operations on storages. `address` is each storage's
+    `requests[storage]` is each storage's request: its size and stream. `run` executes operations on storages. `address` is each storage's
     address. `gpu_keeps_up`: whether other streams have finished with a freed block by the next malloc; if not, a WAIT
     operation says when.
     """
@@ -131,7 +133,7 @@ class CachingAllocator:
         self._block_bytes += [0] * len(requests)
 
     def _need(self, n_bytes: int, stream: int) -> _Need:
-        """What a request needs. Source: get_pool, should_split."""
+        """The pool and sizes that a request needs. Source: get_pool, should_split."""
         if any(self.conf.roundup_power2_divisions):
             n_bytes = round_size(n_bytes, self.conf)
         is_large = n_bytes > SMALL_SIZE
@@ -141,7 +143,7 @@ class CachingAllocator:
         pool = 2 * stream + is_large
         return pool, self.free_blocks.keys[pool], n_bytes, n_bytes << SHIFT, split_from
 
-    # Walking
+    # Running operations
 
     def run(self, operations: Sequence[int]) -> None:
         """Execute operations in order. Raises OutOfMemory."""
@@ -341,7 +343,7 @@ class CachingAllocator:
                     kept.append((pool, key, age))
             left = kept
 
-    # What there is
+    # Snapshots
 
     def segments(self) -> Iterator[Segment]:
         """Every segment, as in `snapshot`. An expandable segment yields each stretch of mapped memory."""

@@ -42,8 +42,8 @@ _PARTIAL_GRADIENT, _WORKSPACE = int(Category.PARTIAL_GRADIENT), int(Category.SCR
 class StepOperations:
     """The allocator operations of a job, on numbered storages. `caching` defines their encoding.
 
-    `setup` precedes the first step; `first` and `following` are steps. `carried_over` are the storages that one step leaves to
-    the next: (number at allocation, number in the next step). `visits` are (first operation, phase, name). `between` runs once after
+    `setup` precedes the first step; `first` and `following` are steps. `carried_over` are the storages that stay alive from one step
+    to the next: (number when allocated, number in the next step). `visits` are (first operation, phase, name). `between` runs once after
     the first steps, between two of them.
     """
 
@@ -83,8 +83,9 @@ def with_evaluation(
 ) -> StepOperations:
     """The operations of steps with an evaluation between two of them. `forward`: the operations of its forwards as steps.
 
-    `before`: bytes of what is alive during the last forward. `after`: what follows it, in order: bytes to allocate, or those of an
-    earlier storage, negative, to free. Everything is freed in the end, such as the units that a forward without backward leaves gathered.
+    `before`: bytes of each storage that is alive during the last forward. `after`: allocations (positive bytes) and frees (negative bytes,
+    of an earlier storage of that size) after it, in order. In the end everything is freed, also units that are still gathered because no
+    backward follows.
     """
     requests = [*steps.requests, *forward.requests]
     own = {operation >> 2 for operation in forward.following if operation & 3 == MALLOC}
@@ -329,7 +330,7 @@ _PHASES = ("", "forward", "backward", *get_args(ScoringPhase))
 
 
 def _sums_gradients(tape: Tape, segment: Segment, at: int) -> bool:
-    """Whether the storage is the sum of two gradients of a weight that is used twice; both are freed at once."""
+    """Whether the storage is the sum of two gradients of a weight that is used twice. The two gradients are freed at once."""
     parts = 0
     for op, a, b in segment.events[at + 1 :]:
         if op == Op.ALLOC:
@@ -365,8 +366,9 @@ class _Assembly:
         )
 
     def _end_step(self, freed: set[int]) -> list[tuple[int, int]]:
-        """Pair each storage that is alive after a step with one of the same size that the step found alive and freed: the next step
-        finds it in that one's place. Others are freed at the end of the step, as `zero_grad` does.
+        """Free the storages that the step leaves alive, as `zero_grad` does, except replacements of states.
+
+        A storage replaces a state of equal size that the step has freed. Returns pairs of their numbers: (replacement, replaced state).
         """
         requests = self._requests
         wanted: defaultdict[int, list[int]] = defaultdict(list)
@@ -411,7 +413,7 @@ class _Assembly:
         return len(self._requests) - 1
 
     def _rebuild(self, rebuilt: Storages, setup: list[int]) -> list[int]:
-        """Allocate one bucket for all gradients in `setup`, and return the operations that replace it."""
+        """Replace the buckets in `setup` by one for all gradients. Return the operations that free it and allocate the rebuilt buckets."""
         buckets = [n * 4 + MALLOC for account, n in self._read.residents if account == Account.COMMUNICATION]
         at, whole = setup.index(buckets[0]), self._new(round_up(rebuilt.exact))
         setup[at : at + len(buckets)] = [whole * 4 + MALLOC]
@@ -424,7 +426,7 @@ class _Assembly:
             if number not in not_yet:
                 residents[self._requests[number]].append(number)
         setup: list[int] = []
-        late: list[int] = []  # temporaries of the transfer before
+        late: list[int] = []  # temporaries of the previous transfer
         for one in self._loaded:
             temporaries = [self._new(round_up(n)) for n in one.temporaries.each()]
             kept = [residents[round_up(n)].popleft() for n in one.kept.each()]
