@@ -112,7 +112,7 @@ class NoSuchAttention(NotRecordable):
 
 
 ADAPTERS_EXTRA = "torch,adapters"
-"""What installs PEFT and bitsandbytes."""
+"""The package's extras with PEFT and bitsandbytes, as pip names them."""
 
 
 class MissingExtra(AdvisorError):

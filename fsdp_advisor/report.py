@@ -346,7 +346,7 @@ class Report(Printable):
     adapters: Adapters | None = None
     notes: tuple[str, ...] = ()
     packed: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """How the model's checkpoint is packed by GPTQ or AWQ; empty for others."""
+    """The settings with which GPTQ or AWQ packed the model's checkpoint; empty for other checkpoints."""
 
     @property
     def any_fits(self) -> bool:

@@ -52,7 +52,9 @@ NO_SCRATCH = "peak_allocated_bytes: the workspace of the attention kernel"
 
 
 remembered = lru_cache(maxsize=1024)
-"""For what takes most of the time of a row: a search, its explanation and a changed question ask about the same plans."""
+"""A cache for the functions that take most of a row's time. A search, its explanation and a changed request estimate the same plans
+again.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.program.storages import States
 
 OUTSIDE_STEPS = ("load", "generate", "evaluate", "save")
-"""The phases whose peak is not, or not wholly, in the program of a step."""
+"""The phases whose peak is not (or not only) computed from the program of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

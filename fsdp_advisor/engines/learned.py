@@ -12,7 +12,7 @@ from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.model.tape import Op, Tape
 
 FINDS_NONE = ("fsdp1", "deepspeed")
-"""Backends whose flat tensors contain the gradients and the optimizer state of every trainable parameter."""
+"""Backends whose flat tensors contain gradients and optimizer state of every trainable parameter, with or without a gradient."""
 
 
 def learned(profile: Profile, tape: Tape, plan: Plan) -> Profile:

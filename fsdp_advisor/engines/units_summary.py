@@ -13,8 +13,9 @@ from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.units import format_bytes, format_count
 
 EFFICIENT_GATHER_ELEMENTS = 33_000_000
-"""Below this size, collectives take a rapidly increasing time for the same total. Source: Zhao et al., PyTorch FSDP: Experiences on
-Scaling Fully Sharded Data Parallel (arXiv:2304.11277), section 3.2.1 and figure 2."""
+"""With units below this size, collectives of the same total number of elements take much longer. Source: Zhao et al., PyTorch FSDP:
+Experiences on Scaling Fully Sharded Data Parallel (arXiv:2304.11277), section 3.2.1 and figure 2.
+"""
 COARSE_SHARE = 0.25
 """The share of a model's parameters in one unit above which wrapping is called coarse."""
 

@@ -1,1 +1,1 @@
-"""The question: what a user asks, checked, and one plan per strategy."""
+"""A user's request: its options, their validation, and one plan per strategy."""

@@ -1,7 +1,7 @@
-"""What is changed about a model before it trains: adapters, frozen parameters, a quantized base, checkpointing of some layers, and a
-head that scores sequences.
+"""The changes made to a model before it trains: adapters, frozen parameters, a quantized base, checkpointing of some layers, and a head
+that scores sequences.
 
-A model with other trained parameters is another model: it has its own inventory and its own tapes. `Adaptation` identifies it.
+An adapted model has its own profile and its own tapes. `Adaptation` identifies it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ LORA_OPTIONS = {
     "use_dora": "use_dora",
     "use_rslora": "use_rslora",
 }
-"""The options that describe a LoRA adapter, with TRL's names, by the keyword of PEFT's LoraConfig. They need `use_peft`."""
+"""Keyword of PEFT's LoraConfig -> option that sets it, with TRL's name. These options need `use_peft`."""
 LORA_LISTS = ("target_modules", "target_parameters", "modules_to_save")
 """The keywords of LoraConfig that are lists of names."""
 LORA_USUAL: Mapping[str, Any] = {"bias": "none", "fan_in_fan_out": False, "init_lora_weights": True}
-"""Other keywords of LoraConfig, and the values with which they need no option."""
+"""Other keywords of LoraConfig with the only values that options can express."""
 TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM", "sequence-classification": "SEQ_CLS"}
 """PEFT's name of a task, which chooses the class around the model. Other tasks have the class `PeftModel`."""
 QUANTIZATION_OPTIONS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
@@ -51,18 +51,18 @@ _INITIALIZATIONS = ("init_lora_weights", "loftq_config", "eva_config", "corda_co
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptation:
-    """What is changed about a model.
+    """The changes made to a model.
 
     `peft`: the values of PEFT's adapter_config.json; empty for a model without adapters. `freeze`: patterns of the names of
     parameters that are not trained. `quantization`: the keywords of transformers' BitsAndBytesConfig, or of the GPTQConfig or
     AwqConfig of a packed checkpoint; empty for a base in its own dtype. `prepared`: whether PEFT's
-    `prepare_model_for_kbit_training` stores the rest of a quantized model in fp32; without it the rest keeps its dtype,
-    and adapters but for DoRA's magnitudes are in bf16. Source: trl 1.16, trainer/sft_trainer.py, `__init__`. `fp32_adapters`: adapters
-    stay in fp32 although the base is not prepared.
-    `checkpoint_every`: N if one of N layers is checkpointed, which then is a layer of another kind; 0 if all or none are.
-    `own_model`: the framework that trains its own class instead of that of transformers. `reward_head`: whether the model makes one
-    number of each sequence, as transformers' sequence classification with one label, instead of logits of a vocabulary.
-    `in_one_graph`: whether the compiler makes one graph of the whole model, so that no layer has a step of its own.
+    `prepare_model_for_kbit_training` stores the rest of a quantized model in fp32; without it the rest keeps its dtype, and all adapter
+    parameters except DoRA's magnitudes are in bf16. Source: trl 1.16, trainer/sft_trainer.py, `__init__`. `fp32_adapters`: adapters stay
+    in fp32 although the base is not prepared. `checkpoint_every`: N if one of N layers is checkpointed (it is then a separate kind of
+    layer); 0 if all or none are. `own_model`: the framework that trains its own model class instead of transformers'; empty for
+    transformers'. `reward_head`: whether the model returns one number per sequence, as transformers' sequence classification with one
+    label, instead of logits. `in_one_graph`: whether the compiler makes one graph of the whole model, so that layers cannot be recorded
+    separately.
     """
 
     peft: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -105,7 +105,7 @@ class Adaptation:
 
     @property
     def packed_by(self) -> str:
-        """GPTQ or AWQ if the base is such a checkpoint, else empty."""
+        """`GPTQ` or `AWQ` if the base is a checkpoint of that format, else empty."""
         return str(self.quantization.get("quant_method", "")).upper()
 
     def on_checkpoint(self, packed: Mapping[str, Any]) -> Adaptation:
@@ -113,10 +113,10 @@ class Adaptation:
         return replace(self, quantization=packed) if packed and self.peft and not self.quantization else self
 
     def as_dict(self) -> dict[str, Any]:
-        """The values as JSON has them."""
+        """The values as a JSON object."""
         values = asdict(self)
         if self.prepared:
-            del values["prepared"]  # as in recordings that were made before it existed
+            del values["prepared"]  # older recordings lack the key
         if not self.fp32_adapters:
             del values["fp32_adapters"]  # likewise
         if not self.checkpoint_every:
@@ -180,8 +180,8 @@ def adaptation_of(request: EstimateRequest) -> Adaptation:
 
 
 def _makes_one_graph(request: EstimateRequest) -> bool:
-    """Whether the compiler makes one graph of the model: under DDP, which is all that `--strategy all` has then. FSDP2's hooks break the
-    graph at each unit.
+    """Whether the compiler makes one graph of the model. It does under DDP; FSDP2's hooks break the graph at each unit. `--strategy all`
+    of such a job has DDP alone.
     """
     return (
         request.compile == "model"
@@ -197,7 +197,7 @@ def may_adapt(request: EstimateRequest) -> bool:
 
 
 def launched(request: EstimateRequest) -> Adaptation:
-    """As `adaptation_of`, with the values that change no tensor but that exported files need, such as the scale of adapters."""
+    """As `adaptation_of`, plus values that change no tensor, such as the adapters' scale. Exported files need them."""
     found = adaptation_of(request)
     if request.peft_config is not None:
         values = json.loads(request.peft_config)
@@ -228,14 +228,14 @@ def _peft_config(request: EstimateRequest) -> dict[str, Any]:
 def _changed(request: EstimateRequest, options: Iterable[str]) -> list[str]:
     """Those of `options` that the user gave with a value other than the default.
 
-    A client may send back a whole request, in which every option is given.
+    A client may send a whole request back, so that every option counts as given.
     """
     known = fields_of(type(request))
     return [name for name in options if name in request.given and getattr(request, name) != known[name].default]
 
 
 def names(text: str | None) -> list[str] | str | None:
-    """Names separated by commas, as PEFT takes them; `all-linear` is no list.
+    """Names separated by commas as a list for PEFT; `all-linear` and patterns stay text.
 
     >>> names("q_proj, v_proj"), names("all-linear"), names(None)
     (['q_proj', 'v_proj'], 'all-linear', None)

@@ -24,7 +24,7 @@ QuantStorage = Literal["uint8", "bfloat16", "float16", "float32"]
 
 
 def read_adapter_config(text: str) -> str | None:
-    """The text of an adapter_config.json with sorted keys; None if it is none.
+    """The text of an adapter_config.json with sorted keys; None if `text` is not a JSON object.
 
     >>> read_adapter_config('{"r": 8, "peft_type": "LORA"}'), read_adapter_config("adapter_config.json")
     ('{"peft_type": "LORA", "r": 8}', None)
@@ -39,9 +39,9 @@ def read_adapter_config(text: str) -> str | None:
 
 
 def with_files_read(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options in which `peft_config` is the text of the file that is given, or of the one in a directory. Raises UsageError.
+    """The options with `peft_config` replaced by the text of the file (or directory) that it names. Raises UsageError.
 
-    For the command line and Python. A server takes texts only.
+    For the command line and Python. A server accepts only the text itself.
     """
     values = dict(given)
     config = values.get("peft_config")

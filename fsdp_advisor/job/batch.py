@@ -28,12 +28,12 @@ def divided(request: AnyRequest) -> AnyRequest:
 
 
 def _fixed(request: AnyRequest, name: str) -> bool:
-    """Whether the user gave the field; of a request that was constructed directly, whether it is above 1."""
+    """Whether the user gave the field. In a request that was constructed directly, whether its value is above 1."""
     return name in request.given if request.given else getattr(request, name) > 1
 
 
 def batch_refusal(whole: int, size: int | None, steps: int | None, world: int) -> UsageError:
-    """The error for sizes whose product is not the global batch; its hint names the nearest that is.
+    """The error for sizes whose product is not the global batch. Its hint names the nearest possible sizes.
 
     >>> batch_refusal(128, 2, 4, 8).message
     'micro-batch 2 x accumulation 4 x world 8 = 64, not 128'

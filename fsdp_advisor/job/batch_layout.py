@@ -16,7 +16,8 @@ from fsdp_advisor.job.request import EstimateRequest
 BatchLayout = Literal["full", "padded", "flattened", "flattened-trl"]
 """``full``: rows of T tokens without padding; ``padded``: rows of T tokens, some of which an attention mask marks as padding;
 ``flattened``: one row of all tokens, with position ids and no attention mask; ``flattened-trl``: the same, with the boundaries of the
-sequences, which TRL adds."""
+sequences, which TRL adds.
+"""
 
 
 def flattens(packing: Packing, padding_free: bool) -> bool:
@@ -25,7 +26,7 @@ def flattens(packing: Packing, padding_free: bool) -> bool:
 
 
 def check_batch(request: EstimateRequest) -> None:
-    """Raises UsageError for a layout of the batch that the job cannot have."""
+    """Raises UsageError if the job cannot have the batch layout that its options ask for."""
     flattened = flattens(request.packing, request.padding_free)
     packed = flattened or request.packing != "none"
     _check_images(request, packed=packed)
@@ -46,7 +47,7 @@ def check_batch(request: EstimateRequest) -> None:
 
 
 def _check_images(request: EstimateRequest, *, packed: bool) -> None:
-    """Raises UsageError for images that the job cannot have."""
+    """Raises UsageError if the job cannot have images."""
     if not request.images_per_sample:
         return
     if request.task != "sft":

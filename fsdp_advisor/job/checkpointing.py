@@ -1,4 +1,4 @@
-"""Policies of activation checkpointing: their texts (`full`, `every-2`), and the code that each selects."""
+"""Policies of activation checkpointing: their text form (`full`, `every-2`), and the implementation that each selects."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ CheckpointingCode = Literal["none", "full", "reentrant", "every", "selective", "
 
 
 OffloadCode = Literal["none", "inputs", "saved", "trl"]
-"""The code that keeps activations in host memory. ``inputs``: transformers', the inputs of checkpointed layers; ``saved``: PyTorch's
-`save_on_cpu` around the forward, every tensor that is saved for backward; ``trl``: TRL's `OffloadActivations`, those too, but for weights
-and small tensors, on a stream of its own."""
+"""The implementation that offloads activations to host memory. ``inputs``: transformers' code, for the inputs of checkpointed layers;
+``saved``: PyTorch's `save_on_cpu` around the forward, for every tensor that is saved for backward; ``trl``: TRL's `OffloadActivations`, on
+a separate stream, for every saved tensor except weights and small tensors.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingPolicy:
     """The layers, and the operators in them, that are recomputed in backward.
 
-    `full`: every layer. `reentrant`: every layer, by PyTorch's older implementation, whose backward runs a backward of its own for each
-    layer (`use_reentrant=True`). `selective`: every layer, but the outputs of some operators are kept: those of torchtitan's SelectiveAC,
-    with TRL those of its own policy. `every`: the first of each `number` layers, as transformers' `every_n_layers` counts them.
+    `full`: every layer. `reentrant`: every layer, by PyTorch's older implementation, which runs a nested backward for each layer
+    (`use_reentrant=True`). `selective`: every layer, but outputs of the operators that torchtitan's SelectiveAC (or TRL's policy) names
+    are kept. `every`: the first of each `number` layers, as transformers' `every_n_layers` counts them.
     """
 
     kind: Literal["none", "full", "reentrant", "selective", "every"]
@@ -58,13 +59,13 @@ def checkpointing_policy(text: str) -> CheckpointingPolicy | None:
 
 
 def read_checkpointing(text: str) -> str | None:
-    """The normal spelling of a policy's text, None if it is no policy."""
+    """The canonical spelling of a policy's text; None if it is not a policy."""
     policy = checkpointing_policy(text)
     return None if policy is None else str(policy)
 
 
 def read_searched_checkpointing(text: str) -> str | None:
-    """As `read_checkpointing`, for a search: `auto` stays, and lets the search choose."""
+    """As `read_checkpointing`, but also accepts `auto`, with which a search chooses the policy."""
     return "auto" if text.strip().lower() == "auto" else read_checkpointing(text)
 
 

@@ -27,7 +27,7 @@ TrainingTask = Literal["sft", "dpo", "kto", "reward", "grpo"]
 Packing = Literal["none", "bfd", "wrapped"]
 Compile = Literal["none", "layer", "model"]
 Fp8 = Literal["none", "tensorwise", "rowwise"]
-"""A recipe of torchao's float8 training, by its name there."""
+"""The name of a float8 recipe in torchao."""
 OffloadDevice = Literal["cpu", "nvme"]
 BackwardPrefetch = Literal["pre", "post", "none"]
 Wrap = str
@@ -47,7 +47,7 @@ DEFAULT_SEQ_LEN = 2048
 
 
 def default_seq_len(maximum: int | None) -> int:
-    """The sequence length of a job that names none, for a model with this maximum.
+    """The sequence length assumed for a job that gives none. `maximum`: the model's own maximum, None if unknown.
 
     >>> default_seq_len(None), default_seq_len(512)
     (2048, 512)
@@ -56,13 +56,13 @@ def default_seq_len(maximum: int | None) -> int:
 
 
 def read_word_or_number(text: str, *, words: tuple[str, ...], low: int, high: int) -> str | None:
-    """The normal spelling of one of `words` or of a whole number from `low` to `high`; None for another text.
+    """The canonical spelling of one of `words` or of an integer from `low` to `high`; None for any other text.
 
     >>> [read_word_or_number(text, words=("auto", "false"), low=2, high=64) for text in ("False", "08", "1", "-4", "on")]
     ['false', '8', None, None, None]
     """
     word = text.strip().lower()
-    digits = word.lstrip("0")  # int() refuses thousands of them
+    digits = word.lstrip("0")  # int() refuses thousands of digits
     if digits.isdecimal() and len(digits) <= len(str(high)) and low <= int(digits) <= high:
         return str(int(digits))
     return word if word in words else None
@@ -79,7 +79,7 @@ STRATEGY_SYNONYMS = {
     }.items()
     for word in words.split()
 }
-"""What FSDP, DeepSpeed and accelerate call the strategies."""
+"""Name of a strategy in FSDP, DeepSpeed or accelerate -> name here."""
 OPTIMIZER_SYNONYMS = {
     "adamw": "adamw_torch_fused",
     "adam": "adamw_torch_fused",
@@ -107,4 +107,4 @@ NEAREST_OPTIMIZERS = {
     "adamw_torch_npu_fused": "adamw_torch_fused, because this one is for Ascend NPUs, which are not modelled",
     "adamw_apex_fused": "adamw_torch_fused, because transformers 5 no longer has Apex' AdamW",
 }
-"""What to use instead of some of them."""
+"""Optimizer that is not modelled -> sentence about the most similar one that is."""

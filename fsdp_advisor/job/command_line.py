@@ -1,4 +1,4 @@
-"""A plan as options of the command line: what `estimate` and `export` take to mean exactly this plan."""
+"""A plan as command-line options, with which `estimate` and `export` make exactly this plan again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALWAYS = {"model", "gpus", "gpu", "strategy", "backend", "seq_len", *GPU_DEPEND
 
 
 def options_of(plan: Plan, request: EstimateRequest, *, gpu: str, allocator_conf: str | None) -> tuple[str, ...]:
-    """The words of a command line, unquoted. Options with their default's value are left out.
+    """The words of a command line, unquoted. Options that have their default value are left out.
 
     The plan's values replace those of the request.
     """

@@ -1,4 +1,4 @@
-"""Which strategies, backends, offloads and frameworks work together; and from a request to its plans."""
+"""Which strategies, backends, offloads and frameworks work together, and the plans of a request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OVERVIEW: tuple[tuple[Strategy, Offload], ...] = (
 
 
 def label(strategy: Strategy, offload: Offload = "none") -> str:
-    """How people name a strategy.
+    """The usual name of a strategy.
 
     >>> label("zero3", "optimizer")
     'ZeRO-3 + optimizer offload'
@@ -110,15 +110,13 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
 
 
 def _offers(request: EstimateRequest, strategy: Strategy, offload: Offload, backend: Backend) -> bool:
-    """Whether the backend has the strategy with the offload, and steps the optimizer."""
+    """Whether the backend supports the strategy with the offload, and can step the optimizer."""
     refused = optimizer_refusal(request.optim, backend, offload, request.framework)
     return backend in OFFLOADS[offload].get(strategy, ()) and refused is None
 
 
 def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]:
-    """The backends among which `auto` chooses: the framework's that can step the optimizer, and with NVMe only DeepSpeed, which
-    alone offloads to it.
-    """
+    """The backends among which `auto` chooses: the framework's that can step the optimizer. Only DeepSpeed offloads to NVMe."""
     unable = unable_backends(request.optim, request.framework)
     known = tuple(b for b in FRAMEWORKS[request.framework].backends if b not in unable)
     if request.compile != "none":
@@ -171,7 +169,9 @@ def _combination_refusal(request: EstimateRequest, strategy: Strategy, backend: 
 
 
 def _refused_offload(framework: Framework, checkpointing: Checkpointing) -> UsageError | None:
-    """Why activations cannot be offloaded. None if they can. A script of one's own can use PyTorch's save_on_cpu without checkpointing."""
+    """Why activations cannot be offloaded; None if they can. A user's own training script can use PyTorch's save_on_cpu without
+    checkpointing.
+    """
     facts = FRAMEWORKS[framework]
     if facts.uses_trainer and not facts.offloads_saved_tensors and checkpointing == "none":
         return UsageError(
@@ -239,7 +239,7 @@ def check_fsdp_options(plan: Plan) -> None:
 
 
 def _check_torchtitan(plan: Plan) -> None:
-    """Raises UsageError for what torchtitan 0.3 does not train."""
+    """Raises UsageError for options that torchtitan 0.3 does not support."""
     if not plan.facts.own_models:
         return
     if plan.loss_code == "torchtitan" and plan.seq_len % TORCHTITAN_CHUNKS:
@@ -291,7 +291,7 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
         usual = [b for b in open_ones if b in _backends(request, offload)]
         if unable_backends(
             request.optim, request.framework
-        ):  # the usual backend is not among these, and the next may have other limits
+        ):  # the usual backend is excluded, and the next one may have other limits
             usual = [b for b in usual if not _combination_refusal(request, strategy, b)]
         backend = next(iter(usual), open_ones[0])
     if backend not in able:

@@ -12,20 +12,22 @@ from fsdp_advisor.job.request import EstimateRequest
 COMPILING: tuple[Backend, ...] = ("ddp", "fsdp2")
 """The backends whose compiled steps were compared with PyTorch's own."""
 COMPILING_FRAMEWORKS: tuple[Framework, ...] = ("torch", "torchtitan", "trainer")
-"""The same of frameworks. torchtitan compiles its layers and its loss, the Trainer (`torch_compile`) the model, as accelerate wraps it.
+"""The frameworks whose compiled steps were compared with PyTorch's own. torchtitan compiles its layers and its loss; the Trainer
+(`torch_compile`) compiles the model, as accelerate wraps it.
 Source: torchtitan 0.3.0, distributed/compile.py and, in components/loss.py, `_maybe_compile`; accelerate 1.15, accelerator.py,
-prepare_model."""
+prepare_model.
+"""
 
 
 def compiled_text(job: EstimateRequest | Plan) -> str:
-    """What a job that compiles compiles, as in `layers compiled with memory budget 0.5`."""
+    """The compiled parts of a job as text, such as `layers compiled with memory budget 0.5`."""
     budget = f" with memory budget {job.memory_budget:g}" if job.memory_budget != 1 else ""
     layers = "layers and loss" if FRAMEWORKS[job.framework].own_models else "layers"
     return f"{layers if job.compile == 'layer' else 'model'} compiled{budget}"
 
 
 def check_compile(request: EstimateRequest) -> None:
-    """Raises UsageError for a job that is not modelled with compiled layers, whatever its strategy."""
+    """Raises UsageError for a job that is not modelled with compiled layers under any strategy."""
     if request.compile == "none":
         if request.memory_budget != 1:
             raise UsageError("--memory-budget is a setting of the compiler", hint="add --compile layer or model")

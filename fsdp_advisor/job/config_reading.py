@@ -1,4 +1,4 @@
-"""What was read of a user's configuration file, and what was not."""
+"""The result of reading a user's configuration file: settings that the job follows, and settings that it does not."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 class ConfigReading:
     """One configuration file of another tool.
 
-    `read` are its settings that the job follows, `ignored` its keys that change neither memory nor time as far as is known,
-    `not_modelled` its settings whose effect no figure contains, and `assumed` what the job takes for granted because no file
-    says it. Every key of the file is in one of the first three. `missing` are files that it names and that were not found.
+    `read` are its settings that the job follows, `ignored` its keys that change neither memory nor time as far as is known, and
+    `not_modelled` its settings whose effect no figure contains. Every key of the file is in one of these three. `assumed` are assumptions
+    that the job makes because no file gives a value. `missing` are files that it names and that were not found.
     """
 
     file: str
@@ -37,7 +37,7 @@ class ConfigReading:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The reading as text, one line for each kind that there is."""
+        """The reading as text: one line for each category (read, ignored, ...) that is not empty."""
         kinds = (
             ("read", self.read, ", "),
             ("not modelled", self.not_modelled, "; "),

@@ -20,15 +20,15 @@ OPTIONS = (
     "eval_accumulation_steps",
     "eval_samples",
 )
-"""The options that count only if the job evaluates."""
+"""The options that have an effect only if the job evaluates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The evaluation of a plan.
 
-    `batch_size`: sequences per rank and forward. `kept_batches`: the batches whose logits are on the GPU at once; 0 if only losses
-    are kept. `accumulation_steps`: after how many batches kept logits move to the host; None: after the last one.
+    `batch_size`: sequences per rank and forward. `kept_batches`: the number of batches whose logits are on the GPU at once; 0 if only
+    losses are kept. `accumulation_steps`: the number of batches after which kept logits move to the host; None: after the last batch.
     """
 
     batch_size: int
@@ -48,7 +48,7 @@ class Evaluation:
 
 
 def evaluation_of(request: EstimateRequest) -> Evaluation | None:
-    """The evaluation of a request; None if it has none. Raises UsageError for options that contradict, and for what is not modelled."""
+    """The evaluation of a request; None if it has none. Raises UsageError for options that contradict each other or are not modelled."""
     if request.eval_strategy == "no":
         known = fields_of(type(request))
         for name in OPTIONS:

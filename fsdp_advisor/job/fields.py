@@ -1,7 +1,7 @@
 """Fields of a request, or of a command's own options: type, limits and help, declared once in a dataclass.
 
-The command line's parser, the REST API's schema and the page's form are made from these fields. `Field.read` is the only
-validator, so every interface refuses a value with the same words. It needs the standard library alone.
+The command line's parser, the REST API's schema and the page's form are made from these fields. `Field.read` is the only validator, so
+every interface refuses a value with the same words. The module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdp_advisor.errors import InvalidOption
 from fsdp_advisor.units import format_bytes, parse_bytes
 
 MOST_LISTED = 20
-"""More words than this are not listed in a message."""
+"""The largest number of possible words that a message lists in full."""
 MAX_SHOWN = 80
 """Characters of a refused value that its message repeats."""
 _INTEGER = re.compile(r"[+-]?\d{1,25}(\.0*)?", re.ASCII)
@@ -33,12 +33,12 @@ _TYPES: dict[type, str] = {
 class Rule:
     """Help and limits of a field.
 
-    `about` is the help text and the hint: a noun phrase with "the" or "a", or a verb phrase. `parse` reads text that has a unit and
-    returns None for text that it cannot read; `word` returns the normal spelling of a text, or None likewise; `example` is such
-    a text. `default` is the help's word for a default that is computed. `aliases` are further names. `hidden` fields are accepted
-    but not shown; `positional` ones are arguments of a command. `synonyms` are other words for a choice, and `elsewhere` words
-    that belong to another field, with a hint. `not_modelled` are values that users know from elsewhere and that are refused as
-    "not modelled yet"; `nearest` says of some which choice comes nearest. `json`: the text is JSON, so a mapping stands for its text.
+    `about` is the help text and the hint: a noun phrase with "the" or "a", or a verb phrase. `parse` converts text with a unit to a value;
+    `word` converts text to its canonical spelling; both return None for text that they cannot read. `example` is a text that they can
+    read. `default` is the help's word for a default that is computed. `aliases` are further names. `hidden` fields are accepted but not
+    shown; `positional` ones are arguments of a command. `synonyms` maps other words to a choice, and `elsewhere` maps words that belong to
+    another field to a hint. `not_modelled` are values of other tools that are refused as "not modelled yet"; `nearest` names the most
+    similar choice for some of them. `json`: the text is JSON, and a mapping is accepted instead of its text.
     """
 
     about: str
@@ -102,7 +102,7 @@ class Field:
         return converted
 
     def expected(self, value: Any) -> str | None:
-        """What the value should be, such as "at least 1"; None if the value is allowed."""
+        """The condition that the value violates, such as "at least 1"; None if the value is allowed."""
         if value is None and self.optional:
             return None
         if not (isinstance(value, Path) if self.kind is Path else type(value) is self.kind):
@@ -207,7 +207,7 @@ class Field:
 
 
 def read_fields(given: Mapping[str, Any], known: Mapping[str, Field]) -> dict[str, Any]:
-    """The values of fields in their types, also under their aliases. Raises InvalidOption for the first that is wrong."""
+    """The given values converted to the types of their fields. `given` may use aliases. Raises InvalidOption for the first wrong value."""
     aliases = {alias: field.name for field in known.values() for alias in field.rule.aliases}
     values: dict[str, Any] = {}
     for written, value in given.items():
@@ -228,7 +228,7 @@ def check_required(given: Mapping[str, Any], known: Mapping[str, Field]) -> None
 
 
 def shown(value: Any) -> str:
-    """A refused value as a message repeats it: plain if it is one short word, else quoted and shortened.
+    """A refused value as text for an error message: unquoted if it is one short word, else quoted and shortened.
 
     >>> shown("-3"), shown(" "), shown(2.5)
     ('-3', "' '", '2.5')
@@ -241,7 +241,7 @@ def shown(value: Any) -> str:
 
 
 def list_words(words: tuple[str, ...]) -> str:
-    """The words that are possible, or the first of many.
+    """The possible words as text; if there are many, their number and the first three.
 
     >>> list_words(("ddp", "zero2", "zero3"))
     'ddp, zero2 or zero3'
@@ -325,15 +325,15 @@ def _field(name: str, annotation: Any, default: Any) -> Field:
 
 
 def _found(words: Mapping[str, str], text: str) -> str | None:
-    """The value under a word, in any spelling; None if there is none."""
+    """The value of `words` whose key equals `text` apart from case, blanks, dashes and underscores; None if there is none."""
     return {_letters(word): value for word, value in words.items()}.get(_letters(text))
 
 
 def _parts(text: str) -> list[str]:
-    """What a text with several values names, or the text itself if it names nothing."""
+    """The values in a text, which blanks or commas separate; the text itself if it contains nothing else."""
     return re.split(r"[\s,]+", text.strip(" ,\t\n")) if text.strip(" ,\t\n") else [text]
 
 
 def _letters(text: str) -> str:
-    """Letters and digits of a word, in lower case."""
+    """A word in lower case without blanks, dashes and underscores."""
     return re.sub(r"[\s_-]", "", text.lower())

@@ -15,8 +15,9 @@ FP8_FROM = (8, 9)
 
 
 MULTIPLE = 16
-"""What both dimensions of a converted weight are multiples of. Source: torchtitan 0.3, components/quantization/utils.py,
-`module_filter_fn`."""
+"""Both dimensions of a converted weight are multiples of this number. Source: torchtitan 0.3, components/quantization/utils.py,
+`module_filter_fn`.
+"""
 
 
 def suits_fp8(rows: int, columns: int) -> bool:
@@ -29,7 +30,7 @@ def suits_fp8(rows: int, columns: int) -> bool:
 
 
 def check_fp8(request: EstimateRequest) -> None:
-    """Raises UsageError for a job that is not modelled with fp8, whatever its strategy."""
+    """Raises UsageError for a job that is not modelled with fp8 under any strategy."""
     if request.fp8 == "none":
         return
     if request.precision not in ("bf16", "bf16-mixed"):

@@ -1,4 +1,4 @@
-"""What each framework changes about an engine. `reduce_dtype` concerns FSDP1 and FSDP2 alone."""
+"""The facts in which a framework changes an engine's behaviour."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Literal
 from fsdp_advisor.job.choices import Backend, Framework
 
 ReduceDtype = Literal["masters", "compute", "fp32"]
-"""The dtype of the masters, which is fp32 under mixed precision; the dtype that computes; or fp32, also in pure bf16."""
+"""``masters``: the dtype of the masters, which is fp32 under mixed precision; ``compute``: the compute dtype; ``fp32``: fp32 even in pure
+bf16.
+"""
 TORCHTITAN_CHUNKS = 8
 """Chunks into which torchtitan divides each sequence for the loss. Source: torchtitan 0.3.0, components/loss.py, num_chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameworkFacts:
-    """The differences between a framework and the engine by itself. `backends` are those that it trains with.
+    """The differences between an engine under a framework and the engine by itself. `backends`: the backends that the framework supports.
 
-    - `reduce_dtype`: the dtype in which FSDP reduces gradients (`ReduceDtype`). Source: accelerate/utils/dataclasses.py,
+    - `reduce_dtype`: the dtype in which FSDP1 and FSDP2 reduce gradients. Source: accelerate/utils/dataclasses.py,
       FullyShardedDataParallelPlugin.set_mixed_precision: reduce_dtype = param_dtype; torchtitan 0.3.0, config/configs.py,
       mixed_precision_reduce.
     - `defers_reduction`: gradients stay whole until the last micro-batch (`no_sync`). Source: accelerate/accelerator.py,
@@ -34,31 +36,33 @@ class FrameworkFacts:
     - `fsdp1_shards_fully`: FSDP1 always runs with FULL_SHARD. Source: transformers/training_args.py (5.23), fsdp_config.
     - `uses_trainer`: transformers' Trainer runs the loop.
     - `default_loss`: the loss if none is chosen. Source: trl 1.16, sft_trainer.py: `add_fused_lm_head`.
-    - `other_losses`: losses that its own options choose instead. Source: transformers 5.23, training_args.py, use_liger_kernel.
-    - `takes_functions`: its checkpointing takes a function that says which outputs are kept. The Trainer's arguments are data.
-    - `offloads_saved_tensors`: its activation offload takes the tensors that are saved for backward. Source: trl 1.16,
+    - `other_losses`: losses that the framework's own options can choose instead. Source: transformers 5.23, training_args.py,
+      use_liger_kernel.
+    - `takes_functions`: its checkpointing accepts a function that decides which outputs are kept. The Trainer's arguments cannot be
+      functions.
+    - `offloads_saved_tensors`: its activation offload moves the tensors that are saved for backward. Source: trl 1.16,
       models/activation_offloading.py.
     - `keeps_quantized_dtypes`: a quantized base is not prepared with `prepare_model_for_kbit_training`. Source: trl 1.16,
       sft_trainer.py, `__init__`; axolotl 0.19.0, loaders/model.py, `_configure_embedding_dtypes`.
     - `keeps_adapter_dtypes`: the adapters of a quantized base that is not prepared keep the fp32 that PEFT gives them. Source: axolotl
       0.19.0, loaders/adapter.py, `load_lora`. TRL stores them in bf16.
-    - `trains_half`: under bf16-mixed a model is loaded and trained in bf16, also if all of it is trained. Source: axolotl 0.19.0,
-      utils/config/__init__.py, `resolve_dtype`; monkeypatch/accelerate/fsdp2.py, `fsdp2_prepare_model`, which makes no fp32 masters.
-      accelerate makes them for FSDP1, and DeepSpeed its own.
+    - `trains_half`: under bf16-mixed the trained parameters are loaded and kept in bf16, even without adapters. Source: axolotl 0.19.0,
+      utils/config/__init__.py, `resolve_dtype`; monkeypatch/accelerate/fsdp2.py, `fsdp2_prepare_model`, which makes no fp32 masters. For
+      FSDP1 accelerate makes fp32 masters, and DeepSpeed makes its own.
     - `wraps_adapters`: each module of an adapter is an FSDP2 unit. Source: the same, `_process_lora_module_for_fsdp`.
-    - `loads_fp32`: a model that is named is loaded in fp32, not in the dtype of its checkpoint, which is transformers' default. Source:
+    - `loads_fp32`: a model given by name is loaded in fp32. transformers' default is the dtype of its checkpoint. Source:
       trl 1.16, trainer/utils.py, create_model_from_path, and trainer/model_config.py; transformers 5.23, modeling_utils.py,
       `from_pretrained`.
-    - `keeps_attention_alone`: selective checkpointing keeps the outputs of attention and of no other operator. Source: trl 1.16,
+    - `keeps_attention_alone`: selective checkpointing keeps only the outputs of attention. Source: trl 1.16,
       models/selective_activation_checkpointing.py.
-    - `checkpointing`: the activation checkpointing if nothing else is said. Source: trl 1.16, sft_config.py, gradient_checkpointing;
+    - `checkpointing`: the default activation checkpointing. Source: trl 1.16, sft_config.py, gradient_checkpointing;
       torchtitan 0.3.0, trainer.py, activation_checkpoint.
     - `sums_gradients`: FSDP does not divide gradients, because the loss is divided by the tokens of all ranks. Source: torchtitan
       0.3.0, distributed/fsdp.py, disable_fsdp_gradient_division.
-    - `threads`: threads that run matrix products, each with a workspace of cuBLAS: backward has one of its own, unless autograd's
-      multithreading is off. Source: torchtitan 0.3.0, distributed/utils.py, init_distributed.
-    - `own_models`: it trains its own classes, not those of transformers.
-    - `names_sequences`: a padding-free batch also has the boundaries of its sequences. Source: trl 1.16, sft_trainer.py,
+    - `threads`: the number of threads that run matrix products, each with a cuBLAS workspace. It is 2, because backward has its own
+      thread, or 1 if autograd's multithreading is off. Source: torchtitan 0.3.0, distributed/utils.py, init_distributed.
+    - `own_models`: it trains its own model classes, not transformers'.
+    - `names_sequences`: a padding-free batch also contains the boundaries of its sequences. Source: trl 1.16, sft_trainer.py,
       `DataCollatorForLanguageModeling`.
     """
 
@@ -101,7 +105,7 @@ _ACCELERATE = FrameworkFacts(
     fills_deepspeed_buckets=True,
 )
 
-_TRAINER = replace(  # it prepares the model with accelerate
+_TRAINER = replace(  # uses accelerate to prepare the model
     _ACCELERATE,
     uses_trainer=True,
     finds_unused_parameters=True,
@@ -149,10 +153,10 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
         own_models=True,
     ),
 }
-"""`torch` is each engine by itself, DeepSpeed's own loop included."""
+"""The facts of each framework. `torch` stands for each engine by itself, including DeepSpeed's own loop."""
 
 FRAMEWORK_NAMES: dict[Framework, str] = {
     "torch": "PyTorch", "accelerate": "accelerate", "trainer": "the Trainer", "deepspeed": "DeepSpeed", "trl": "TRL",
     "axolotl": "axolotl", "torchtitan": "torchtitan",
 }  # fmt: skip
-"""How messages name a framework."""
+"""The name of each framework in messages."""

@@ -1,4 +1,4 @@
-"""How GRPO makes the completions on which it trains, and which models score them.
+"""How GRPO generates the completions on which it trains, and which models score them.
 
 Source: trl 1.16, trainer/grpo_config.py, `__post_init__`; trainer/grpo_trainer.py, `_prepare_inputs`, `_generate_and_score_completions`;
 generation/vllm_generation.py, `_init_vllm`.
@@ -15,7 +15,7 @@ from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 
 Generator = Literal["transformers", "colocate", "server"]
-"""What generates: transformers' `generate` with the model that trains; vLLM on the same GPUs; vLLM on others."""
+"""The generator: transformers' `generate` with the trained model; vLLM on the same GPUs; vLLM on other GPUs."""
 
 OPTIONS = (
     "num_generations", "max_completion_length", "beta", "num_iterations", "steps_per_generation", "use_vllm", "vllm_mode",
@@ -23,17 +23,17 @@ OPTIONS = (
 )  # fmt: skip
 """The options that only GRPO has."""
 OF_COLOCATED = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size")
-"""Those of vLLM on the GPUs that train."""
+"""The options that only vLLM on the training GPUs (``colocate``) has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """The completions of a plan.
 
-    `completion_length`: tokens of a sequence that are generated and scored. `completions_per_prompt`: a group whose rewards are
-    compared. `steps`: micro-batches that are generated at once; None for those of an optimizer step. `iterations`: how often each
-    of them is trained on. `beta`: above 0 a reference model scores completions too. `memory_utilization`, `sleeps` and `tensor_parallel`
-    are those of colocated vLLM.
+    `completion_length`: tokens of a sequence that are generated and scored. `completions_per_prompt`: the size of a group whose rewards
+    are compared. `steps`: micro-batches whose completions are generated at once; None: those of one optimizer step. `iterations`: the
+    number of updates that use each completion. `beta`: if it is above 0, a reference model scores completions too. `memory_utilization`,
+    `sleeps` and `tensor_parallel` are settings of colocated vLLM.
     """
 
     completion_length: int
@@ -69,19 +69,20 @@ class Generation:
     def scores_policy(self, accumulation: int) -> bool:
         """Whether the trained model scores completions before it trains on them.
 
-        It does not if one update uses them all: its log-probabilities are then those of the training step. With vLLM it always does,
-        because vLLM's log-probabilities differ from the model's.
+        It does not if one update uses all of them, because the log-probabilities of the training step then suffice. With vLLM it always
+        does, because vLLM's log-probabilities differ from the model's.
         """
         return (
             self.generator != "transformers" or accumulation % (self.micro_batches(accumulation) * self.iterations) != 0
         )
 
     def prompts(self, sequences: int) -> int:
-        """The prompts of so many sequences, which all ranks train on together; at least one."""
+        """The number of prompts of `sequences` sequences, which all ranks train on together; at least one."""
         return max(1, sequences // self.completions_per_prompt)
 
     def of_evaluation(self, accumulation: int) -> Generation:
-        """The completions of an evaluation's batch: its own alone. The policy scores them if it scores those of training.
+        """The settings for the completions of an evaluation, which are generated for one batch at a time. The policy scores them if it
+        scores the completions of training.
 
         `accumulation`: micro-batches of a training step. Source: trl 1.16, trainer/grpo_trainer.py, `_prepare_inputs`.
         """
@@ -89,7 +90,7 @@ class Generation:
 
 
 def generation_of(request: EstimateRequest) -> Generation | None:
-    """The completions of a request; None for another task than GRPO. Raises UsageError for options that contradict."""
+    """The completions of a request; None for other tasks than GRPO. Raises UsageError for options that contradict each other."""
     if request.task != "grpo":
         if given := _changed(request, OPTIONS):
             raise UsageError(
@@ -125,7 +126,8 @@ def generation_of(request: EstimateRequest) -> Generation | None:
 
 
 def check_generation(request: EstimateRequest, seq_len: int) -> None:
-    """Raises UsageError unless sequences have room for a prompt and TRL accepts the batch that is generated at once.
+    """Raises UsageError unless a sequence has tokens left for a prompt, and TRL accepts the number of completions that are generated at
+    once.
 
     A search leaves the micro-batch open, so all sizes must be possible.
     """

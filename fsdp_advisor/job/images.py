@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from fsdp_advisor.job.request import EstimateRequest  # which imports this module
+    from fsdp_advisor.job.request import EstimateRequest  # the module imports this one
 
 LARGEST_SIDE = 16_384
 """Pixels."""
@@ -17,8 +17,8 @@ _SIZE = re.compile(r"(\d{1,5})(?:\s*[x*,]\s*(\d{1,5}))?")
 class Images(NamedTuple):
     """The images of every sample of a batch. They are equally large.
 
-    `height`, `width`: in pixels before the processor; 0 for the size that the model fixes. `max_pixels`: to which the processor resizes
-    larger images; 0 for its default.
+    `height`, `width`: in pixels before the processor; 0 for the size that the model fixes. `max_pixels`: the number of pixels to which the
+    processor shrinks larger images; 0 for its default.
     """
 
     per_sample: int
@@ -32,7 +32,7 @@ class Images(NamedTuple):
 
 
 def read_image_size(text: str) -> str | None:
-    """The normal spelling of an image's size, None if it is not possible.
+    """The canonical spelling of an image's size; None for an impossible size or other text.
 
     >>> read_image_size("1024 x 768"), read_image_size("448"), read_image_size("0")
     ('1024x768', '448x448', None)
@@ -53,7 +53,7 @@ def images_of(request: EstimateRequest) -> Images | None:
 
 
 def square_of(pixels: int) -> str:
-    """The size of the largest square image of at most so many pixels.
+    """The size, as text, of the largest square image with at most `pixels` pixels.
 
     >>> square_of(589824)
     '768x768'

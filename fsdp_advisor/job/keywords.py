@@ -42,7 +42,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 class RecordedModule(Protocol):
-    """What `record_module` returns."""
+    """The type of `record_module`'s result."""
 
     def tape(self, key: Any) -> Any: ...
 
@@ -169,7 +169,7 @@ def with_signature_of(kind: type[EstimateRequest]) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         whole = inspect.signature(function)
-        *own, _ = whole.parameters.values()  # the last one is **options
+        *own, _ = whole.parameters.values()  # drop **options, the last one
         positional = [p for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY]
         keywords = [p for p in own if p.kind is inspect.Parameter.KEYWORD_ONLY]
         signature = whole.replace(parameters=[*positional, *shown, *keywords])

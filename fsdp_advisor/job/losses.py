@@ -1,4 +1,4 @@
-"""How a job computes its loss: the option, and whose code it stands for under each framework."""
+"""How a job computes its loss: the option's values, and the implementation that each selects under each framework."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 
 LossCode = Literal["full", "trl", "liger", "cce", "torchtitan"]
-"""Whose code computes the loss; ``full``: the model's own, of whole logits."""
+"""The implementation that computes the loss; ``full``: the model's own, from whole logits."""
 
 
 def loss_code(request: EstimateRequest) -> LossCode:
     """The implementation of the loss that the framework runs. Raises UsageError for a loss that the framework refuses.
 
-    With `use_liger_kernel` the Trainer uses Liger's loss; TRL keeps its own. A reward model has no logits of a vocabulary.
-    Source: trl 1.16, sft_trainer.py, which raises ValueError for Liger's fused linear cross entropy and has no loss of whole logits.
+    With `use_liger_kernel` the Trainer uses Liger's loss; TRL keeps its own. A reward model has no logits of a vocabulary. Source: trl
+    1.16, sft_trainer.py. It raises ValueError for Liger's fused linear cross entropy, and has no loss on whole logits.
     """
     _check_kernels(request)
     loss, usual = request.loss, FRAMEWORKS[request.framework].default_loss
@@ -38,7 +38,7 @@ def loss_code(request: EstimateRequest) -> LossCode:
 
 
 def usual_loss(framework: Framework, task: TrainingTask, *, use_liger_kernel: bool) -> LossCode:
-    """The code that the framework runs if no loss is chosen."""
+    """The implementation that the framework runs if no loss is chosen."""
     usual = FRAMEWORKS[framework].default_loss
     if task == "reward":
         return "full"
@@ -46,7 +46,7 @@ def usual_loss(framework: Framework, task: TrainingTask, *, use_liger_kernel: bo
 
 
 def loss_option(code: LossCode) -> Loss:
-    """The value of the option that chooses this code, for a framework that has it."""
+    """The value of `--loss` that selects this implementation."""
     match code:
         case "trl" | "torchtitan":
             return "chunked"
@@ -57,7 +57,7 @@ def loss_option(code: LossCode) -> Loss:
 
 
 def loss_words(code: LossCode) -> str:
-    """What answers call a loss that an option chooses; empty for the model's own and for those of TRL and torchtitan."""
+    """The name of a loss in answers; empty for the default losses: the model's own, TRL's and torchtitan's."""
     match code:
         case "liger":
             return "Liger's loss"
@@ -85,7 +85,7 @@ def _check_kernels(request: EstimateRequest) -> None:
 
 
 def needs_recording(request: EstimateRequest) -> bool:
-    """Whether the request is about steps that the catalog has for no model, so that they must be recorded."""
+    """Whether the catalog has no tape of the request's step for any model, so that the step must be recorded."""
     if isinstance(request, RecommendRequest) and request.thorough:
         return True
     recomputes = request.activation_checkpointing == "selective" or request.activation_offload

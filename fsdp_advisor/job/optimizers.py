@@ -17,8 +17,8 @@ from fsdp_advisor.job.frameworks import FRAMEWORKS
 class Limit:
     """Why an engine cannot step an optimizer, and what to use instead.
 
-    `is_estimated`: its memory is known although the step fails, so a request that names the engine is answered, with the reason as a
-    note. `spares_trainer`: the Trainer steps an implementation of its own, which works.
+    `is_estimated`: the memory is known although the step fails. A request that names the engine then gets an estimate, with the reason as
+    a note. `spares_trainer`: the limit does not apply to the Trainer, which steps its own implementation.
     """
 
     reason: str
@@ -45,7 +45,7 @@ _SCHEDULE_FREE: Mapping[Backend, Limit] = {
 
 
 def _low_rank(label: str, fsdp2: str) -> Mapping[Backend, Limit]:
-    """Source: galore-torch 1.0 and apollo-torch 1.0.3, run on torch 2.13."""
+    """The limits of GaLore and APOLLO. Source: galore-torch 1.0 and apollo-torch 1.0.3, run on torch 2.13."""
     hint = "--strategy ddp, or --optim adamw_torch_8bit, whose state is small too"
     return {
         "fsdp2": Limit(fsdp2, hint),
@@ -66,14 +66,17 @@ def _lomo(label: str) -> Mapping[Backend, Limit]:
 
 
 def _only_ddp(label: str) -> Mapping[Backend, Limit]:
-    """An optimizer that was compared with its package on whole parameters only."""
+    """The limits of an optimizer that was compared with its package only on whole (unsharded) parameters."""
     reason, hint = f"{label} under {{}} has not been run, and is not modelled", "--strategy ddp, or another --optim"
     names: Mapping[Backend, str] = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "deepspeed": "DeepSpeed"}
     return {backend: Limit(reason.format(name), hint) for backend, name in names.items()}
 
 
 def _cpu_offload() -> Mapping[Backend, Limit]:
-    """Source: torchao 0.18, optim/cpu_offload.py: hooks of `register_post_accumulate_grad_hook`, "for single-GPU training"."""
+    """The limits of torchao's CPUOffloadOptimizer.
+
+    Source: torchao 0.18, optim/cpu_offload.py: hooks of `register_post_accumulate_grad_hook`, "for single-GPU training".
+    """
     hint = "--gpus 1 --strategy ddp, or --offload optimizer"
     own = "{} sets the gradients of its shards itself, and CPUOffloadOptimizer sees only those that autograd sets"
     return {
@@ -157,7 +160,7 @@ LIMITS: Mapping[OptimizerName, Mapping[Backend, Limit]] = {
 OFFLOAD_LIMITS: Mapping[OptimizerName, Limit] = {
     "muon": Limit("Muon needs collectives on the GPU, so its states cannot be offloaded", "use --offload none"),
 }
-"""Why the states of an optimizer cannot be offloaded. Those of the others can."""
+"""Why the states of an optimizer cannot be offloaded. The states of optimizers that are not listed can."""
 
 
 def limit_of(optim: OptimizerName, backend: Backend, framework: Framework) -> Limit | None:

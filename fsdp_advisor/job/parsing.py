@@ -1,4 +1,4 @@
-"""From keywords, which may be text, to a request: the same function for the command line, Python, REST and the page."""
+"""Makes a request from keywords, whose values may be text. The command line, Python, REST and the page all use it."""
 
 from __future__ import annotations
 

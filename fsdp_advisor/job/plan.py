@@ -1,4 +1,4 @@
-"""One strategy, fully decided: what everything below computes with."""
+"""The plan: one strategy with every option decided. All estimates are computed from it."""
 
 from __future__ import annotations
 
@@ -83,20 +83,19 @@ class Plan:
     images: Images | None = None
     compile: Compile = "none"
     memory_budget: float = 1.0
-    """The part of the activations of compiled layers that the compiler may keep for backward."""
+    """The fraction of the activations of compiled layers that the compiler may keep for backward."""
     fp8: Fp8 = "none"
     tiled_mlp: str = "none"
     """The shards of a sequence in which feed-forward networks run: a number, auto or none."""
 
     @property
     def without_batch(self) -> Plan:
-        """The plan with a micro-batch and sequence length of 1: plans that differ in these alone share what is computed from it."""
+        """The plan with a micro-batch and sequence length of 1. Plans that differ only in these share cached results."""
         return replace(self, micro_batch_size=1, seq_len=1)
 
     @property
     def without_step(self) -> Plan:
-        """The plan with the defaults of every field that only changes what a step computes. States, loading and saving depend on the
-        other fields alone."""
+        """The plan with defaults in every field that affects only the step. States, loading and saving depend only on the other fields."""
         return replace(
             self,
             micro_batch_size=1,
@@ -176,8 +175,8 @@ class Plan:
     def tape_shape(self) -> tuple[int, int]:
         """The (B, T) at which the tape is evaluated.
 
-        A flattened batch is one row of B x T tokens. flash_attention_2 sees its sequences separately; for other kernels this is
-        (1, B x T).
+        A flattened batch is one row of B x T tokens. With flash_attention_2, which processes its sequences separately, this is still (B,
+        T); for other kernels it is (1, B x T).
         """
         if self.batch_layout in ("flattened", "flattened-trl") and self.attention != "flash_attention_2":
             return 1, self.micro_batch_size * self.seq_len
@@ -185,7 +184,7 @@ class Plan:
 
     @property
     def unscored_labels(self) -> float:
-        """The part of all labels that is -100: of padding, or ignored by the data."""
+        """The fraction of all labels that are -100, because of padding or because the data excludes them from the loss."""
         return self.padding_fraction + (1 - self.padding_fraction) * self.ignored_labels
 
     @property
@@ -261,7 +260,8 @@ class Plan:
     @property
     def post_forward_ranks(self) -> int | None:
         """The number of ranks over which FSDP2 keeps parameters sharded after forward (`reshard_after_forward` as an integer). None if the
-        option is true, false or auto."""
+        option is true, false or auto.
+        """
         return int(self.reshard_after_forward) if self.reshard_after_forward.isdecimal() else None
 
     @property
@@ -287,7 +287,7 @@ class Plan:
 
     @property
     def facts(self) -> FrameworkFacts:
-        """What the framework changes about the engine."""
+        """The facts in which the framework changes the engine's behaviour."""
         return FRAMEWORKS[self.framework]
 
     @property

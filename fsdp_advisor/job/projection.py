@@ -22,7 +22,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """What is projected, to which rank, and after how many steps the projection is computed again.
+    """The rank of a projection, the number of steps after which it is computed again, and the modules that it applies to.
 
     `targets`: a module is projected if its name contains one of these; empty: all linear layers.
     """
@@ -62,7 +62,7 @@ def check_projection(optim: str, optim_args: str | None, target_modules: str | N
 
 
 def settings_of(text: str) -> dict[str, str] | None:
-    """The settings of `optim_args`, a list such as `rank=64, update_proj_gap=100`. None if it is no such list.
+    """The settings of `optim_args`, a list such as `rank=64, update_proj_gap=100`. None if the text is not such a list.
 
     >>> settings_of("rank=64, update_proj_gap=100"), settings_of("rank")
     ({'rank': '64', 'update_proj_gap': '100'}, None)
@@ -90,7 +90,7 @@ def unknown_setting(settings: Mapping[str, object]) -> tuple[str, object] | None
 
 
 def read_optim_args(text: str) -> str | None:
-    """The normal spelling of `optim_args`: sorted, without blanks. None if a setting is not modelled.
+    """The canonical spelling of `optim_args`: sorted, without blanks. None if a setting is not modelled.
 
     >>> read_optim_args("update_proj_gap=100, rank=64"), read_optim_args("rank=0")
     ('rank=64,update_proj_gap=100', None)
@@ -102,7 +102,7 @@ def read_optim_args(text: str) -> str | None:
 
 
 def read_target_modules(text: str) -> str | None:
-    """The normal spelling of `optim_target_modules`: `all-linear`, or parts of names. None for others, such as patterns.
+    """The canonical spelling of `optim_target_modules`: `all-linear`, or parts of names. None for other values, such as patterns.
 
     >>> read_target_modules("all_linear"), read_target_modules("mlp, attn"), read_target_modules(".*mlp.*")
     ('all-linear', 'attn,mlp', None)
@@ -114,7 +114,7 @@ def read_target_modules(text: str) -> str | None:
 
 
 def projection_of(optim_args: str | None, target_modules: str | None) -> Projection:
-    """The projection that options in their normal spelling describe.
+    """The projection that options in their canonical spelling describe.
 
     >>> projection_of("rank=64", None)
     Projection(rank=64, update_proj_gap=200, targets=())

@@ -18,7 +18,7 @@ from fsdp_advisor.job.fields import Rule, fields_of
 
 
 def uneven_nodes(gpus: int, nnodes: int) -> str | None:
-    """What is wrong if the nodes do not have the same number of GPUs each."""
+    """An error text if the nodes do not have the same number of GPUs each, else None."""
     return f"gpus {gpus} is not divisible by nnodes {nnodes}" if gpus % nnodes else None
 
 
@@ -131,7 +131,7 @@ class EstimateRequest:
     def __post_init__(self) -> None:
         for name, option in fields_of(type(self)).items():
             value = getattr(self, name)
-            if option.many and isinstance(value, list):  # as JSON has it
+            if option.many and isinstance(value, list):  # JSON has no tuples
                 value = tuple(value)
                 object.__setattr__(self, name, value)
             for each in value if option.many else (value,):
@@ -143,7 +143,7 @@ class EstimateRequest:
             raise ValueError(uneven)
 
     def as_dict(self) -> dict[str, Any]:
-        """The values of all fields by name, as JSON has them."""
+        """The values of all fields by name, as a JSON object."""
         return {name: list(v) if isinstance(v, tuple) else v for name, v in self.values.items()}
 
     @property
@@ -153,7 +153,9 @@ class EstimateRequest:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The values that make the same request again, by name: those that are not what is taken if nothing is given."""
+        """The values, by name, that differ from the defaults or were given although the GPU decides their default. They make the same
+        request again.
+        """
         fixed = self.given & GPU_DEPENDENT
         known = fields_of(type(self))
         return {name: v for name, v in self.values.items() if v != known[name].default or name in fixed}

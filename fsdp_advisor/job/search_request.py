@@ -33,7 +33,7 @@ class RecommendRequest(EstimateRequest):
         "micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing",
     )  # fmt: skip
 
-    # mypy: these fields take more values than in an estimate, where nothing is searched
+    # mypy: these fields accept more values than those of an estimate, which searches nothing
     offload: Annotated[Literal[Offload, "auto"], OFFLOAD] = "auto"  # type: ignore[assignment]
     offload_device: Annotated[Literal[OffloadDevice, "auto"], OFFLOAD_DEVICE] = "auto"  # type: ignore[assignment]
     micro_batch_size: Annotated[int | None, MICRO_BATCH_SIZE] = None  # type: ignore[assignment]
@@ -100,9 +100,9 @@ class RecommendRequest(EstimateRequest):
 
     @property
     def as_estimate(self) -> EstimateRequest:
-        """The job as `estimate` takes it: open fields get their defaults. `global_batch_size` is left out, because only a search
-        divides it. Raises UsageError for compiled steps, which a search would compile for each micro-batch and length, and for fp8,
-        which is meant to be compiled.
+        """The job as a request of `estimate`: open fields get their defaults. `global_batch_size` is left out, because only a search
+        divides it. Raises UsageError for compiled steps, because a search would compile each micro-batch and length, and for fp8, because
+        it is meant to be compiled.
         """
         if self.fp8 != "none":
             raise UsageError(

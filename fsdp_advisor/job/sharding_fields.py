@@ -1,4 +1,4 @@
-"""The options about who divides the states over the ranks, and how: framework, backend, strategy, units, offload."""
+"""The options about sharding the states over the ranks: framework, backend, strategy, units, offload."""
 
 from __future__ import annotations
 

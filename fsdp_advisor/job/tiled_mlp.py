@@ -1,4 +1,4 @@
-"""Feed-forward networks that run in shards of the sequence (`--tiled-mlp`): whose code it is, and which jobs are modelled with it."""
+"""Feed-forward networks that run in shards of the sequence (`--tiled-mlp`): the implementation, and the jobs that are modelled with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from fsdp_advisor.job.request import EstimateRequest
 
 TiledMlpCode = Literal["liger", "deepspeed", "axolotl"]
 """``liger``: Liger's `apply_tiled_mlp`; ``deepspeed``: DeepSpeed's `TiledMLP`, whose engine waits for the last shard before it reduces
-a gradient; ``axolotl``: axolotl's own, which sums the gradients of the shards in buffers."""
+a gradient; ``axolotl``: axolotl's own, which sums the gradients of the shards in buffers.
+"""
 
 _WITHOUT: tuple[Framework, ...] = ("trl", "torchtitan")
 """Frameworks that have no tiled MLP."""
@@ -32,7 +33,7 @@ def tiled_mlp_code(plan: Plan) -> TiledMlpCode:
 
 
 def check_tiled_mlp(request: EstimateRequest) -> None:
-    """Raises UsageError for a job that is not modelled with a tiled MLP, whatever its strategy."""
+    """Raises UsageError for a job that is not modelled with a tiled MLP under any strategy."""
     if request.tiled_mlp == "none":
         return
     if request.framework in _WITHOUT:
@@ -51,9 +52,9 @@ def check_tiled_mlp(request: EstimateRequest) -> None:
 
 
 def refused_tiled_mlp(plan: Plan) -> UsageError | None:
-    """Why the plan's engine cannot train a tiled MLP, or is not modelled with it. None if neither.
+    """Why the plan's engine cannot train a tiled MLP, or is not modelled with one; None if it is modelled.
 
-    Backward runs a backward of its own for each shard, and each adds to the gradients of the same weights.
+    Backward runs a nested backward for each shard, and each of them adds to the gradients of the same weights.
     """
     if plan.tiled_mlp == "none":
         return None

@@ -1,4 +1,4 @@
-"""What a job trains for: TRL's trainers, their batches, and the reference models whose log-probabilities they compare.
+"""Training tasks: TRL's trainers, their batches, and the reference models whose log-probabilities they compare.
 
 Source: trl 1.16, trainer/sft_trainer.py, dpo_trainer.py, kto_trainer.py, reward_trainer.py, grpo_trainer.py.
 """
@@ -13,16 +13,17 @@ from fsdp_advisor.job.request import EstimateRequest
 
 Reference = Literal["none", "copy", "adapters-off"]
 """The reference model of a step. ``none``: there is none, or its log-probabilities are part of the batch; ``copy``: a frozen copy of
-the model; ``adapters-off``: the trained model without its adapters."""
+the model; ``adapters-off``: the trained model without its adapters.
+"""
 
 
 def sequences_per_example(task: TrainingTask) -> int:
-    """The sequences of one example of a micro-batch: a pair is the chosen and the rejected one."""
+    """The number of sequences in one example of a micro-batch: 2 for a pair (chosen and rejected), else 1."""
     return 2 if task in ("dpo", "reward") else 1
 
 
 def reference_of(request: EstimateRequest) -> Reference:
-    """Which reference model the loss compares with: none, a frozen copy, or the model without its adapters."""
+    """The reference model that the loss compares the trained model with (`Reference`)."""
     without = request.task == "grpo" and request.beta == 0
     if request.task in ("sft", "reward") or request.precompute_ref_log_probs or without:
         return "none"

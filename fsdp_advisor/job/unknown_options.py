@@ -1,4 +1,4 @@
-"""Hints for options that do not exist: the option that was meant, or that its subject is not modelled yet."""
+"""Hints for options that do not exist: the option that was probably meant, or that the subject is not modelled yet."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _VALUES: dict[str, tuple[str, str]] = {
     "reward_model": ("task", "reward"),
     **dict.fromkeys(("chunked_loss", "fused_loss"), ("loss", "chunked")),
 }  # fmt: skip
-"""Words that are options elsewhere and values here."""
+"""Options of other tools that are values of an option here."""
 
 _MEANT: dict[str, str] = {
     name: option
@@ -167,7 +167,7 @@ def topic_of(name: str) -> str | None:
 
 
 def _close(name: str, known: list[str]) -> list[str]:
-    """The options that the name may stand for: a synonym, a beginning, or a misspelling."""
+    """The options that the user may have meant by `name`: it is a synonym, the beginning or a misspelling of theirs."""
     if _MEANT.get(name) in known:
         return [_MEANT[name]]
     if len(name) < 3:

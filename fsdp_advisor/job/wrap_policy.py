@@ -1,4 +1,4 @@
-"""The policy by which FSDP divides a model into units, as text: `layer`, `none`, `size:N`, `class:A,B` or `every:N`."""
+"""The policy by which FSDP divides a model into units. Its text is `layer`, `none`, `size:N`, `class:A,B` or `every:N`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class WrapPolicy:
 
     `layer`: a unit per layer. `none`: one unit. `size`: `size_based_auto_wrap_policy` with `min_num_params=number`. `class`: a unit
     per layer of one of `classes` (`transformer_auto_wrap_policy`). `every`: a unit per `number` consecutive layers. `peft`: a unit per
-    layer and per module without children whose weight is trained (PEFT's `fsdp_auto_wrap_policy`); no option of a request, but what
-    the Trainer sets. The root is always a unit too.
+    layer and per module without children whose weight is trained (PEFT's `fsdp_auto_wrap_policy`). The Trainer sets it; users cannot
+    choose it. The root is always a unit too.
     """
 
     kind: Literal["layer", "none", "size", "class", "every", "peft"]
@@ -54,6 +54,6 @@ def wrap_policy(text: str) -> WrapPolicy | None:
 
 
 def read_wrap(text: str) -> str | None:
-    """The normal spelling of a policy's text, None if it is no policy that a request can ask for."""
+    """The canonical spelling of a policy's text; None if it is not a policy that users can choose."""
     policy = wrap_policy(text)
     return None if policy is None or policy.kind == "peft" else str(policy)

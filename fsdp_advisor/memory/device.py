@@ -36,7 +36,7 @@ LAZY_KERNEL_BYTES = (128 * _MIB, 256 * _MIB)
 
 On the H200, 46 jobs loaded 135 to 233 MiB: the first product 66 MiB, attention 16 MiB, the rest operator by operator.
 Lazy loading is the default since CUDA 12.2 on Linux. NVIDIA: an application calls perhaps 5 % of the tens of thousands of
-kernels in cuBLAS or cuDNN (forums.developer.nvidia.com/t/261135). The upper end is a quarter of that of EAGER_KERNEL_BYTES.
+kernels in cuBLAS or cuDNN (forums.developer.nvidia.com/t/261135). The upper end is a quarter of the upper end of EAGER_KERNEL_BYTES.
 """
 EAGER_KERNEL_BYTES = (640 * _MIB, 1024 * _MIB)
 """All of PyTorch's kernels, loaded at the start (CUDA before 11.7, or CUDA_MODULE_LOADING=EAGER).
@@ -100,7 +100,9 @@ NCCL_KERNEL_BYTES = (112 * _MIB, 170 * _MIB)
 """
 RCCL_FIRST_BYTES = (512 * _MIB, 1280 * _MIB)
 RCCL_FURTHER_BYTES = (512 * _MIB, 768 * _MIB)
-"""Context and first communicator on AMD: about 1 GiB; each further one about 0.65 GiB (Lumi-supercomputer/LUMI-AI-Guide#111)."""
+"""Bytes of each further communicator on AMD, about 0.65 GiB. Context and first communicator take about 1 GiB
+(Lumi-supercomputer/LUMI-AI-Guide#111).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ def is_floating(parameter: Parameter) -> bool:
 def is_sharded(parameter: Parameter) -> bool:
     """Whether FSDP2 shards the parameter. Packed weights of an integer dtype stay whole on every rank.
 
-    Source: accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, `ignored_params`; `fully_shard` itself fails at them.
+    Source: accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, `ignored_params`; `fully_shard` itself fails on them.
     """
     return parameter.role != "quantized" or is_floating(parameter)
 
@@ -47,7 +47,7 @@ def loaded_bytes(plan: Plan, parameter: Parameter) -> int:
 
 
 def upcasts_trained(plan: Plan) -> bool:
-    """Whether accelerate makes trained parameters fp32 when it prepares a model for FSDP. FSDP1 converts whole units."""
+    """Whether accelerate converts trained parameters to fp32 when it prepares a model for FSDP. Under FSDP1 it converts whole units."""
     by_accelerate = plan.backend == "fsdp1" or (plan.backend == "fsdp2" and not plan.facts.trains_half)
     return plan.stores_half and plan.uses_accelerate and by_accelerate
 

@@ -23,8 +23,8 @@ NO_BUFFER: Buffer = -1
 """The result of an empty allocation. Freeing it has no effect."""
 
 Start = Literal["with previous compute", "with next compute", "after compute"]
-"""The time at which the host issues a collective: as soon as the compute before it starts (the host runs ahead of the GPU),
-together with the compute after it (explicit prefetch), or after all compute before it has ended.
+"""The time at which the host issues a collective: when the previous compute starts (the host runs ahead of the GPU), when the next compute
+starts (explicit prefetch), or when all previous compute has ended.
 """
 
 HostKernel = Literal["one_pass", "many_passes"]

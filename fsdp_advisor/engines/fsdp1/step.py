@@ -44,7 +44,7 @@ class Fsdp1Step(StepHooks):
     """FSDP1's hooks around each unit. They hold the state of one program: make new ones for each program."""
 
     gradient_stream = Stream.ALL_GATHER
-    """The stream on which autograd assembles a unit's gradient: parameters are views made on the all-gather's stream."""
+    """The stream on which autograd sums a unit's gradient: the all-gather's, because the parameters are views made on it."""
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan

@@ -20,7 +20,7 @@ SMALL_BUFFER = 2 * MIB
 MIN_LARGE_ALLOC = 10 * MIB
 """Allocations below share a segment of `large_segment_bytes` (kMinLargeAlloc)."""
 ROUND_LARGE = 2 * MIB
-"""Larger ones get a segment of their own, rounded up to this (kRoundLarge)."""
+"""Allocations of at least MIN_LARGE_ALLOC get a segment of their own, rounded up to a multiple of this (kRoundLarge)."""
 
 POWER2_INTERVALS = 16
 """Number of size intervals: one per power of two from 1 MiB to 64 GiB (kRoundUpPowerOfTwoIntervals)."""

@@ -55,7 +55,7 @@ _BY_NAME = {optimizer.name: optimizer for optimizer in _ALL}
 
 
 def optimizer_named(name: OptimizerName) -> Optimizer:
-    """The optimizer of this name. ValueError for a name that has none.
+    """The optimizer of this name. Raises ValueError for an unknown name.
 
     >>> optimizer_named("sgd_momentum").name
     'sgd_momentum'

@@ -1,4 +1,4 @@
-"""Adafactor: torch's, and that of transformers, which the Trainer and DeepSpeed step.
+"""Adafactor: torch's implementation, and transformers', which the Trainer and DeepSpeed step.
 
 Source: torch/optim/_adafactor.py, `_multi_tensor_adafactor` (torch 2.13); transformers/optimization.py, `Adafactor.step`
 (5.23).
@@ -49,13 +49,13 @@ class Adafactor(Optimizer):
         return 0
 
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
-        """The update, in torch's Adafactor; the squared gradient and the update in fp32, in that of transformers."""
+        """torch's Adafactor: the update. transformers' Adafactor: the squared gradient and the update, in fp32."""
         if self.steps_one_by_one(framework):
             return Storages.of(prod(shape) * FP32_BYTES, 2)
         return Storages.of(prod(shape) * element_bytes)
 
     def steps_one_by_one(self, framework: str) -> bool:
-        """The Trainer uses transformers' Adafactor, which has no foreach implementation."""
+        """True under the Trainer: it uses transformers' Adafactor, which has no foreach implementation."""
         return framework in ("trainer", "trl", "axolotl")
 
     def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:

@@ -31,11 +31,11 @@ _ROWS = (
     "embed", "embd", "wte", "lm_head", "output", "final_layer", "v_proj", "wv", "value", "feed_forward", "linear", "mlp",
     "o_proj", "wo", "attn.proj",
 )  # fmt: skip
-"""Parts of names in lower case."""
+"""Parts of the (lower-case) names of matrices that have one second moment per row."""
 
 
 def block_of(name: str) -> Block:
-    """Which elements share one second moment in a parameter of this name.
+    """The block of elements that share one second moment in a parameter of this name.
 
     >>> block_of("self_attn.q_proj.weight"), block_of("mlp.up_proj.weight"), block_of("self_attn.q_proj.bias"), block_of("norm.weight")
     ('head', 'row', 'element', 'tensor')
@@ -52,7 +52,7 @@ def block_of(name: str) -> Block:
 class AdamMini(PlainLoop):
     """Adam-mini. `heads`: the number of heads in a matrix of queries or keys.
 
-    Only the number of allocator blocks matters: up to 128 fp32 moments take one, so a fixed number stands for all models.
+    Only the number of allocator blocks matters. Up to 128 fp32 moments take one block, so a fixed number of heads serves all models.
     """
 
     heads: int = 32
@@ -69,7 +69,7 @@ class AdamMini(PlainLoop):
         return moment + Storages.of(element_bytes * self._second_moments(parameter, shape))
 
     def textbook_bytes(self, element_bytes: int) -> int:
-        """Those of the first moment: the second moments of blocks are negligible."""
+        """Bytes of the first moment per element. The second moments of blocks are negligible."""
         return element_bytes
 
     def loop(self, tensors: Sequence[Stepped]) -> Variables:
@@ -83,7 +83,9 @@ class AdamMini(PlainLoop):
         return variables
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        """The square (2) and its mean (1), the first moment (3), the update (2 + 2), its negative (2) and the sum (3): 15 tensors."""
+        """15 tensors read or written: the square (2) and its mean (1), the first moment (3), the update (2 + 2), its negative (2), the sum
+        (3).
+        """
         passes = 18 if block_of(parameter.name) == "element" else 15
         return passes * element_bytes * parameter.elements
 

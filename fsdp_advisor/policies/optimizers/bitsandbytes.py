@@ -1,4 +1,4 @@
-"""The optimizers of bitsandbytes, with states in fp32 or 8 bits, in the allocator's memory or in CUDA's managed memory.
+"""The optimizers of bitsandbytes. Their states have fp32 or 8 bits, and are allocated by PyTorch or, if paged, in CUDA's managed memory.
 
 Source: bitsandbytes 0.50.2, optim/optimizer.py (`Optimizer8bit`, `Optimizer1State`, `Optimizer2State`), optim/ademamix.py,
 functional.py (`get_paged`); for DeepSpeed's offload accelerate 1.15.0, utils/deepspeed.py, `map_pytorch_optim_to_deepspeed`.
@@ -37,9 +37,9 @@ class Bitsandbytes(Optimizer):
     """States of one byte per element with a scale per block, or of fp32. The update is in place.
 
     `moments`: for each state tensor the number of moments in it; AdEMAMix keeps two in its first. `eight_bit`: whether
-    large tensors have 8-bit states. `quantizes_embeddings`: whether embeddings have them, too; transformers' Trainer registers fp32
-    for the weights of every `nn.Embedding` (transformers 5.23, trainer.py, `create_optimizer`), which a flat partition of DeepSpeed
-    does not follow. `is_paged`: whether states are in managed memory; the scales never are.
+    large tensors have 8-bit states. `quantizes_embeddings`: whether embeddings have 8-bit states, too. transformers' Trainer registers
+    fp32 states for the weights of every `nn.Embedding` (transformers 5.23, trainer.py, `create_optimizer`); a flat partition of DeepSpeed
+    ignores this. `is_paged`: whether states are in managed memory; the scales never are.
     """
 
     moments: tuple[int, ...]
@@ -60,7 +60,9 @@ class Bitsandbytes(Optimizer):
         return self._states(elements) if self._pages(elements) else NO_STORAGES
 
     def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
-        """AdamW becomes DeepSpeedCPUAdam, whose moments have the masters' dtype. The others step on the CPU, unpaged."""
+        """DeepSpeed replaces AdamW by DeepSpeedCPUAdam, whose moments have the masters' dtype. Other optimizers step on the CPU without
+        paging.
+        """
         if self.is_cpu_adam:
             return (element_bytes * elements,) * 2
         return tuple((self._states(elements) + self._scales(elements)).each())
@@ -75,11 +77,11 @@ class Bitsandbytes(Optimizer):
         return NO_STORAGES
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        """Reads p, g and writes p; reads and writes the states."""
+        """Bytes to read p and g, write p, and read and write the states."""
         return (3 * element_bytes + 2 * self.textbook_bytes(element_bytes)) * parameter.elements
 
     def _stepping(self, parameter: Parameter) -> Bitsandbytes:
-        """This optimizer with the kind of states that it has for the parameter."""
+        """This optimizer with the states that it has for the parameter: in fp32 for an embedding that is not quantized."""
         if self.quantizes_embeddings or not _is_embedding(parameter):
             return self
         return replace(self, eight_bit=False)

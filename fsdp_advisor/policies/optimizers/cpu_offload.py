@@ -1,7 +1,7 @@
 """AdamW on the host under torchao's CPUOffloadOptimizer, for one GPU.
 
 Backward copies each gradient to pinned memory as soon as it is complete. The step updates one tensor after the other with PyTorch's fused
-AdamW on the CPU and copies it back. Small tensors stay on the GPU, with an AdamW of their own.
+AdamW on the CPU and copies it back. Small tensors stay on the GPU, and a second AdamW updates them there.
 
 Source: torchao 0.18, optim/cpu_offload.py (`CPUOffloadOptimizer`), with its defaults: `offload_gradients` is off.
 """
@@ -26,7 +26,7 @@ MINIMAL_ELEMENTS = 4096
 
 
 class CpuOffload(NotForDeepSpeed):
-    """Two moments in the parameter's dtype and a step count: on the host, those of small tensors on the GPU."""
+    """Two moments in the parameter's dtype and a step count. They are on the host, except those of small tensors."""
 
     def on_host(self, elements: int) -> bool:
         return elements >= MINIMAL_ELEMENTS
@@ -45,7 +45,7 @@ class CpuOffload(NotForDeepSpeed):
         return NO_STORAGES
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        """Copies read the gradient and write the parameter. Small tensors are updated on the GPU."""
+        """Bytes of the copies, which read the gradient and write the parameter; for a small tensor, bytes of AdamW's update on the GPU."""
         if not self.on_host(parameter.elements):
             return FUSED.step_bytes(parameter, element_bytes)
         return 3 * element_bytes * parameter.elements

@@ -20,7 +20,7 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 @dataclass(frozen=True, kw_only=True)
 class Elementwise(Optimizer):
-    """State, temporaries and passes per element of the stepped tensor.
+    """An optimizer described by its numbers of tensors of the stepped tensor's size.
 
     `moments`: tensors of state. `temporaries`: tensors that a step holds at its peak. `passes`: how many tensors of the parameter's
     size the update reads or writes.
@@ -55,7 +55,7 @@ class Elementwise(Optimizer):
 def with_one_moment(
     name: OptimizerName, torch_name: str, deepspeed: NamedOptimizer | Refusal, *, temporaries: int, passes: int
 ) -> Elementwise:
-    """An optimizer of `torch.optim` with one moment, which is stepped for many tensors at a time (`foreach`), also on the host."""
+    """An optimizer of `torch.optim` with one moment, which steps many tensors at a time (`foreach`), also on the host."""
     constructor = Constructor(module="torch.optim", name=torch_name, options={"foreach": True})
     return Elementwise(
         name=name,

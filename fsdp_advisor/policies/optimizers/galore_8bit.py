@@ -1,10 +1,10 @@
 """GaLore over bitsandbytes' AdamW in 8 bits: the moments of the projected gradient have one byte per element.
 
-The update puts the projected gradient in place of the gradient, which it frees, and copies the weight: bitsandbytes steps a tensor of the
-projected shape in its place.
+The update replaces the gradient by the projected gradient, frees the gradient, and copies the weight, because bitsandbytes then steps a
+tensor of the projected shape instead of the weight.
 
 Source: galore-torch 1.0, adamw8bit.py, galore_projector.py; bitsandbytes 0.50.2, optim/optimizer.py (`Optimizer2State`). GaLore passes
-`percentile_clipping` by position, where bitsandbytes now has `max_unorm`; so each tensor keeps a norm too.
+`percentile_clipping` by position, and bitsandbytes now has `max_unorm` at that position. So each tensor keeps a norm too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Galore8bit(Galore):
     """Both moments with a scale per block, and the norm of the update. A tensor with few elements has moments in fp32."""
 
     tables: ClassVar[Storages] = NO_STORAGES
-    """What each tensor keeps of the tables of codes, which all tensors of an optimizer share."""
+    """The tables of codes that each tensor keeps. Empty if all tensors share one optimizer and therefore its tables."""
 
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         if not prod(shape):
@@ -60,7 +60,7 @@ class Galore8bit(Galore):
         variables.assign(f"gradient {position}", low)  # stays until zero_grad
         variables.assign("copy", matrix)
         variables.assign("data", low)
-        variables.drop("copy")  # the weight, whose place the copy takes
+        variables.drop("copy")  # the old weight, which its copy replaces
         variables.release_gradient(position, matrix)
         variables.assign("full_rank_grad", matrix)
         variables.assign("scaled", matrix)
@@ -75,12 +75,12 @@ class Galore8bit(Galore):
         return whole + ADAMW_8BIT.step_bytes(low, element_bytes) + 3 * element_bytes * low.elements
 
     def update_passes(self) -> int:
-        """The weight is copied (2); the update is written (1), scaled (2) and added (3)."""
+        """8 tensors: the weight is copied (2); the update is written (1), scaled (2) and added (3)."""
         return 8
 
 
 class LayerwiseGalore8bit(Galore8bit):
-    """Each parameter has an optimizer of its own, with its own tables."""
+    """The layerwise form: each parameter has its own optimizer, with its own tables of codes."""
 
     tables = Storages.of(QUANTIZATION_TABLE_BYTES, 2)
 

@@ -1,4 +1,4 @@
-"""GrokAdamW, which keeps its state on the host and copies that of one tensor after the other to the GPU and back.
+"""GrokAdamW. It keeps its state on the host, and copies the state of one tensor after the other to the GPU and back.
 
 Source: grokadamw 0.1.2, grokadamw.py (`_update_group`), which updates with torch's operators; transformers 5.23, trainer_optimizer.py,
 `_get_grokadamw`. Its checkpoint has the parameters too, because they are the keys of the state.
@@ -25,11 +25,11 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 MOMENTS = 3
 """The two moments of AdamW and the moving average of the gradient, in the parameter's dtype."""
 NORMS = 4
-"""Scalars of a tensor's clipping that live at the same time: its norm, the norms' stack, the norm of these, and the factor."""
+"""Scalars of one tensor's clipping that are alive together: its norm, the stacked norms, the norm of the stack, and the factor."""
 
 
 class GrokAdamW(PlainLoop):
-    """Three tensors of state on the host. On the GPU it holds them while it updates one tensor."""
+    """Three tensors of state on the host. They are on the GPU while it updates their tensor."""
 
     def host_state(self, elements: int, element_bytes: int) -> int:
         return MOMENTS * elements * element_bytes
@@ -38,7 +38,7 @@ class GrokAdamW(PlainLoop):
         return NO_STORAGES
 
     def all_state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
-        """The state, and the parameter as its key."""
+        """The state, and the parameter, which a checkpoint contains as the state's key."""
         return Storages.of(prod(shape) * element_bytes, MOMENTS + 1) if prod(shape) else NO_STORAGES
 
     def textbook_bytes(self, element_bytes: int) -> int:
@@ -60,8 +60,8 @@ class GrokAdamW(PlainLoop):
         return variables
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        """The copies (6); the norm (1) and the clipping (2); the average (2 + 3), its multiple (2), the sum (3); the moments (2 + 3 and
-        2 + 3); the root (2) and epsilon (2); the decay (2) and the update (4): 39 tensors.
+        """39 tensors read or written: the copies (6); the norm (1) and the clipping (2); the average (2 + 3), its multiple (2), the sum
+        (3); the moments (2 + 3 and 2 + 3); the root (2) and epsilon (2); the decay (2) and the update (4).
         """
         return 39 * element_bytes * parameter.elements
 

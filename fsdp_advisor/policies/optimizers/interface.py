@@ -1,4 +1,4 @@
-"""The interface of an optimizer: what it keeps, allocates, reads and writes, where it runs, and its names.
+"""The interface of an optimizer: its state, temporaries, memory traffic, the device it runs on, and its names in other tools.
 
 Shapes: `shape` is the shape of the tensor that this rank steps. It is the parameter's own shape under DDP, rank 0's rows under
 FSDP2, and a 1-D piece of the flat parameter under FSDP1. `elements` counts the elements of a flat partition of DeepSpeed.
@@ -76,8 +76,8 @@ class Refusal:
 class Constructor:
     """The class of the optimizer in Python, and its arguments besides the parameters and the learning rate.
 
-    `has_modes`: whether it has to be switched by `train()` before it steps, and by `eval()` before the weights are evaluated or saved,
-    as schedule-free optimizers have.
+    `has_modes`: whether `train()` has to be called before it steps, and `eval()` before the weights are evaluated or saved, as for
+    schedule-free optimizers.
     """
 
     module: str
@@ -106,7 +106,7 @@ class NamedOptimizer:
 
     @property
     def targets(self) -> str | list[str] | None:
-        """The target modules as a configuration file has them."""
+        """The target modules as a value for a configuration file."""
         return list(self.target_modules) if isinstance(self.target_modules, tuple) else self.target_modules
 
 
@@ -140,11 +140,11 @@ class Optimizer(ABC):
     deepspeed: NamedOptimizer | Refusal
     """The section `optimizer` of DeepSpeed's configuration, with the states on the GPU."""
     deepspeed_offloaded: NamedOptimizer | Refusal
-    """The same with the states on the host."""
+    """As `deepspeed`, with the states on the host."""
     measured: Constructor | Refusal
-    """The optimizer that a measurement builds."""
+    """The optimizer that `validate` builds."""
     measured_zero1: Constructor | Refusal
-    """The optimizer that a measurement builds inside torch's ZeroRedundancyOptimizer."""
+    """The optimizer that `validate` builds inside torch's ZeroRedundancyOptimizer."""
 
     # The step on the host
 
@@ -155,10 +155,10 @@ class Optimizer(ABC):
     is_cpu_adam: bool
     """Whether DeepSpeed replaces the optimizer with DeepSpeedCPUAdam when it offloads."""
 
-    # Defaults: nothing
+    # Fields with a default that fits most optimizers
 
     shared_state: Storages = NO_STORAGES
-    """State on the GPU that exists once per process, whatever the number of parameters."""
+    """State on the GPU that exists once per process, independent of the number of parameters."""
     host_state_bytes: int = 0
     """State of one tensor on the host while the tensor is on the GPU. Checkpoints contain it."""
     measured_on_cpu: Refusal | None = None
@@ -166,7 +166,9 @@ class Optimizer(ABC):
     is_paged: bool = False
     """Whether large states are in CUDA's managed memory (`paged_state_storages`)."""
     backward_update: BackwardUpdate | None = None
-    """When backward updates a parameter and frees its gradient: as soon as that, or the next one, is complete. None: after backward."""
+    """When backward updates a parameter and frees its gradient: once this gradient, or the next one, is complete. None: the update is
+    after backward.
+    """
     frees_gradients: bool = False
     """Whether its loop frees gradients before `zero_grad` does (`Variables.release_gradient`)."""
     follows_groups: bool = False
@@ -177,23 +179,25 @@ class Optimizer(ABC):
     """Notes on the assumptions of an estimate for DeepSpeed."""
 
     def shard_failure(self, parameter: Parameter, shards: Shards) -> str | None:
-        """Why the optimizer cannot step the parameter under FSDP2 on so many ranks. None: it can."""
+        """Why the optimizer cannot step the parameter under FSDP2 on these ranks; None if it can."""
         return None
 
     def model_failure(self, model_type: object) -> str | None:
-        """Why the optimizer does not step models of this type as it is described here. None: it does."""
+        """Why this description of the optimizer is wrong for models of this type; None if it is right."""
         return None
 
     # State
 
     def on_host(self, elements: int) -> bool:
-        """Whether a tensor of so many elements, which is on the GPU, is updated on the host. The host then has its state
-        (`all_state_storages`) and pinned copies of the tensor and of its gradient, which backward copies there.
+        """Whether a tensor of `elements` elements is updated on the host although it is on the GPU. The host then has its state
+        (`all_state_storages`) and pinned copies of the tensor and of its gradient. Backward copies the gradient there.
         """
         return False
 
     def host_state(self, elements: int, element_bytes: int) -> int:
-        """Bytes of the state of a tensor on the GPU that is in pageable host memory, and that each update copies to the GPU and back."""
+        """Bytes of a tensor's state in pageable host memory that each update copies to the GPU and back. The tensor itself is on the
+        GPU.
+        """
         return 0
 
     @abstractmethod
@@ -205,7 +209,9 @@ class Optimizer(ABC):
         """The state of one flat partition under DeepSpeed, on the GPU, without the masters."""
 
     def all_state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
-        """The state of one trainable parameter, including state in managed memory: what a checkpoint or the host has to store."""
+        """The state of one trainable parameter, including state in managed memory. A checkpoint, or the host with offload, has to store
+        it.
+        """
         return self.state_storages(parameter, shape, element_bytes) + self.paged_state_storages(parameter, shape)
 
     def paged_state_storages(self, parameter: Parameter, shape: Shape) -> Storages:
@@ -217,7 +223,7 @@ class Optimizer(ABC):
         return NO_STORAGES
 
     def flat_paged_state_storages(self, elements: int) -> Storages:
-        """The same of one flat partition under DeepSpeed. `flat_state_storages` does not count it."""
+        """The state of one flat partition under DeepSpeed that is in CUDA's managed memory. `flat_state_storages` does not count it."""
         return NO_STORAGES
 
     @abstractmethod
@@ -231,7 +237,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def textbook_bytes(self, element_bytes: int) -> int:
-        """Bytes of state per parameter element by the textbook, which ignores factored moments and scalars."""
+        """Bytes of state per parameter element. Factored moments and scalars are neglected."""
 
     # Temporaries of the step
 
@@ -253,9 +259,9 @@ class Optimizer(ABC):
         return False
 
     def loop(self, tensors: Sequence[Stepped]) -> Variables | None:
-        """The variables of the loop over all tensors, given in the order of `model.parameters()`.
+        """The allocations of the optimizer's loop over all tensors, which are in the order of `model.parameters()`.
 
-        None if the tensors' own temporaries say what lives at the peak: their largest or their sum.
+        None if no loop has to be followed, because the peak is the largest or the sum of the tensors' temporaries.
         """
         return None
 
@@ -305,12 +311,12 @@ class PlainLoop(NotForDeepSpeed):
 
 
 def engine_refusal(name: OptimizerName, backend: Backend) -> Refusal:
-    """The reason in `job.optimizers.LIMITS` why the engine cannot step the optimizer."""
+    """A refusal with the reason in `job.optimizers.LIMITS` why the engine cannot step the optimizer."""
     return Refusal(LIMITS[name][backend].reason)
 
 
 def only_in_transformers(name: OptimizerName, *, script: Refusal) -> dict[str, Any]:
-    """The fields of an optimizer that runs only under transformers' Trainer. `script`: why scripts and measurements cannot make it."""
+    """The fields of an optimizer that runs only under transformers' Trainer. `script`: why scripts and `validate` cannot build it."""
     deepspeed = engine_refusal(name, "deepspeed")
     return {
         "script": script,

@@ -27,7 +27,7 @@ _ACCUMULATION = "updates the weights after each micro-batch, and does not clip g
 
 
 class Lomo(NotForDeepSpeed):
-    """LOMO has no state. The update needs fp32 copies of a parameter in 16 bits and of its gradient."""
+    """LOMO, which has no state. The update of a 16-bit parameter needs fp32 copies of the parameter and of its gradient."""
 
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         return NO_STORAGES
@@ -36,20 +36,20 @@ class Lomo(NotForDeepSpeed):
         return 0
 
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
-        """The fp32 copy of a parameter in 16 bits. The engine counts the fp32 copy of its gradient."""
+        """The fp32 copy of a 16-bit parameter. The engine counts the fp32 copy of the gradient."""
         return Storages.of(FP32_BYTES * prod(shape)) if element_bytes != FP32_BYTES else NO_STORAGES
 
     def steps_one_by_one(self, framework: str) -> bool:
         return True
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        """The sum: 3 tensors in fp32; with 16 bits also two casts to fp32 and one back."""
+        """Bytes of the sum (3 tensors in fp32) and, for a 16-bit parameter, of two casts to fp32 and one back."""
         casts = 3 * (element_bytes + FP32_BYTES) if element_bytes != FP32_BYTES else 0
         return (3 * FP32_BYTES + casts) * parameter.elements
 
 
 class AdaLomo(Lomo):
-    """The second moment in fp32, factored into rows and columns; whole for a tensor of one dimension."""
+    """AdaLomo, which has a second moment in fp32, factored into rows and columns; whole for a tensor of one dimension."""
 
     def shard_failure(self, parameter: Parameter, shards: Shards) -> str | None:
         if len(parameter.shape) <= 2:
@@ -62,11 +62,13 @@ class AdaLomo(Lomo):
         return sum((Storages.of(FP32_BYTES * size) for size in shape), NO_STORAGES)
 
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
-        """In addition to the gradient in fp32: its square, and the square with epsilon or the update."""
+        """Two fp32 tensors in addition to the fp32 gradient: its square, and the square plus epsilon, which the update later replaces."""
         return Storages.of(FP32_BYTES * prod(shape), 2)
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        """The square, epsilon, two means, the update and its norm, its division, the parameter's norm: 16 tensors more."""
+        """LOMO's bytes and 16 more fp32 tensors: the square, epsilon, two means, the update, its norm and division, the parameter's
+        norm.
+        """
         return super().step_bytes(parameter, element_bytes) + 16 * FP32_BYTES * parameter.elements
 
 

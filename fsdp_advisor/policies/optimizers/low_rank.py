@@ -1,7 +1,7 @@
 """GaLore and APOLLO: AdamW or Adafactor whose moments have a low rank, for the weights of linear layers.
 
 Each matrix has a projection. It is computed again every `update_proj_gap` steps: GaLore's from the singular vectors of
-the gradient, APOLLO's from random numbers. The predicted step is one that computes it, because its peak is the highest.
+the gradient, APOLLO's from random numbers. The estimate is for a step that computes the projection, because its peak is the highest.
 All other parameters are stepped by AdamW without projection, one after the other, before the matrices.
 
 Source: galore-torch 1.0, adamw.py, galore_projector.py; apollo-torch 1.0.3, apollo.py, random_projector.py; transformers 5.23,
@@ -44,8 +44,8 @@ _NOT_LINEAR = ("mlp.gate", "feed_forward.gate", "mixer.gate", "mlp.router", "blo
 def is_linear_weight(parameter: Parameter) -> bool:
     """Whether the parameter is the weight of an nn.Linear, as far as its name, shape and role say.
 
-    A test compares it with the classes of the catalog's models. GPT-2's Conv1D has the same names and is no nn.Linear. Routers of
-    experts never count, although some are an nn.Linear: they are small.
+    A test compares the result with the classes of the catalog's models. GPT-2's Conv1D has the same names but is not an nn.Linear. Routers
+    of experts never count, although some are an nn.Linear; they are small.
 
     >>> is_linear_weight(Parameter("mlp.up_proj.weight", (64, 16))), is_linear_weight(Parameter("mlp.gate.weight", (8, 16)))
     (True, False)
@@ -72,8 +72,9 @@ class LowRank(PlainLoop):
     label: str
     projection: Projection = DEFAULT
     moment_passes: ClassVar[int] = 17
-    """Tensors of the projected gradient's size that the inner optimizer reads or writes: of AdamW both moments and their decay, the
-    root and the quotient."""
+    """Number of tensors of the projected gradient's size that the inner optimizer reads or writes. AdamW's are for both moments and their
+    decay, the root and the quotient.
+    """
 
     def model_failure(self, model_type: object) -> str | None:
         if model_type not in _CONV1D_MODELS:
@@ -92,7 +93,7 @@ class LowRank(PlainLoop):
         return is_linear_weight(parameter) and self.projection.takes(parameter.name.rpartition(".")[0])
 
     def with_settings(self, optim_args: str | None, target_modules: str | None) -> LowRank:
-        """The same optimizer with the Trainer's `optim_args` and `optim_target_modules`, in their normal spelling."""
+        """The same optimizer with the Trainer's `optim_args` and `optim_target_modules`, in their canonical spelling."""
         projection = projection_of(optim_args, target_modules)
         settings = settings_of(optim_args or "") or {}
         assert isinstance(self.transformers, NamedOptimizer)
@@ -108,7 +109,7 @@ class LowRank(PlainLoop):
         return Storages.of(self.projection_bytes(shape, element_bytes)) + Storages.of(moment, 2)
 
     def textbook_bytes(self, element_bytes: int) -> int:
-        """0, because the moments of a low rank are negligible."""
+        """0, because low-rank moments are negligible."""
         return 0
 
     def loop(self, tensors: Sequence[Stepped]) -> Variables:
@@ -120,7 +121,7 @@ class LowRank(PlainLoop):
         return variables
 
     def in_order(self, tensors: Sequence[Stepped]) -> list[tuple[int, Stepped]]:
-        """The positions and tensors in the order of their updates: the matrices that are projected are last."""
+        """(position in `tensors`, tensor) in the order of the updates: projected matrices come last."""
         return sorted(enumerate(tensors), key=lambda each: self.projects(each[1].parameter))
 
     def step_tensor(self, variables: Variables, tensor: Stepped) -> None:
@@ -153,7 +154,7 @@ class LowRank(PlainLoop):
 
     @abstractmethod
     def products(self) -> int:
-        """The number of matrix products of a step: projecting, and projecting back."""
+        """The number of matrix products of a step: one to project the gradient, others to project the update back."""
 
     def _adam(self, variables: Variables, n_bytes: int) -> None:
         variables.assign("denom", n_bytes)
@@ -161,7 +162,7 @@ class LowRank(PlainLoop):
 
 
 class Galore(LowRank):
-    """The projection is the first singular vectors of the gradient, on the side of the smaller dimension.
+    """GaLore: the projection is the first singular vectors of the gradient, on the side of the smaller dimension.
 
     In fp32 they are a view of all singular vectors, which the state keeps alive. In 16 bits they are a copy.
     """
@@ -185,7 +186,9 @@ class Galore(LowRank):
         variables.drop("full_rank_grad")
 
     def decompose(self, variables: Variables, shape: Shape, element_bytes: int) -> None:
-        """The singular value decomposition in fp32: a copy of the matrix, both factors and the values; then a product nobody uses."""
+        """Record the singular value decomposition in fp32: a copy of the matrix, both factors and the values; then a product that is not
+        used.
+        """
         matrix, smaller, rank = FP32_BYTES * prod(shape), min(shape), self.rank_of(shape)
         factors = (matrix, FP32_BYTES * smaller**2, FP32_BYTES * smaller)
         if element_bytes != FP32_BYTES:
@@ -199,7 +202,7 @@ class Galore(LowRank):
         variables.drop("matrix", "factors", "scaled")
 
     def update_passes(self) -> int:
-        """Six tensors: the update is written (1), scaled (2) and added (3)."""
+        """6 tensors: the update is written (1), scaled (2) and added (3)."""
         return 6
 
     def products(self) -> int:
@@ -251,12 +254,14 @@ class GaloreAdafactor(Galore):
         variables.use(whole)
 
     def update_passes(self) -> int:
-        """Writes the update, scales it, negates it and adds it, and the norm of the parameter: 1 + 2 + 2 + 3 + 1 tensors."""
+        """9 tensors: the update is written (1), scaled (2), negated (2) and added (3), and the parameter's norm is computed (1)."""
         return 9
 
 
 class Apollo(LowRank):
-    """The projection is random. AdamW on the projected gradient only gives a scale for each channel of the gradient."""
+    """APOLLO: the projection is random. AdamW's update of the projected gradient only determines a scale for each channel of the
+    gradient.
+    """
 
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         """AdamW's state of low rank and the projection; for a matrix also the norm of its last update, a scalar."""
@@ -282,10 +287,10 @@ class Apollo(LowRank):
         variables.assign("scaled_grad_norm", e)
         variables.use(e, e)  # the limiter is a Python number, unless the norm grew by more than 1 %
         variables.assign("scaled_grad", matrix)
-        variables.drop("norm_grad")  # becomes another name of scaled_grad
+        variables.drop("norm_grad")  # the name now refers to scaled_grad
 
     def update_passes(self) -> int:
-        """Scales the gradient, its norm, limits it, scales it in place, and adds it: 2 + 1 + 2 + 2 + 3 tensors."""
+        """10 tensors: the gradient is scaled (2), its norm is computed (1), it is limited (2), scaled in place (2) and added (3)."""
         return 10
 
     def products(self) -> int:
@@ -331,5 +336,5 @@ GALORE_ADAFACTOR = low_rank(GaloreAdafactor, "galore_adafactor", "GaLore")
 APOLLO_ADAMW = low_rank(Apollo, "apollo_adamw", "APOLLO")
 GALORE_ADAMW_LAYERWISE = low_rank(Galore, "galore_adamw_layerwise", "GaLore")
 APOLLO_ADAMW_LAYERWISE = low_rank(Apollo, "apollo_adamw_layerwise", "APOLLO")
-"""The layerwise forms have an optimizer for each parameter, which steps as soon as the gradient is complete."""
+"""The layerwise forms have one optimizer per parameter, which steps as soon as the gradient is complete."""
 ALL = (GALORE_ADAMW, GALORE_ADAFACTOR, APOLLO_ADAMW, GALORE_ADAMW_LAYERWISE, APOLLO_ADAMW_LAYERWISE)

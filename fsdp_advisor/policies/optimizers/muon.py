@@ -33,16 +33,16 @@ ALL_TO_ALL_PENALTY_US = 1.0
 """DTensor's latencies and bandwidth of a collective, within a host and across hosts (`MeshTopoInfo`)."""
 
 Layout = Literal["whole", "columns", "rows", "scattered", "exchanged"]
-"""What DTensor does with a matrix that FSDP2 splits by rows.
+"""How DTensor distributes a matrix that FSDP2 splits by rows. `whole`: the matrix is not split.
 
-`columns`: more rows than columns, so its transpose is split by columns, and each Gram matrix is all-reduced. Otherwise `rows`:
-gathers the matrix and the Gram matrix; `scattered`: reduces the Gram matrix and gathers the matrix; `exchanged`: an all-to-all splits
-it by columns.
+`columns`: the matrix has more rows than columns, so its transpose is split by columns, and each Gram matrix is all-reduced. For other
+matrices: `rows` gathers the matrix and the Gram matrix; `scattered` reduces the Gram matrix and gathers the matrix; `exchanged` splits the
+matrix by columns with an all-to-all.
 """
 
 
 class Muon(NotForDeepSpeed):
-    """One momentum in the parameter's dtype for a matrix, AdamW's state for the rest."""
+    """Muon: one momentum in the parameter's dtype for a matrix, AdamW's state for other parameters."""
 
     def shard_failure(self, parameter: Parameter, shards: Shards) -> str | None:
         """Refuses a matrix with fewer rows than ranks, for which DTensor returns the update in another layout than the parameter's."""
@@ -70,7 +70,7 @@ class Muon(NotForDeepSpeed):
     def shard_temporaries(
         self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str, shards: Shards
     ) -> Storages:
-        """The update, the matrix before and after an iteration in bf16, Gram matrices, and what DTensor gathers."""
+        """The update, the matrix before and after an iteration in bf16, Gram matrices, and the tensors that DTensor gathers."""
         if not steps_by_muon(parameter) or not shape[0]:
             return NO_STORAGES
         rows, columns = parameter.shape
@@ -89,7 +89,7 @@ class Muon(NotForDeepSpeed):
                 moments = reduced
             case "rows":
                 both = Storages.of(gathered, 2) + Storages.of(gram_rows, 2)
-                copies = 1 if shape[0] == 1 else 2  # the transpose of one row is contiguous
+                copies = 1 if shape[0] == 1 else 2  # the transpose of a single row needs no contiguous copy
                 moments = (Storages.of(update) + Storages.of(local, copies) + both,)
             case "scattered":
                 kept = Storages.of(gram, 2) + Storages.of(gathered) + Storages.of(gram_rows)
@@ -110,7 +110,7 @@ class Muon(NotForDeepSpeed):
         return (11 * element_bytes + 5 * BF16_BYTES) * parameter.elements
 
     def step_flops(self, parameter: Parameter, shards: Shards = WHOLE) -> int:
-        """Three products per iteration. Each rank squares the whole Gram matrix unless that is split by rows."""
+        """FLOPs of three matrix products per iteration. Each rank squares the whole Gram matrix, unless that matrix is split by rows."""
         if not steps_by_muon(parameter):
             return 0
         rows, columns = parameter.shape
@@ -162,7 +162,9 @@ def layout_of(parameter: Parameter, shards: Shards) -> Layout:
 
 
 def _gather_us(n_bytes: float, shards: Shards) -> float:
-    """DTensor's cost of an all-gather or reduce-scatter in microseconds. An all-reduce starts once and has twice the hops."""
+    """DTensor's cost of an all-gather or reduce-scatter in microseconds. (Its cost of an all-reduce has one start latency and twice the
+    hops.)
+    """
     across = shards.ranks > shards.ranks_per_node
     hops, rate = shards.ranks - 1, GB_PER_S * (SHARE_ACROSS if across else 1.0)
     moved = n_bytes / 2**30 * hops / shards.ranks

@@ -10,5 +10,5 @@ RMSPROP = with_one_moment(
     "RMSprop",
     NamedOptimizer(name="RMSprop"),  # DeepSpeed makes the class of torch.optim, on the host too
     temporaries=1,  # the square roots
-    passes=13,  # v twice, its root twice, and the parameter: 2 + 3 + 2 + 2 + 4 tensors
+    passes=13,  # v (2 + 3), its root (2 + 2), the parameter (4)
 )

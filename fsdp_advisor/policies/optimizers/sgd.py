@@ -45,7 +45,7 @@ class Sgd(Optimizer):
         return NO_STORAGES
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        """Reads p, g and writes p; with momentum also reads and writes the buffer."""
+        """Bytes to read p and g and write p; with momentum also to read and write the buffer."""
         return (5 if self.momentum else 3) * element_bytes * parameter.elements
 
 

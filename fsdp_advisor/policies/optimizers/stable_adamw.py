@@ -18,7 +18,7 @@ _NOT_DEEPSPEED = engine_refusal("stable_adamw", "deepspeed")
 
 
 class StableAdamW(Elementwise):
-    """Two moments, the squared epsilon, a scalar for the mean, and the error of Kahan's sum, or a byte in its place."""
+    """Two moments, the squared epsilon, a scalar for the mean, and the error of Kahan's sum (one byte if the parameter is in fp32)."""
 
     def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
         if not elements:

@@ -1,4 +1,4 @@
-"""AdamW of torchao with 8-bit, 4-bit and fp8 states, which torch.compile compiles for each parameter.
+"""AdamW of torchao with 8-bit, 4-bit and fp8 states. torch.compile compiles its update for each parameter.
 
 Source: torchao 0.18, optim/adam.py (`_AdamBase`), optim/subclass_8bit.py, subclass_4bit.py, subclass_fp8.py; the
 temporaries are those of the code that Inductor (torch 2.13) generates for `single_param_adam`.
@@ -24,7 +24,8 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 BLOCK_ELEMENTS = 256
 """Elements that share one fp32 scale.
 
-It is the Trainer's value for 8 and 4 bits, and torchao's for fp8; torchao's own for 4 bits is 128."""
+It is the Trainer's value for 8 and 4 bits, and torchao's for fp8; torchao's own for 4 bits is 128.
+"""
 QUANTIZED_MIN_ELEMENTS = 4096
 """A tensor with fewer elements, or one whose elements are not a multiple of the block, keeps moments of its own dtype."""
 FP32_BYTES = 4
@@ -50,16 +51,16 @@ class TorchaoAdamW(Optimizer):
         return (Storages.of(elements * self.bits // 8) + _scales(elements) + table) * 2
 
     def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
-        """DeepSpeedCPUAdam takes its place; its moments have the masters' dtype."""
+        """DeepSpeed replaces it by DeepSpeedCPUAdam, whose moments have the masters' dtype."""
         return (element_bytes * elements,) * 2
 
     def textbook_bytes(self, element_bytes: int) -> int:
         return 2 * self.bits // 8
 
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
-        """Scales and new moments in fp32; of 4-bit states also the new codes in int64.
+        """Scales and new moments in fp32; for 4-bit states also the new codes in int64.
 
-        One kernel computes the scales and codes of the 8-bit states of a 1-D tensor. Of fp8 states the new moments are never stored.
+        For the 8-bit states of a 1-D tensor one kernel computes scales and codes. For fp8 states the new moments are never stored.
         """
         elements = prod(shape)
         if self.fp8:
@@ -76,7 +77,7 @@ class TorchaoAdamW(Optimizer):
         return self.step_temporaries(Parameter(name="flat", shape=(elements,)), (elements,), element_bytes, "deepspeed")
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        """Reads p, g and writes p; reads and writes the moments. With temporaries: reads g and the moments twice."""
+        """Bytes to read p and g, write p, and read and write the moments. With temporaries, g and the moments are read twice."""
         moments = 2 * self.bits / 8
         per_element = 3 * element_bytes + 2 * moments
         temporaries = self.step_temporaries(parameter, parameter.shape, element_bytes, "torch").exact

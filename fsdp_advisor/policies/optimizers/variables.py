@@ -1,4 +1,4 @@
-"""The storages that the local variables of an optimizer's loop over the parameters hold.
+"""The storages of the local variables in an optimizer's loop over the parameters.
 
 Python computes a new value before it frees the old one, and a variable keeps the value of one parameter's update into the update of the
 next. So the temporaries of an optimizer that is written in plain PyTorch depend on the order of the parameters.
@@ -15,8 +15,8 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 class Variables:
     """Variables by name with their storages, and the storages that lived at the highest point so far.
 
-    `events`: each allocation in order, as the number of the storage and its bytes, and each free, with 0 bytes. A free of a gradient has
-    the number -1 less the position of its tensor.
+    `events`: allocations (storage number, bytes) and frees (storage number, 0), in order. The number of a freed gradient is -1 minus the
+    position of its tensor.
 
     >>> variables = Variables()
     >>> variables.assign("update", 100)
@@ -41,7 +41,7 @@ class Variables:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that the loop adds: what the variables hold, less the gradients that it has freed."""
+        """The most bytes that the loop adds: bytes of the variables minus bytes of the gradients that it has freed."""
         return self._highest_bytes
 
     @property
@@ -69,7 +69,7 @@ class Variables:
         self.drop(*self._held)
 
     def release_gradient(self, position: int, n_bytes: int) -> None:
-        """Free the gradient of the tensor at this position. It was there before the loop.
+        """Free the gradient of the tensor at this position. It was allocated before the loop.
 
         >>> variables = Variables()
         >>> variables.release_gradient(0, 100)
