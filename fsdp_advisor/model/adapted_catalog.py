@@ -30,7 +30,7 @@ def adapted_profile(model_id: str, adaptation: Adaptation) -> Profile | None:
     return _stored(member(model_id, adaptation))
 
 
-@lru_cache(maxsize=256)  # one profile for each member, because tapes that are recorded later are added to it
+@lru_cache(maxsize=256)  # one object per member, because tapes recorded later are added to it
 def _stored(name: str) -> Profile | None:
     with zipfile.ZipFile(PATH) as archive:
         return load(archive.read(name)) if name in archive.namelist() else None

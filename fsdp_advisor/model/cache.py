@@ -49,8 +49,8 @@ def installed_versions() -> dict[str, str] | None:
 def fetch(config: Mapping[str, object], task: str | None) -> Profile | None:
     """The cached profile of this configuration; None if there is none.
 
-    If torch and transformers are installed, the profile must be of the installed versions. If not, the newest profile of any
-    version is returned.
+    If torch and transformers are installed, the profile must have been recorded with the installed versions. If not, the newest profile of
+    any versions is returned.
     """
     target = folder()
     if target is None:

@@ -71,7 +71,7 @@ def find(name: str) -> Entry | None:
 
 
 def by_short_name(name: str) -> list[Entry]:
-    """The models that have this name without their owner, ignoring case, separators and endings such as -hf and -it.
+    """The models whose name without owner equals `name`, ignoring case, separators and endings such as -hf and -it.
 
     >>> [entry.id for entry in by_short_name("llama-3-8b")]
     ['meta-llama/Meta-Llama-3-8B']
@@ -81,7 +81,7 @@ def by_short_name(name: str) -> list[Entry]:
 
 @lru_cache(maxsize=1)
 def entries_by_short_name() -> dict[str, tuple[Entry, ...]]:
-    """The entries by their names as `_short` writes them; several may share one."""
+    """The entries by their short names (`_short`), which several may share."""
     found: dict[str, dict[str, Entry]] = {}
     for entry in entries():
         for name in (entry.id, *entry.aliases):
@@ -100,8 +100,10 @@ def _short(name: str) -> str:
 
 
 def by_words(name: str) -> list[Entry]:
-    """The models that the words of `name` find: those of exactly this name; else those that begin with it; else, if it has a number,
-    those that begin with its first word and contain the others in this order. So qwen3 235b is no Qwen3-VL-235B.
+    """The models whose names match the words of `name`.
+
+    The models whose names have exactly these words; else those whose names begin with them; else, if the words include a number, those
+    whose names begin with the first word and contain the others in this order.
 
     >>> [entry.id for entry in by_words("llama 4 scout")], len(by_words("qwen3.5")) > 1, by_words("bert cased")
     (['meta-llama/Llama-4-Scout-17B-16E'], True, [])
@@ -116,7 +118,7 @@ def by_words(name: str) -> list[Entry]:
 
 
 def lacking(name: str) -> Lacking | None:
-    """The model that the catalog is known to lack and whose name begins with the words of `name`; None if the catalog has one.
+    """The model of `LACKING` whose name begins with the words of `name`; None if there is none, or the catalog has such a model.
 
     >>> lacking("devstral 2").names, lacking("devstral small 2")
     (('Devstral-2-123B-Instruct-2512',), None)
@@ -147,7 +149,9 @@ def name_with_words(entry: Entry, words: str) -> str:
 
 
 def _has_in_order(wanted: list[str], tokens: list[str]) -> bool:
-    """Whether `tokens` begins as `wanted` and has the rest of it in this order. Words without a number are too common to count."""
+    """Whether `tokens` begins with the first of `wanted` and contains the others in this order. False if `wanted` has no number,
+    because words alone match too many models.
+    """
     if all(word.isalpha() for word in wanted):
         return False
     rest = iter(tokens[1:])
@@ -155,7 +159,7 @@ def _has_in_order(wanted: list[str], tokens: list[str]) -> bool:
 
 
 def _tokens(name: str) -> list[str]:
-    """The words and numbers of a name, numbers of parameters with their unit; 4.0 and 4 are one number, 3_5 and 3.5 too.
+    """The words and numbers of a name in lower case. A count of parameters keeps its unit; 4.0 becomes 4, and 3_5 becomes 3.5.
 
     >>> _tokens("EXAONE-4.0-32B"), _tokens("InternVL3_5-8B")
     (['exaone', '4', '32b'], ['internvl', '3.5', '8b'])
@@ -172,7 +176,7 @@ def _words(name: str) -> list[str]:
 def nearest(name: str) -> list[str]:
     """Up to three ids or aliases that are similar to `name`, most similar first.
 
-    They have all its numbers, and all its words but for misspellings: Qwen2.5-7B is not near Qwen2.5-VL-7B.
+    They contain all numbers of `name`, and all its words or similar ones: Qwen2.5-7B is not near Qwen2.5-VL-7B.
     """
     import difflib
 
@@ -186,7 +190,9 @@ def nearest(name: str) -> list[str]:
 
 
 def family(name: str) -> list[str]:
-    """Up to four ids whose names begin with the most words and numbers of `name`: first those that have most of them, then the similar.
+    """Up to four ids of models whose names begin with as many words and numbers of `name` as possible.
+
+    Those that contain most of its words and numbers come first; among these, the most similar.
 
     >>> family("nemotron-h 47b"), family("nothing 7b")
     (['nvidia/Nemotron-H-8B-Base-8K', 'nvidia/Nemotron-H-56B-Base-8K'], [])
@@ -222,7 +228,7 @@ def _has_words_of(candidate: str, wanted: str) -> bool:
 _NUMBERS, _WORDS = r"\d+(?:\.\d+)*", r"[^\W\d_]+"
 _TOKENS = rf"{_NUMBERS}(?:[bm](?![^\W\d_]))?|{_WORDS}"
 _VENDORS = re.compile(r"^(nvidia|c4ai|meta|ai21)-", re.IGNORECASE)
-"""Beginnings of names that say who made a model, besides its owner."""
+"""Prefixes of names that repeat the model's vendor."""
 _SIMILAR = 0.75
 """The ratio of difflib from which a word counts as a misspelling of another: lama and llama have 0.89."""
 
@@ -250,7 +256,7 @@ def _names(entry: Entry) -> tuple[str, ...]:
     return (entry.id, *entry.aliases, entry.model_type, entry.task, *task_of(entry.task).words, *experts)
 
 
-@cache  # other caches keep profiles alive; an evicted profile would be loaded a second time
+@cache  # unbounded: other caches keep profiles alive, so evicting one would load it twice
 def profile(entry: Entry) -> Profile:
     """The profile of a model of the catalog."""
     return load(stored(entry))

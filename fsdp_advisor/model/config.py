@@ -22,13 +22,13 @@ from fsdp_advisor.model.quantization import PACKED_NOTE, packed_checkpoint
 Config = dict[str, Any]
 
 MAX_CONFIG_MIB = 4
-"""The names of ImageNet-22k's classes, twice, are 2 MiB."""
+"""The largest accepted config.json. (One with the class names of ImageNet-22k, which it lists twice, has 2 MiB.)"""
 MAX_CONFIG_BYTES = MAX_CONFIG_MIB * 2**20
 MAX_DEPTH = 32
 MAX_INTEGER = 10**12
-"""Of values that a model may loop over or allocate."""
+"""The largest value of integers that a model may loop over or allocate."""
 MAX_DIGITS = 64
-"""Of any integer. Tokenizers write int(1e30) for "no limit"."""
+"""The largest number of digits of any integer. Tokenizers write int(1e30) for "no limit"."""
 MAX_MODULES = 500_000
 
 CONFIG_HINT = "use the config.json that transformers saves with a model"
@@ -91,12 +91,12 @@ def parse_config(data: bytes, name: str) -> Config:
 
 
 def _integer(digits: str) -> int:
-    """The integer; 10**MAX_DIGITS for one that is longer, because Python takes long to read it."""
+    """The integer; 10**MAX_DIGITS if it has more digits, because Python takes long to convert it."""
     return int(digits) if len(digits.lstrip("-")) <= MAX_DIGITS else 10**MAX_DIGITS
 
 
 def _special_float(value: Config) -> Config | float:
-    """The number of an object in which transformers 5 writes one that is not finite, or the object.
+    """The float that transformers 5 writes as `{"__float__": "Infinity"}` because it is not finite; any other object unchanged.
 
     Source: transformers/configuration_utils.py, PreTrainedConfig._decode_special_floats.
     """
@@ -127,8 +127,8 @@ def json_depth_exceeds(data: bytes, limit: int) -> bool:
 def trained_part(config: Config, name: str) -> tuple[Config, tuple[str, ...]]:
     """The part of a checked configuration that is built and trained, and notes on what is not estimated.
 
-    Of a multimodal model, this is the whole if the model trains on text alone, else the text part. Raises UnreadableConfig if no
-    model can be built from the configuration.
+    For a multimodal model, this is the whole configuration if the model can train on text alone, else its text part. Raises
+    UnreadableConfig if no model can be built from the configuration.
     """
     _check_architectures(config, name)
     config, notes = _text_part(config)
@@ -174,10 +174,10 @@ def _text_part(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 
 def _language_part(config: Config) -> Config | None:
-    """The configuration of a multimodal model's language model; None if the model is no such model."""
+    """The configuration of a multimodal model's language model; None if the model is not multimodal."""
     kinds = config.get("architectures")
     if isinstance(kinds, list) and any(str(kind).endswith("ForImageClassification") for kind in kinds):
-        return None  # CLIP's, which has no part for text
+        return None  # CLIP, which has no language model
     for key in _LANGUAGE_PARTS:
         if isinstance(inner := config.get(key), dict) and inner:
             return _language_part(inner) or inner
@@ -185,12 +185,12 @@ def _language_part(config: Config) -> Config | None:
 
 
 def _shapes(config: Config) -> Config:
-    """The configuration, and those in it, without the values that change no shape."""
+    """The configuration (and nested ones) without the values that affect no shape."""
     return {k: _shapes(v) if isinstance(v, dict) else v for k, v in config.items() if k not in _NOT_SHAPES}
 
 
 def _largest(config: Config, key: re.Pattern[str]) -> int:
-    """The largest integer of the configuration, or of one in it, whose key matches; at least 1."""
+    """The largest integer whose key matches, in the configuration and nested ones; at least 1."""
     nested = [_largest(value, key) for value in config.values() if isinstance(value, dict)]
     return max([1, *nested, *(v for k, v in config.items() if type(v) is int and key.fullmatch(k))])
 
@@ -251,7 +251,7 @@ def _json_type(value: object) -> str:
 def config_path(wanted: str) -> Path | None:
     """The configuration file that `wanted` names, as a file or as its directory; None if no such path exists.
 
-    A leading `~` or `~user` means a home directory. Raises UnreadableConfig if the path exists but holds no config.json.
+    A leading `~` or `~user` means a home directory. Raises UnreadableConfig if the path exists but contains no config.json.
     """
     path = Path(os.path.expanduser(wanted))  # noqa: PTH111  # Path.expanduser raises if there is no such user
     mode = _mode(path, wanted)

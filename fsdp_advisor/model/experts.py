@@ -1,4 +1,4 @@
-"""Which code computes the routed experts of a model."""
+"""The implementation that computes the routed experts of a model."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model.profile import Profile
 
 LOOPS = frozenset({"dbrx", "jetmoe", "longcat_flash", "step3p7"})
-"""Types of models whose only code for experts is a loop over those that tokens choose.
+"""Model types whose only implementation of experts is a loop over the experts that tokens select.
 
-Source: transformers 5.23, their modeling files, which do not use integrations/moe.py."""
+Source: transformers 5.23, their modeling files, which do not use integrations/moe.py.
+"""
 
 
 def code_of(model_type: object, wanted: ExpertsImplementation) -> ExpertsImplementation:
-    """The code that runs in models of a type if `wanted` is asked for. `grouped_mm`, the default, falls back to a loop."""
+    """The implementation that a model of this type runs if `wanted` is requested. `grouped_mm`, the default, falls back to a loop."""
     return "eager" if wanted == "grouped_mm" and model_type in LOOPS else wanted
 
 
 def experts_code(profile: Profile, wanted: ExpertsImplementation) -> ExpertsImplementation | None:
-    """The code that runs a model's experts if `wanted` is asked for; None if the model has no routed experts."""
+    """The implementation that runs a model's experts if `wanted` is requested; None if the model has no routed experts."""
     return None if profile.experts is None else code_of(profile.config.get("model_type"), wanted)
 
 
 def expert_notes(request: EstimateRequest, profile: Profile | None) -> list[str]:
-    """Notes on what the code for experts assumes, and on options about it that change nothing."""
+    """Notes on the assumptions of the experts' implementation, and on its options that have no effect."""
     code = experts_code(profile, request.experts_implementation) if profile else None
     if code is None:
         given = [name for name in ("experts_implementation", "expert_imbalance") if name in request.changed]

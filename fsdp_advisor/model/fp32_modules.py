@@ -1,4 +1,4 @@
-"""Models of which transformers keeps some modules in fp32 when it loads the others in 16 bits."""
+"""Models with modules that transformers keeps in fp32 when it loads the others in 16 bits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ FP32_MODULES = frozenset({
     "mimo_v2_flash", "mistral_large4", "mt5", "muse_spark", "nemotron3_5_transcribe", "nemotron_h",
     "openai_privacy_filter", "pocket_tts", "pop2piano", "rwkv", "slanext", "solar_open", "t5", "udop", "umt5", "voxtral",
 })  # fmt: skip
-"""The folders of transformers' models with a class that names such modules. Source: transformers 5.23, models/*/modeling_*.py,
-`_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`."""
+"""The folders of transformers' models that have a class with such modules. Source: transformers 5.23, models/*/modeling_*.py,
+`_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`.
+"""
 
 
 def keeps_modules_in_fp32(profile: Profile) -> bool:
-    """Whether the model, or a part of it with a configuration of its own, has such modules."""
+    """Whether the model, or a part of it that has its own configuration, has modules that stay in fp32."""
     configs = [profile.config, *(value for value in profile.config.values() if isinstance(value, dict))]
     types = {str(config.get("model_type")).removesuffix("_text") for config in configs}
     return not types.isdisjoint(FP32_MODULES)

@@ -10,7 +10,7 @@ from fsdp_advisor.model.profile import Profile
 
 
 def check_patterns(patterns: Iterable[str], parameters: Iterable[str], model: str) -> None:
-    """Raises UsageError with the model's parts if a pattern matches none of the parameters' names."""
+    """Raises UsageError if a pattern matches no parameter. Its hint lists the model's parts."""
     names = list(parameters)
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
@@ -19,7 +19,7 @@ def check_patterns(patterns: Iterable[str], parameters: Iterable[str], model: st
 
 
 def parameter_names(profile: Profile) -> Iterator[str]:
-    """The name of every real parameter, as `named_parameters` has it: the root's first, then those of the layers."""
+    """The name of every real parameter, as in `named_parameters`: the root's first, then the layers'."""
     yield from (parameter.name for parameter in profile.root.parameters)
     for stack in profile.stacks:
         for number, unit in enumerate(stack.layers()):
@@ -36,7 +36,8 @@ def part_of(parameter: str) -> str:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern matches the name of a parameter or of a module around it, from its beginning or after a dot.
+    """Whether a pattern matches the name of a parameter or of a module that contains it. The match begins at the name's start or after a
+    dot, and ends at a dot or the name's end.
 
     >>> matches("model.embed_tokens.weight", "embed_tokens"), matches("model.layers.10.mlp.weight", "model.layers.1")
     (True, False)

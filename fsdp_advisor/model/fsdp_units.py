@@ -24,7 +24,7 @@ FIRST_OF_ROOT = max(MarkedUnit) + 1
 WHOLE = -1
 GROUP = -2
 _WITHIN = 1000
-"""The mark of the first module within a layer. Lower marks are those of units outside the layers."""
+"""The mark of the first module within a layer. Lower marks belong to units outside the layers."""
 
 
 class UnitId(NamedTuple):
@@ -118,7 +118,7 @@ class Units:
 
     @property
     def modules(self) -> bool:
-        """Whether the policy makes units of single modules: units that are neither a layer, nor a group of layers, nor the root."""
+        """Whether any unit is a single module, which is neither a layer, nor a group of layers, nor the root."""
         return bool(self.of_root or any(self.within.values()))
 
 
@@ -221,7 +221,7 @@ def _check_tied(profile: Profile, of_root: tuple[str, ...]) -> None:
 def _members(
     profile: Profile, owner_in_root: tuple[UnitId, ...], owner_in_layer: Mapping[UnitId, tuple[UnitId | None, ...]]
 ) -> tuple[dict[UnitId, tuple[Parameter, ...]], dict[UnitId, int]]:
-    """Each unit's parameters in the model's order, and its number."""
+    """Two dictionaries by unit: its parameters in the model's order, and the number of real units that it stands for."""
     members: defaultdict[UnitId, list[Parameter]] = defaultdict(list)
     counts: dict[UnitId, int] = {}
 
@@ -250,7 +250,7 @@ def _members(
 def _groups(
     profile: Profile, size: int
 ) -> tuple[dict[int, tuple[UnitId, ...]], dict[UnitId, tuple[tuple[Parameter, ...], int]]]:
-    """By stack, the unit of each group of `size` layers; and by unit, its parameters and its number."""
+    """By stack, the unit of each group of `size` layers; and by unit, its parameters and the number of groups that it stands for."""
     groups: dict[int, tuple[UnitId, ...]] = {}
     members: dict[UnitId, tuple[tuple[Parameter, ...], int]] = {}
     for s, stack in enumerate(profile.stacks):
@@ -293,7 +293,7 @@ class _Module:
         return found
 
     def paths(self, path: str = "") -> Iterator[str]:
-        """The paths of this module and of all modules below it, each before those below it."""
+        """The paths of this module and of all modules below it, parents first."""
         yield path
         for name, child in self.children.items():
             yield from child.paths(f"{path}.{name}" if path else name)
@@ -311,7 +311,7 @@ def _chosen_by_size(profile: Profile, least: int, places: Mapping[UnitId, Unit])
         for name in (p.name, *p.tied):
             root.add(name, index, p.elements)
     for s, stack in enumerate(profile.stacks):
-        alone = profile.task == "module" and stack.depth == 1  # its path is the layer's own name
+        alone = profile.task == "module" and stack.depth == 1  # the stack's path is then the layer's own name
         for number, recorded in enumerate(stack.recorded_order):
             layer = root.child(stack.path if alone else f"{stack.path}.{number}")
             layer.place = UnitId(s, recorded)

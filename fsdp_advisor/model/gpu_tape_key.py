@@ -1,4 +1,4 @@
-"""Which recording on a GPU replaces one on a CPU: the kernels that sdpa chooses there decide."""
+"""The key of the GPU tape that replaces a CPU tape. It depends on the kernels that sdpa chooses on the GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ FLASH_FROM = (8, 0)
 """The compute capability from which sdpa has a flash kernel. Source: ATen/native/transformers/cuda/sdp_utils.cpp."""
 CUDNN_ON = (9, 10)
 """Compute capabilities (major) on which sdpa prefers cuDNN, from its 9.15.1. Source: the same file,
-check_prefer_cudnn_attention."""
+check_prefer_cudnn_attention.
+"""
 
 
 def gpu_tape_key(

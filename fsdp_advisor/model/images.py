@@ -1,7 +1,8 @@
 """How a model's processor lays out an image: the shape of its pixels, and the tokens that stand for it in the text.
 
-The sizes of patches and tiles are the configuration's. What only a processor's own file says, such as the largest number of pixels, is
-the default of its class in transformers 5.23, or what the checkpoints of the type have; `Layout.assumed` names it.
+The sizes of patches and tiles are in the configuration. Values that only a processor's own file contains, such as the largest number of
+pixels, are assumed: the default of its class in transformers 5.23, or the value in the published checkpoints of the type. `Layout.assumed`
+names them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from fsdp_advisor.job.images import Images
 PixelFormat = Literal["grid", "fixed", "tiles", "nested-tiles", "any-resolution", "padded", "positions"]
 """The tensors of a batch. ``grid``: patches of all images in one row, and the grid of each; ``fixed``: images of one size; ``tiles``:
 tiles of all images in one row; ``nested-tiles``: tiles by sample, with masks; ``any-resolution``: tiles by image, and its size;
-``padded``: images and their sizes; ``positions``: patches by image, padded, and the position of each."""
+``padded``: images and their sizes; ``positions``: patches by image, padded, and the position of each.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +38,18 @@ class Layout:
 
     @property
     def tiles(self) -> int:
-        """Pictures that the vision tower sees of one image."""
+        """The number of pictures into which one image is divided for the vision tower."""
         return self.pixels[0] if self.format in ("tiles", "nested-tiles", "any-resolution") else 1
 
     def least_seq_len(self, images: Images) -> int:
-        """The tokens of the shortest sample: a token of text before each image and after the last."""
+        """The tokens of the shortest sample: its images, and one token of text before each image and after the last one."""
         return images.per_sample * (self.tokens + 1) + 1
 
 
 def layout_of(config: Mapping[str, Any], images: Images) -> Layout:
     """The layout of each of the images in a model of this configuration.
 
-    Raises UsageError if the model reads no images, if it needs their size, or if how it lays them out is not known.
+    Raises UsageError if the model reads no images, if the images' size is missing but needed, or if the layout is unknown for this model.
     """
     model_type = str(config.get("model_type"))
     family = _FAMILIES.get(model_type)
@@ -72,7 +74,7 @@ def has_images(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class _Values:
-    """A configuration with the defaults of its type. Keys are dotted."""
+    """Values of a configuration, with defaults for keys that it lacks. Keys of nested configurations are joined by dots."""
 
     config: Mapping[str, Any]
     defaults: Mapping[str, Any]
@@ -91,7 +93,9 @@ class _Values:
 
 @dataclass(frozen=True)
 class _Family:
-    """Model types that share one image processor. `defaults`: values of that class for keys that a configuration leaves out."""
+    """Model types that share one image processor. `defaults`: the values of the configuration's class for keys that a configuration
+    leaves out.
+    """
 
     lay_out: Callable[[_Values, Images], Layout]
     defaults: Mapping[str, Any]
@@ -117,7 +121,9 @@ def _rounded_to_patches(height: int, width: int, factor: int, least: int, most: 
 
 
 def _qwen_grid(least: int, most: int, frames: int = 1) -> Callable[[_Values, Images], Layout]:
-    """`least`, `most`: pixels of an image. `frames`: how often GLM counts an image's pixels (its smart_resize counts two frames)."""
+    """A function that returns the layout for Qwen-VL and GLM. `least`, `most`: limits of an image's pixels. `frames`: how often the
+    limits count each pixel (GLM's smart_resize counts two frames).
+    """
 
     def lay_out(values: _Values, images: Images) -> Layout:
         patch, merge = values.size("vision_config.patch_size"), values.size("vision_config.spatial_merge_size")
@@ -144,7 +150,10 @@ def _qwen_grid(least: int, most: int, frames: int = 1) -> Callable[[_Values, Ima
 
 
 def _kimi_grid(values: _Values, images: Images) -> Layout:
-    """Source: transformers 5.23, models/kimi_k25/image_processing_kimi_k25.py, navit_resize and the class's defaults."""
+    """The layout of Kimi-K2.5.
+
+    Source: transformers 5.23, models/kimi_k25/image_processing_kimi_k25.py, navit_resize and the class's defaults.
+    """
     patch, merge = values.size("vision_config.patch_size"), values.size("vision_config.merge_kernel_size")
     most_patches, side = 16384, 512
     height, width = images.height, images.width
@@ -164,7 +173,10 @@ def _kimi_grid(values: _Values, images: Images) -> Layout:
 
 
 def _gemma4_positions(values: _Values, images: Images) -> Layout:
-    """Source: transformers 5.23, models/gemma4/image_processing_gemma4.py, get_aspect_ratio_preserving_size."""
+    """The layout of Gemma 4.
+
+    Source: transformers 5.23, models/gemma4/image_processing_gemma4.py, get_aspect_ratio_preserving_size.
+    """
     patch, pool = values.size("vision_config.patch_size"), values.size("vision_config.pooling_kernel_size")
     tokens = values.size("vision_soft_tokens_per_image")
     most = tokens * pool**2
@@ -185,8 +197,9 @@ def _gemma4_positions(values: _Values, images: Images) -> Layout:
 
 
 def _pixtral(values: _Values, images: Images) -> Layout:
-    """Source: transformers 5.23, models/pixtral/image_processing_pixtral.py, get_resize_output_image_size. The longest side is the
-    vision tower's, which its table of positions covers.
+    """The layout of Pixtral. An image's longest side is at most that of the vision tower's table of positions.
+
+    Source: transformers 5.23, models/pixtral/image_processing_pixtral.py, get_resize_output_image_size.
     """
     patch, merge = values.size("vision_config.patch_size"), values.size("spatial_merge_size")
     longest, unit = values.size("vision_config.image_size"), patch * merge
@@ -207,7 +220,7 @@ def _pixtral(values: _Values, images: Images) -> Layout:
 
 
 def _square(tokens: Callable[[_Values], int]) -> Callable[[_Values, Images], Layout]:
-    """Images of the vision tower's own size."""
+    """A function that returns the layout if all images are resized to the vision tower's own size. `tokens` counts those of one image."""
 
     def lay_out(values: _Values, images: Images) -> Layout:
         side = values.size("vision_config.image_size")
@@ -238,8 +251,8 @@ def _tiled(
     tokens: int,
     assumed: str,
 ) -> Layout:
-    """An image cut into a grid of (rows, columns) square tiles, and added whole if there are several. `tokens`: of each tile;
-    `assumed`: what the processor does with an image of a given size.
+    """The layout of an image that is cut into a grid of (rows, columns) square tiles; if there are several, the whole image is one more
+    tile. `tokens`: of each tile. `assumed`: the note about the processor.
     """
     tiles = grid[0] * grid[1] + (grid != (1, 1))
     return Layout(
@@ -258,7 +271,9 @@ def _grids(least: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _internvl_tiles(values: _Values, images: Images) -> Layout:
-    """Source: transformers 5.23, models/internvl/processing_internvl.py (crops to tiles), and got_ocr2/image_processing_got_ocr2.py,
+    """The layout of InternVL.
+
+    Source: transformers 5.23, models/internvl/processing_internvl.py (crops to tiles), and got_ocr2/image_processing_got_ocr2.py,
     get_optimal_tiled_canvas and the class's defaults.
     """
     side, tokens, most = values.size("vision_config.image_size"), values.size("image_seq_length"), 12
@@ -274,8 +289,10 @@ def _internvl_tiles(values: _Values, images: Images) -> Layout:
 
 
 def _llama4_tiles(values: _Values, images: Images) -> Layout:
-    """Source: transformers 5.23, models/llama4/image_processing_llama4.py, find_supported_resolutions and get_best_fit;
-    processing_llama4.py, replace_image_token.
+    """The layout of Llama 4.
+
+    Source: transformers 5.23, models/llama4/image_processing_llama4.py, find_supported_resolutions and get_best_fit; processing_llama4.py,
+    replace_image_token.
     """
     side, patch, most = values.size("vision_config.image_size"), values.size("vision_config.patch_size"), 16
     tokens = (side // patch) ** 2 // round(1 / values.get("vision_config.pixel_shuffle_ratio") ** 2)
@@ -290,8 +307,9 @@ def _llama4_tiles(values: _Values, images: Images) -> Layout:
 
 
 def _idefics_tiles(values: _Values, images: Images) -> Layout:
-    """Source: transformers 5.23, models/idefics3/image_processing_idefics3.py, get_number_of_image_patches. The longest edge is four
-    times that of a tile, as in the class's default.
+    """The layout of Idefics3. The longest edge is four times a tile's, as in the class's default.
+
+    Source: transformers 5.23, models/idefics3/image_processing_idefics3.py, get_number_of_image_patches.
     """
     side, patch = values.size("vision_config.image_size"), values.size("vision_config.patch_size")
     tokens = (side // patch) ** 2 // values.size("scale_factor") ** 2
@@ -307,7 +325,10 @@ def _idefics_tiles(values: _Values, images: Images) -> Layout:
 
 
 def _best_resolution(height: int, width: int, resolutions: list[list[int]]) -> tuple[int, int]:
-    """Source: transformers 5.23, image_processing_utils.py, select_best_resolution."""
+    """The resolution that keeps most of an image's pixels and, among these, wastes least.
+
+    Source: transformers 5.23, image_processing_utils.py, select_best_resolution.
+    """
 
     def fit(resolution: list[int]) -> tuple[int, int]:
         rows, columns = resolution
@@ -320,9 +341,10 @@ def _best_resolution(height: int, width: int, resolutions: list[list[int]]) -> t
 
 
 def _any_resolution(newlines_limited: bool) -> Callable[[_Values, Images], Layout]:
-    """LLaVA-NeXT and LLaVA-OneVision. Source: transformers 5.23, their processing files, _get_unpadded_features.
+    """A function that returns the layout of LLaVA-NeXT and LLaVA-OneVision.
 
-    `newlines_limited`: whether more tiles than `vision_aspect_ratio` allows are shrunk, as LLaVA-OneVision does.
+    `newlines_limited`: whether features of more tiles than `vision_aspect_ratio` allows are shrunk, as LLaVA-OneVision does. Source:
+    transformers 5.23, their processing files, _get_unpadded_features.
     """
 
     def lay_out(values: _Values, images: Images) -> Layout:
@@ -342,7 +364,7 @@ def _any_resolution(newlines_limited: bool) -> Callable[[_Values, Images], Layou
             ratio = math.sqrt(rows * columns / (most * row**2))
             if ratio > 1.1:
                 features, newlines = int(rows // ratio) * int(columns // ratio), int(rows // ratio)
-            if images.per_sample > 1:  # several images are not cut
+            if images.per_sample > 1:  # if there are several images, they are not cut into tiles
                 return Layout(format="any-resolution", tokens=base + 1, pixels=(1, 3, side, side))
         tiles = (best_height // side) * (best_width // side) + 1
         return Layout(
@@ -411,4 +433,4 @@ _FAMILIES: dict[str, _Family] = {
         _pixtral, {"vision_config.image_size": 1540, "vision_config.patch_size": 14, "spatial_merge_size": 2}
     ),
 }  # fmt: skip
-"""By model type."""
+"""The layout of images by model type."""

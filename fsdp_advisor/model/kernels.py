@@ -9,11 +9,10 @@ TORCHAO_VERSION = "0.18"
 """The version whose float8 training is recorded."""
 
 GATED_DELTA_RULE = frozenset({"olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"})
-"""Types of models that call flash-linear-attention and causal-conv1d, and no other such package. They are the folders of transformers'
-models too.
+"""Model types that call flash-linear-attention and causal-conv1d, and no other such package. transformers' folders have the same names.
 """
 STATE_SPACE_DUALITY = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
-"""Types of models with layers of Mamba-2, which call mamba-ssm and causal-conv1d, and no other such package."""
+"""Model types with Mamba-2 layers, which call mamba-ssm and causal-conv1d, and no other such package."""
 _ASSUMED = " are assumed to be installed; without them transformers runs its own code in PyTorch, which needs more memory and time"
 _NO_SCAN_KERNELS = (
     "the figures of state-space layers are those of transformers' code in PyTorch: the kernels of mamba-ssm, flash-linear-attention and"
@@ -22,7 +21,7 @@ _NO_SCAN_KERNELS = (
 
 
 def _has_state_space(profile: Profile) -> bool:
-    """Whether a layer has a decay per head or channel, which every state-space layer names so."""
+    """Whether the model has a state-space layer, which is recognized by the name of its decay parameter."""
     return any(p.name.endswith("A_log") for unit, _ in profile.counted_units() for p in unit.parameters)
 
 
@@ -72,7 +71,7 @@ def fp8_notes(fp8: str, compile: str) -> list[str]:
 
 
 def liger_notes(*, has_kernels: bool) -> list[str]:
-    """A note on the figures that have Liger's kernels."""
+    """A note on figures with Liger's kernels. `has_kernels`: whether Liger has kernels for the model."""
     if not has_kernels:
         return []
     return [

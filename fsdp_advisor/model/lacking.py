@@ -1,4 +1,4 @@
-"""Models that people ask for and the catalog lacks: what each is, why it is not there, and what to do instead."""
+"""Models that users ask for and the catalog lacks: what each is, why it is missing, and what to do instead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Lacking:
     """A model that the catalog lacks."""
 
     names: tuple[str, ...]
-    """Its name as published, without owner, and shorter ones that people type."""
+    """The published name without owner, and shorter names that users type."""
     why: str
     """What it is, and why the catalog lacks it."""
     instead: str
@@ -91,5 +91,5 @@ LACKING = (
 
 
 def hint(lacking: Lacking) -> str:
-    """What the hint of an unknown model says about it."""
+    """The hint of the error about an unknown model that is in LACKING."""
     return f"{lacking.why}; {lacking.instead}"

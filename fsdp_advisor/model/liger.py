@@ -1,6 +1,6 @@
-"""The kernels that Liger gives a causal language model by default, by the type of the model.
+"""The kernels that Liger uses by default in a causal language model, by model type.
 
-Source: liger-kernel 0.8.5, transformers/monkey_patch.py, MODEL_TYPE_TO_APPLY_LIGER_FN and the functions in it, with a model that exists.
+Source: liger-kernel 0.8.5, transformers/monkey_patch.py, MODEL_TYPE_TO_APPLY_LIGER_FN and its functions, applied to an existing model.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ LIGER_LOSSES = frozenset({
     "qwen3_vl_moe", "qwen3_vl_moe_text", "smollm3", "phi3", "paligemma", "falcon_h1", "smolvlm", "hunyuan_v1_dense",
     "hunyuan_v1_moe", "exaone4",
 })  # fmt: skip
-"""The types of models whose loss Liger replaces; it leaves others as they are. Source: liger-kernel 0.8.5,
-transformers/monkey_patch.py, MODEL_TYPE_TO_APPLY_LIGER_FN, without granite, of which it replaces only cross entropy."""
+"""The model types whose loss Liger replaces. Source: liger-kernel 0.8.5,
+transformers/monkey_patch.py, MODEL_TYPE_TO_APPLY_LIGER_FN, without granite, for which it replaces only cross entropy.
+"""
 
 LigerMlp = Literal["none", "gate and up", "gate_up", "relu squared"]
-"""The projections before the kernel: two layers, or one whose output is divided; ``relu squared``: only the activation is a kernel."""
+"""The projections before the kernel. ``gate and up``: two layers; ``gate_up``: one layer, whose output is divided; ``relu squared``:
+only the activation is a kernel.
+"""
 
 
 @dataclass(frozen=True)
 class LigerKernels:
     """The modules of a model that Liger's kernels replace.
 
-    `norms`: names of norms in a layer, in its attention or in the model, whose backward writes to its gradient; `copying_norms`: those
-    whose backward has an output of its own. `mlp`: the feed-forward network of a layer, and a shared expert. `experts`: whether the
-    routed experts of a layer are one kernel. `rope`: whether positions are one kernel.
+    `norms`: names of norms in a layer, in its attention or in the model, whose backward writes the input's gradient in place of the
+    output's; `copying_norms`: norms whose backward allocates the input's gradient. `mlp`: the feed-forward network of a layer, and a
+    shared expert. `experts`: whether the routed experts of a layer are one kernel. `rope`: whether the rotary embedding is one kernel.
     """
 
     norms: tuple[str, ...] = ()
@@ -73,4 +76,4 @@ LIGER_KERNELS: dict[str, LigerKernels] = {
     "deepseek_v4": LigerKernels(norms=_TWO, mlp="none", rope=False),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN_LINEAR),
 }
-"""By the type of the model. Kernels for gemma's activation allocate the same as those for SwiGLU."""
+"""The replaced modules by model type. Kernels for gemma's activation allocate the same as those for SwiGLU."""

@@ -17,7 +17,7 @@ TRAINED_WHOLE = frozenset({
 })  # fmt: skip
 """Model types that AutoModelForImageTextToText builds from a configuration with a `text_config`, and whose forward needs no images.
 
-Of others, such as BLIP-2, only the text part is recorded. Source: transformers 5.23, whose classes were run without images.
+For other types, such as BLIP-2, only the text part is recorded. Source: the classes of transformers 5.23, run without images.
 """
 
 TRAINED_WITH_IMAGES = frozenset({"blip", "kosmos-2", "kosmos-2.5", "pix2struct", "pp_formulanet"})
@@ -27,7 +27,7 @@ TRAINED_WITH_IMAGES = frozenset({"blip", "kosmos-2", "kosmos-2.5", "pix2struct",
 _PARTS = (
     "visual", "vision_tower", "vision_model", "vision_encoder", "multi_modal_projector", "connector", "mm_projector", "embed_vision",
 )  # fmt: skip
-"""What transformers' models call their vision tower and its projector."""
+"""Names of the vision tower and its projector in transformers' models."""
 
 
 def vision_parts(profile: Profile) -> list[str]:

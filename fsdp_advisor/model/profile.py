@@ -20,9 +20,9 @@ ParameterRole = Literal["embedding", "head", "final_norm", "norm", "expert", "ad
 """The role of a parameter's module in the model.
 
 ``embedding``: the input embedding, also if it is tied to the head; ``head``: the other parameters of the module that makes the logits;
-``final_norm``: the last norm among the base model's own children; ``norm``: any other norm; ``expert``: one of the experts of a
-mixture; ``adapter``: one that an adapter adds, or a trained copy; ``quantized``: packed
-weights. Embedding and head are those that transformers names (`get_input_embeddings`, `get_output_embeddings`).
+``final_norm``: the last norm among the base model's own children; ``norm``: any other norm; ``expert``: a weight of a mixture's experts;
+``adapter``: a parameter that an adapter adds, or a trained copy of a module; ``quantized``: packed weights. Embedding and head are those
+that transformers names (`get_input_embeddings`, `get_output_embeddings`).
 """
 
 
@@ -31,7 +31,7 @@ class Parameter:
     """One parameter tensor; tied names count once. `name` is relative to its unit.
 
     `dtype`: the dtype in which it is stored; None: the dtype of the plan's precision. `matrix`: the shape of the weight that a tensor
-    of packed values contains; None for other tensors. `in_other_layers`: whether modules outside the unit have the tensor too, as
+    of packed values contains; None for other tensors. `in_other_layers`: whether the tensor is also in modules outside the unit, such as
     later layers. It counts in the first layer that has it.
     """
 
@@ -51,7 +51,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A tensor that is no parameter and lives as long as the model. `bytes_per_element`: in its own dtype.
+    """A tensor that lives as long as the model and is not a parameter. `bytes_per_element`: in its own dtype.
 
     `registered`: False for the scales and tables of a quantized layer, which engines neither cast nor broadcast. `matrix`: the shape of
     the weight that a buffer of packed values contains; None for other tensors.
@@ -141,10 +141,10 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """A model as the estimator sees it.
+    """All facts about a model that an estimate uses.
 
-    `Resolved.tape` adds tapes and refusals when a plan first needs them, so `tapes` and `refusals` grow while everything else stays
-    as it is. The keys of `tapes` and `refusals` are names of a `TapeKey`. `refusals`: the reasons why a tape cannot be recorded with
+    `Resolved.tape` adds tapes and refusals when a plan first needs them, so `tapes` and `refusals` grow while all other fields are
+    constant. The keys of `tapes` and `refusals` are names of a `TapeKey`. `refusals`: the reasons why a tape cannot be recorded with
     `versions`; it is not tried again.
     """
 
@@ -213,7 +213,7 @@ class Profile:
         return self._of(lambda p: p.role != "adapter", keeps_buffers=True) if self.adapter_parameters else self
 
     def _of(self, keeps: Callable[[Parameter], bool], *, keeps_buffers: bool = False) -> Profile:
-        """The model with these of its parameters."""
+        """The model with only those parameters for which `keeps` is true."""
 
         def kept(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
             return tuple(p for p in parameters if keeps(p))
@@ -230,7 +230,7 @@ class Profile:
 
     @cached_property
     def base_parameters(self) -> int:
-        """The number of elements that a published checkpoint of the model has."""
+        """The number of elements in a published checkpoint of the model."""
         return self.parameters - self.adapter_parameters
 
     @cached_property
@@ -240,12 +240,12 @@ class Profile:
 
     @cached_property
     def mixes_dtypes(self) -> bool:
-        """Whether parameters have dtypes of their own, so that a model in half precision has weights in fp32 too."""
+        """Whether some parameters have their own dtype, so that a model in half precision also has weights in other dtypes."""
         return any(p.dtype is not None for unit, _ in self.counted_units() for p in unit.parameters)
 
     @property
     def text_config(self) -> Mapping[str, Any]:
-        """The configuration of the language model: that of a multimodal model contains it."""
+        """The configuration of the language model, which is nested in that of a multimodal model."""
         text = self.config.get("text_config")
         return text if isinstance(text, dict) else self.config
 
@@ -264,7 +264,7 @@ class Profile:
 
     @cached_property
     def image_tokens(self) -> int | None:
-        """Tokens of an image: those with a learned position, else its patches; None for a model without images.
+        """The tokens of an image: the number of learned positions, or else of patches; None for a model without images.
 
         Example: ViT with 224 x 224 pixels in patches of 16 has 14 x 14 patches and a class token, 197. Source: transformers, ViTEmbeddings.
         """
@@ -275,7 +275,7 @@ class Profile:
         return (size // patch) ** 2 if isinstance(size, int) and isinstance(patch, int) else None
 
     def fills_window(self, seq_len: int) -> bool:
-        """Whether sequences of this length look farther back than the window. Source: transformers' `_ignore_causal_mask_sdpa`."""
+        """Whether sequences of this length are longer than the sliding window. Source: transformers' `_ignore_causal_mask_sdpa`."""
         return self.window is not None and seq_len >= self.window
 
     @cached_property

@@ -15,8 +15,8 @@ ComputeDtype = Literal["bfloat16", "float16", "float32"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """The settings of a base that bitsandbytes quantizes while it is loaded (`packed_checkpoint` is about GPTQ and AWQ). In 8 bits only
-    `method` applies.
+    """The settings of a base that bitsandbytes quantizes while it is loaded. In 8 bits only `method` applies. (`packed_checkpoint` returns
+    those of GPTQ and AWQ.)
 
     `nested`: whether the scales of the blocks are quantized too (`bnb_4bit_use_double_quant`). `storage_dtype`: the dtype of the
     tensors that contain the packed weights (`bnb_4bit_quant_storage`). `compute_dtype`: the dtype of a layer's input and of its

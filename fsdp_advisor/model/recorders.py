@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 RECORDER_LOCK = threading.RLock()
 """Only one thread records: the recorder disables the garbage collector, installs a global dispatch mode, and keeps what its hooks
-read (the current tile, phase and rows) in class attributes of `recording`."""
+read (the current tile, phase and rows) in class attributes of `recording`.
+"""
 
 
 def recorder_for(
     config: Config, name: str, task: str | None, what: str, *, whole: Config | None = None, extra: str = "torch"
 ) -> Recorder:
-    """A recorder for the configuration. `what` is the beginning of the error message if torch is missing, `extra` what to install.
+    """A recorder for the configuration. `what` is the beginning of the error message if torch is missing, `extra` the optional dependency
+    that the message names.
 
     `whole`: the configuration before the part that is trained was selected, for the error message about an unknown model type.
     """
@@ -50,7 +52,7 @@ def recorder_for(
 
 
 def _about_unknown_type(config: Config, whole: Config) -> str:
-    """What to do about a model type that transformers does not have."""
+    """The hint about a model type that transformers does not have."""
     from fsdp_advisor.recording.nearest import advice
 
     names = [*(config.get("architectures") or ()), *(whole.get("architectures") or ())]

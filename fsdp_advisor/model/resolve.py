@@ -71,7 +71,7 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
 
 
 def _which(named: list[catalog.Entry], wanted: str) -> str:
-    """A hint about several models that have the words of `wanted` in their names."""
+    """A hint that lists the models whose names contain the words of `wanted`."""
     most = 6
     more = f" and {len(named) - most} more, which `fsdp-advisor models` lists" if len(named) > most else ""
     return f"several models have this name: {', '.join(catalog.name_with_words(entry, wanted) for entry in named[:most])}{more}"
@@ -114,7 +114,7 @@ def _catalogued(entry: catalog.Entry, wanted: str, recording_allowed: bool) -> R
 
 
 def _embeds(name: str, task: str) -> str:
-    """A note on a model of embeddings, whose usual training is another step than the one that is estimated.
+    """A note that a text-embedding model is usually trained by another step than the estimated one.
 
     Source: sentence-transformers 5, losses/MultipleNegativesRankingLoss.py, which runs the model on each text of a pair.
     """
@@ -125,7 +125,7 @@ def _embeds(name: str, task: str) -> str:
 
 
 def _about_recording(entry: catalog.Entry) -> tuple[str, ...]:
-    """A note on a model without tapes if they cannot be recorded here."""
+    """A note on a catalog model without tapes, if they cannot be recorded because torch or transformers is missing."""
     from fsdp_advisor.model import cache
 
     if cache.installed_versions() is not None:

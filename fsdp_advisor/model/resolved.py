@@ -48,13 +48,13 @@ class Resolved:
     recorded_locally: bool = False
     """Whether the tapes of a catalog model are recorded with the installed versions instead of taken from the catalog."""
     has_catalogued_shapes: bool = False
-    """Whether it is a configuration with the shapes of a catalog model, whose profile is used."""
+    """Whether the model is a configuration with the same shapes as a catalog model, whose profile is used."""
     recorder: Recorder | None = None
-    """The recorder of a model that is no configuration and is not cached."""
+    """The recorder of a module that `record_module` describes. It has no configuration and is not cached."""
     adaptation: Adaptation = UNCHANGED
-    """What is changed about the model before it trains."""
+    """The changes made to the model before it trains."""
     packed: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """How a GPTQ or AWQ checkpoint is packed; empty for other models."""
+    """The settings of a GPTQ or AWQ checkpoint; empty for other models."""
 
     @property
     def from_catalog(self) -> bool:
@@ -89,7 +89,7 @@ class Resolved:
         return tapes[key.name]
 
     def is_new(self, key: TapeKey) -> bool:
-        """Whether the key's code path can be recorded, and no tape of it was (whatever its batch), nor failed to be."""
+        """Whether the key's code path can be recorded, and no recording of it has been tried yet, for any batch."""
         from fsdp_advisor.model import cache
 
         assert self.profile is not None
@@ -100,7 +100,7 @@ class Resolved:
         return not any(name == key.name or name.startswith(f"{key.name}|at=") for name in known)
 
     def adapted(self, adaptation: Adaptation) -> Resolved:
-        """The model after an adaptation, from the cache or recorded now. Adapters on a GPTQ or AWQ checkpoint leave it packed.
+        """The model after an adaptation, from the cache or recorded now. A GPTQ or AWQ checkpoint stays packed under adapters.
 
         Raises AdvisorError if that is not possible.
         """
@@ -166,7 +166,7 @@ class Resolved:
         try:
             tape = recorder.profile.tapes[key.name] = recorder.tape(key)
         except NotRecordable as error:
-            if not isinstance(error.__cause__, (MemoryError, OSError)):  # these may not occur again
+            if not isinstance(error.__cause__, (MemoryError, OSError)):  # these errors may be temporary
                 recorder.profile.refusals[key.name] = self.profile.refusals[key.name] = to_payload(error)
                 cache.keep(recorder.profile, self._task)
             raise
@@ -175,9 +175,9 @@ class Resolved:
 
 
 def split_recorder(options: Mapping[str, Any]) -> tuple[dict[str, Any], Resolved | None]:
-    """Options of a request, with the model's name in place of a recorder that `record_module` returned, and its model.
+    """(options whose `model` is a name, the recorder's model). `model` may be a recorder, which `record_module` returned.
 
-    The model is None if `model` is a name. Tapes are kept in the recorder's profile.
+    The second is None if `model` is a name already. Tapes are kept in the recorder's profile.
     """
     recorder = options.get("model")
     profile = getattr(recorder, "profile", None)
@@ -195,7 +195,7 @@ def split_recorder(options: Mapping[str, Any]) -> tuple[dict[str, Any], Resolved
 
 
 def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
-    """The model after an adaptation. Adapters count as parameters, and packed weights as the weights that they contain."""
+    """The model after an adaptation. Its parameter count includes adapters, and counts the unpacked elements of packed weights."""
     from fsdp_advisor.model import cache
 
     if model.profile is None:
@@ -219,7 +219,7 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
     if profile is None:
         check_patterns(
             adaptation.freeze, parameter_names(model.profile), model.name
-        )  # the recorder finds it seconds later
+        )  # otherwise the recorder would find it out seconds later
         if not model.recording_allowed:
             raise NotRecordable(
                 f"{model.name} {what} is not recorded yet", hint="the command line records it, with torch"
@@ -277,11 +277,11 @@ def renamed(cached: Profile, name: str) -> Profile:
 
 _RUN_FAILED = re.compile(
     r"(.+) could not be run to record it: (?!Unsupported|DataDependent|DynamicOutput)\w+: (.+?)\.*", re.DOTALL
-)  # not what fake tensors alone do not support
+)  # refusals without those that only concern fake tensors
 
 
 def _refusal(payload: ErrorPayload) -> AdvisorError:
-    """The error of an earlier attempt to record. If the model's own code failed, training it fails in the same way."""
+    """The error of an earlier attempt to record. If the model's own code failed, training fails in the same way."""
     error = from_payload(payload)
     if (failed := _RUN_FAILED.fullmatch(error.message)) is not None:
         error.message = f"{failed[1]} fails in this step, in training as here: {failed[2]}"
@@ -289,7 +289,7 @@ def _refusal(payload: ErrorPayload) -> AdvisorError:
 
 
 def _described(key: TapeKey) -> str:
-    """The key as messages name it."""
+    """The key as words for a message."""
     batch = "micro-batch 1" if key.batch_is_one else "micro-batch 2 and more"
     device = " on a GPU" if key.device == "gpu" and key.attention != "flash_attention_2" else ""
     checkpointing = f"activation checkpointing {key.checkpointing}"

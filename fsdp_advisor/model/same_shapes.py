@@ -1,4 +1,4 @@
-"""Recognize the configuration of a model of the catalog, so that no torch is needed to record it."""
+"""Recognizes a configuration that equals a catalog model's in all shapes, so that the model need not be recorded (which needs torch)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ARCHITECTURES = {
     "image-classification": ("ForImageClassification",),
     "image-text-to-text": ("ForConditionalGeneration",),
 }
-"""How the names of the classes end that train a model on a task."""
+"""By task, the endings of the names of the classes that train it."""
 _NO_SHAPES = re.compile(
     r".*_token_id|.*_eps|rope_theta|initializer_range|initializer_factor|architectures|pretraining_tp|use_cache|unsloth_.*|mtp_.*"
     r"|num_nextn_predict_layers|_name_or_path|torch_dtype|dtype|transformers_version|auto_map|quantization_config|task_specific_params"
@@ -25,7 +25,7 @@ _NO_SHAPES = re.compile(
 
 
 def entry_of(config: Mapping[str, Any]) -> catalog.Entry | None:
-    """The model of the catalog that a configuration describes; None if it describes none, or if a value cannot be compared.
+    """The catalog model that a configuration describes; None if there is none, or if a value cannot be compared.
 
     Two configurations describe one model if all their values are equal, apart from special tokens, rotary constants and the like.
     """
@@ -40,13 +40,13 @@ def entry_of(config: Mapping[str, Any]) -> catalog.Entry | None:
 
 
 def _trains(config: Mapping[str, Any], task: str) -> bool:
-    """Whether the configuration's class is for the task. A configuration that names no class is of a language model."""
+    """Whether the configuration's classes train the task. A configuration without `architectures` is taken for a causal language model."""
     names = config.get("architectures") or ()
     return all(name.endswith(_ARCHITECTURES[task]) for name in names) if names else task == "causal-lm"
 
 
 def _plain(config: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The values that decide about shapes, defaults included."""
+    """The values that affect shapes, defaults included."""
     values = {**defaults.get(config.get("model_type", ""), {}), **config}
     values = {key: value for key, value in values.items() if not _NO_SHAPES.fullmatch(key)}
     if values.get("use_sliding_window") is False:
@@ -64,7 +64,7 @@ def _plain(config: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]])
 
 
 def _rope(value: Any) -> Any:
-    """Rotary constants without the base; None for the usual ones."""
+    """Rotary settings without the base; None if they are the default ones."""
     if not isinstance(value, dict):
         return value
     kind = value.get("rope_type", value.get("type", "default"))

@@ -36,7 +36,8 @@ from fsdp_advisor.model.tape import (
 FORMAT = 4
 RECORDING = 16
 """The version of recordings. Increase it whenever the recorder's tapes change: profiles with another version are recorded
-again."""
+again.
+"""
 _COLUMNS = "BHH"
 """The `array` type code of each column of events."""
 
@@ -213,7 +214,7 @@ def load(data: bytes) -> Profile:
 
 
 def _size(row: list[Any]) -> Size:
-    """The numbers of a tile or of a divided storage, a quantity, or the two of a workspace."""
+    """The size that a stored row describes, by the number and type of its values."""
     if len(row) == len(Tiled._fields):
         return Tiled(*row)
     if len(row) == len(Divided._fields):
@@ -222,7 +223,7 @@ def _size(row: list[Any]) -> Size:
 
 
 def _quantity(row: list[Any]) -> Quantity:
-    """A polynomial's coefficients, or the tokens of a chunk and two polynomials."""
+    """The quantity that a stored row describes: a polynomial's coefficients, or the tokens of a chunk and two polynomials."""
     if len(row) == len(Chunked._fields):
         chunk, of_tokens, of_chunks = row
         return Chunked(chunk, tuple(of_tokens), tuple(of_chunks))

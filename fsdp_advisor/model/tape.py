@@ -23,7 +23,7 @@ ROOT = -1
 
 
 class Chunked(NamedTuple):
-    """A quantity of code that divides a sequence into chunks of `chunk` tokens, the last of which is padded.
+    """Bytes or FLOPs of code that divides a sequence into chunks of `chunk` tokens, the last of which is padded.
 
     `of_tokens` is a polynomial in B and T, `of_chunks` one in B and the number of chunks, ceil(T / chunk).
     """
@@ -76,10 +76,10 @@ class Staging(NamedTuple):
 
 
 class Tiled(NamedTuple):
-    """The size of a storage with one row for each token of a tile, into which a loss divides the tokens that it scores.
+    """The size of a storage with one row for each token of a tile. A loss divides the tokens that it scores into tiles.
 
-    Each sequence has `scored` tokens with a score; if that is 0, all of them but `unscored`. A tile has at most `most` of the scored
-    tokens; if that is 0, a `parts`-th of them, rounded up to a power of two.
+    `scored`: the scored tokens of each sequence; 0: all but `unscored` of them. `most`: the largest number of tokens of a tile; 0: the
+    scored tokens of all sequences divided by `parts`, rounded up to a power of two.
     """
 
     bytes_per_token: int
@@ -100,13 +100,14 @@ class Tiled(NamedTuple):
 
 
 MULTIPROCESSORS = 132
-"""Multiprocessors of an H100, for which kernels divide their work where the size of a storage depends on it."""
+"""Multiprocessors of an H100. It is assumed where kernels divide their work by this number and the size of a storage depends on it."""
 
 
 class Parts(NamedTuple):
-    """How a kernel of a state-space layer divides the sum over the heads of a group: into parts, so that all multiprocessors work.
+    """The parts into which a kernel of a state-space layer divides the sum over the heads of a group, so that all multiprocessors work.
 
-    A program sums the part of one group in one chunk of `chunk` tokens. Source: mamba-ssm 2.3, ops/triton/ssd_chunk_scan.py, `nsplits`.
+    Each program (thread block) of the kernel sums one part for one group and one chunk of `chunk` tokens. Source: mamba-ssm 2.3,
+    ops/triton/ssd_chunk_scan.py, `nsplits`.
     """
 
     chunk: int
@@ -125,7 +126,7 @@ class Parts(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """The size of a storage with a place for each part of a sum."""
+    """The size of a storage with one entry for each part of a divided sum (`Parts`)."""
 
     bytes_of_part: Quantity
     chunk: int
@@ -172,21 +173,22 @@ class MarkedUnit(IntEnum):
     ROOT = 1
     EMBEDDING = 2  # an input embedding that is not tied to the head
     HEAD = 3  # final norm and head, with the embedding if it is tied to the head
-    OUTPUTS = 4  # what the model returns: POST_FORWARD at the end of forward
+    OUTPUTS = 4  # the model's outputs: POST_FORWARD at the end of forward
 
 
 Event = tuple[int, int, int]
 
 ScoringPhase = Literal["mismatched", "reference_mismatched", "reference", "prefill", "decode", "policy", "evaluate"]
-"""The phase of a forward without gradients. ``mismatched``: the trained model's on KTO's mismatched completions; ``reference_mismatched``
-and ``reference``: the reference model's, on these and on the batch. Of GRPO: ``prefill``: the trained model's on prompts, with a cache
-of keys and values; ``decode``: that for the last token of completions; ``policy``: that which scores them.
-``evaluate``: the Trainer's evaluation."""
+"""The phase of a forward without gradients. ``mismatched``: of the trained model on KTO's mismatched completions;
+``reference_mismatched``: of the reference model on these; ``reference``: of the reference model on the batch. In GRPO ``prefill``: of
+the trained model on prompts, with a cache of keys and values; ``decode``: for the last token of completions; ``policy``: of the trained
+model to score completions. ``evaluate``: the Trainer's evaluation.
+"""
 TapePhase = Literal["forward", "backward"] | ScoringPhase
 REFERENCE_PHASES: tuple[TapePhase, ...] = ("reference", "reference_mismatched")
 GENERATION_PHASES: tuple[ScoringPhase, ...] = ("prefill", "decode")
 ROLLOUT_PHASES: tuple[ScoringPhase, ...] = (*GENERATION_PHASES, "policy", "reference")
-"""The phases of GRPO's tape that make the batch on which the others train."""
+"""The phases of GRPO's tape that generate and score the batch. The other phases train on it."""
 
 
 class Recomputed(NamedTuple):
@@ -202,11 +204,11 @@ class Recomputed(NamedTuple):
 class Segment:
     """The events between two layer boundaries of the recorded step.
 
-    `stack`, `layer` name the recorded layer, or (ROOT, n) the n-th stretch
-    of root code.
-    `flops`: of matrix products and attention. `traffic_bytes`: read and written by all other operators. `operators`: the number of
-    operators. `recomputed`: the part of them that repeats a forward; None if it was not recorded, because all or none of it is repeated.
-    `host_copies`: the bytes of each tensor that is copied to host memory in forward, or back in backward.
+    `stack`, `layer` name the recorded layer, or (ROOT, n) the n-th piece of the root's code.
+    `matmul_flops`, `attention_flops`: of matrix products and of attention. `traffic_bytes`: read and written by all other operators.
+    `operators`: the number of operators. `recomputed`: the part of this work that repeats a forward; None if all or none of a forward is
+    repeated, so that the part was not recorded. `host_copies`: the bytes of each tensor that is copied to host memory in forward, or back
+    in backward.
     """
 
     phase: TapePhase

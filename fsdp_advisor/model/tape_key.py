@@ -15,7 +15,8 @@ from fsdp_advisor.job.training_task import Reference
 TapeEngine = Literal["plain", "plain+cast", "fsdp2", "fsdp1", "fsdp1+autocast"]
 """The engine whose hooks and casts ran. ``plain``: DDP and DeepSpeed. ``plain+cast``: DeepSpeed, which casts every weight, with a
 model whose weights have several dtypes. ``fsdp1+autocast``: FSDP1's mixed precision under accelerate
-(accelerator.py, `prepare_model`), which the Trainer uses too."""
+(accelerator.py, `prepare_model`), which the Trainer uses too.
+"""
 
 GatheredHead = Literal["", "bfloat16", "float32"]
 TapePrecision = Literal["bf16", "bf16-mixed", "bf16-weights-mixed", "fp32"]
@@ -26,19 +27,21 @@ TapeDevice = Literal["cpu", "gpu"]
 TapeAttention = Literal["sdpa", "eager", "flash_attention_2"]
 SdpaKernel = Literal["default", "cudnn"]
 """The kernels that sdpa prefers on a GPU. ``default``: flash, then memory-efficient, then none; ``cudnn``: cuDNN before these, as in
-half precision on Hopper and Blackwell."""
+half precision on Hopper and Blackwell.
+"""
 
 TapeCheckpointing = Literal["none", "full", "reentrant", "every", "selective", "selective-trl"]
 """``every``: some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``: torchtitan's policy."""
 
 TapeCompile = Literal["none", "layer", "layer-ddp", "model", "model-ddp"]
-"""``layer``: the code of each layer is compiled; ``model``: the model's as a whole, which has no layers then (`Adaptation.in_one_graph`).
-``layer-ddp`` and ``model-ddp``: the same in the forward of DDP, which divides graphs at the bounds of its buckets."""
+"""``layer``: each layer is compiled; ``model``: the model is compiled as a whole, and then has no layers (`Adaptation.in_one_graph`).
+``layer-ddp`` and ``model-ddp``: the same within DDP's forward, which divides graphs at the boundaries of its buckets.
+"""
 
 
 @dataclass(frozen=True, order=True)
 class TapeKey:
-    """What decides which code a recorded step runs.
+    """All properties that decide which code a recorded step runs.
 
     Plans with equal keys share a tape. Raises ValueError for flash_attention_2 on a CPU.
 
@@ -59,16 +62,16 @@ class TapeKey:
     window_filled: bool = False
     """Sequences are at least as long as the model's sliding window, so some layers need a mask. It affects only sdpa on a GPU."""
     wrap: str = ""
-    """The wrap policy with whose units the tape is recorded; empty for a unit per layer, also where only the marks of layers matter."""
+    """The wrap policy with whose units the tape is recorded; empty for a unit per layer, and if only the marks of layers matter."""
     loss: LossCode = "full"
     ignored_labels: float = 0.0
-    """The part of the labels that a loss other than ``full`` leaves out."""
+    """The fraction of the labels that a loss other than ``full`` leaves out."""
     task: TrainingTask = "sft"
     """The trainer of TRL whose batch and loss the step has; ``sft`` also stands for all other loops."""
     reference: Reference = "none"
     """The model whose log-probabilities the loss also reads. Its forward runs without gradients (`ScoringPhase`)."""
     activation_offload: OffloadCode = "none"
-    """Whose code keeps activations in host memory."""
+    """The implementation that offloads activations to host memory."""
     gathered_head: GatheredHead = ""
     """The dtype in which the loss gathers the head's weight by itself, because FSDP2 does not; empty if it does."""
     completion_length: int = 0
@@ -81,7 +84,7 @@ class TapeKey:
     """Whether the model scores completions before the step."""
     batch: BatchLayout = "full"
     padding: float = 0.0
-    """The part of a padded batch that flash_attention_2 leaves out."""
+    """The fraction of padding in a batch, which flash_attention_2 leaves out."""
     liger_kernels: bool = False
     """Whether the model has Liger's kernels, which exist only on a GPU: on a CPU the tape has transformers' own code."""
     experts: ExpertsImplementation = "grouped_mm"
@@ -93,15 +96,17 @@ class TapeKey:
     evaluates: bool = False
     """Whether the step is a forward without gradients of a model in evaluation mode, and nothing else."""
     compile: TapeCompile = "none"
-    """What `torch.compile` compiles, on a GPU: on a CPU the tape has the code as it is."""
+    """The code that `torch.compile` compiles on a GPU. A CPU tape has the code without compilation."""
     memory_budget: float = 1.0
-    """The part of the activations of compiled layers that the compiler may keep for backward."""
+    """The fraction of the activations of compiled layers that the compiler may keep for backward."""
     fp8: Fp8 = "none"
     """torchao's recipe for products of linear layers in fp8."""
     tiled_mlp: str = ""
-    """Whose code runs feed-forward networks in shards of the sequence, and in how many: ``liger:auto``, ``deepspeed:8``."""
+    """The implementation that runs feed-forward networks in shards of the sequence, and the number of shards: ``liger:auto``,
+    ``deepspeed:8``.
+    """
     at: tuple[int, int] | None = None
-    """The (B, T) for which alone the tape is valid, of a model whose sizes are no polynomials; None: for every B and T."""
+    """The only (B, T) for which the tape is valid, if it was recorded for one; None: valid for every B and T."""
 
     def __post_init__(self) -> None:
         if self.attention == "flash_attention_2" and self.device == "cpu":
@@ -129,7 +134,7 @@ class TapeKey:
 
     @property
     def autocasts(self) -> bool:
-        """Whether forward runs under autocast. GRPO's runs under accelerate's with every engine but DeepSpeed.
+        """Whether forward runs under autocast. In GRPO it runs under accelerate's autocast with every engine except DeepSpeed.
 
         Source: trl 1.16, trainer/grpo_trainer.py, `_get_per_token_logps_and_entropies`.
         """
@@ -173,7 +178,7 @@ class TapeKey:
 
     @classmethod
     def from_name(cls, name: str) -> TapeKey:
-        """The key with this name. Raises ValueError if there is none."""
+        """The key with this name. Raises ValueError for text that is not a name of a key."""
         engine, precision, device, attention, kernel, window, checkpointing, batch, *options = name.split("|")
         texts = dict(option.split("=") for option in options)
         if unknown := texts.keys() - _OPTIONS.keys():
@@ -198,7 +203,7 @@ _OPTIONS = {
     "budget": "memory_budget", "fp8": "fp8",
     "tiled": "tiled_mlp", "at": "at",
 }  # fmt: skip
-"""The fields that a name has only if they are not the default, by their words in it."""
+"""Word in a name -> field that it sets. A name has these words only if the field is not the default."""
 _ALLOWED = {
     "engine": TapeEngine, "precision": TapePrecision, "device": TapeDevice, "attention": TapeAttention, "kernel": SdpaKernel,
     "checkpointing": TapeCheckpointing, "loss": LossCode, "task": TrainingTask, "reference": Reference, "batch": BatchLayout,

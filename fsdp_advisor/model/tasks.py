@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SOUND_SECONDS = 30
-"""Of the sound in a sample of a model with an encoder of sound and a decoder."""
+"""Seconds of sound in a sample of a model with a sound encoder and a text decoder."""
 FRAMES_PER_LABEL = 4
-"""Frames of 20 ms for each character of a transcript. English speech has some 13 characters in a second."""
+"""The assumed number of frames of 20 ms per character of a transcript. English speech has some 13 characters per second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +21,8 @@ class Task:
     sample: str = "{} tokens"
     """The description of one sample in messages; {} is its length in tokens."""
     has_root_units: bool = False
-    """Whether accelerate's FSDP2 makes separate units of the embedding and the head. An image model's embedding is the
-    embedding of its patches.
+    """Whether accelerate's FSDP2 makes separate units of the embedding and the head. An image model's embedding is the convolution over
+    its patches.
     """
     takes_any_length: bool = True
     """Whether the user chooses the sequence length. If not, the model fixes it, as for images."""

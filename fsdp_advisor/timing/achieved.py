@@ -15,17 +15,20 @@ from fsdp_advisor.program.instructions import HostKernel
 
 SMALL_HEAD = 0.88
 """Flash attention's rate with heads of 64 against 128. Source: FlashAttention-3, figure 5: 324 of 370 forward on H100; forward
-and backward together 296 of 338 there and 176 of 203 on A100 (FlashAttention-2's benchmark figures, no mask, 16384 tokens)."""
+and backward together 296 of 338 there and 176 of 203 on A100 (FlashAttention-2's benchmark figures, no mask, 16384 tokens).
+"""
 
 HALF_RATE_TOKENS = 256
 """The length at which flash attention reaches half of its rate: T / (T + 256). It models the blocks on the diagonal, which are
 computed whole, and the start of the kernel. Source: FlashAttention-3, figure 5: FlashAttention-2, causal, head 128 on H100: 191,
-260, 298, 319, 333, 335 TFLOP/s at 512 ... 16384 tokens. The model is within 18 % at 512 and within 4 % from 1024 on."""
+260, 298, 319, 333, 335 TFLOP/s at 512 ... 16384 tokens. The model is within 18 % at 512 and within 4 % from 1024 on.
+"""
 
 PLAIN_MATMUL = 0.90
 """fp32 products without tensor cores, on NVIDIA. cuBLAS nearly reaches the peak of the boards that train in fp32. Source: V100
 13.9 of 15.7 TFLOP/s at 4096 and 14.5 at 10240 (zzc0721/torch-performance-test-data issue 140), A100 18.9 of 19.5
-(Yinghan-Li/YHs_Sample issue 4). Power limits later boards: 0.78 on H200 NVL (xzwgit/gpu-flops-bench)."""
+(Yinghan-Li/YHs_Sample issue 4). Power limits later boards: 0.78 on H200 NVL (xzwgit/gpu-flops-bench).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,7 @@ class Achieved:
     `attention_forward`, `attention_backward`: flash attention with heads of 128 and long sequences; `small_head`: its rate with heads
     of 64, relative to these; `half_rate_forward`, `half_rate_backward`: the tokens at which it reaches half of its rate.
     `memory`: a streaming kernel; `eager`: PyTorch's kernels of single operators; `update_16_bit`, `update_32_bit`: an optimizer's
-    update of weights and states in 16 or 32 bits. What is None is as fast as `memory`, or as `matmul`.
+    update of weights and states in 16 or 32 bits. A share that is None equals `memory`, or `matmul` for products.
     `seen`: whether there is a measured training run on such boards (`fsdp_advisor/validation/published.csv`, `tests/published`,
     `tests/records`).
     """
@@ -99,24 +102,28 @@ _ACHIEVED: dict[str, Achieved] = {
 _FASTER_MEMORY: dict[str, Achieved] = {
     "H200": replace(_ACHIEVED["hopper"], memory=0.88, eager=0.66, update_16_bit=0.57, update_32_bit=0.72),
 }
-"""The shares of boards whose memory is so much faster than that of others with the same chip that operators reach less of its rate."""
+"""The shares of boards with much faster memory than other boards with the same chip. Operators reach less of this memory's rate."""
 
 SPLIT_K = 256
 """The shortest piece of the inner dimension that a multiprocessor computes if a product has fewer tiles than multiprocessors.
-Assumed: a piece is worthwhile from about eight steps of 32 of the main loop."""
+Assumed: a piece is worthwhile from about eight steps of 32 of the main loop.
+"""
 
 TILES: tuple[tuple[int, int, float], ...] = ((256, 128, 1.0), (128, 128, 0.95), (64, 64, 0.60))
 """Output tiles of a matrix product's kernels (rows, columns) and their rate relative to the largest. A smaller tile reads more
 operands per product. Source of the sizes: NVIDIA, Matrix Multiplication Background User's Guide, section 2.3, Typical Tile
-Dimensions in cuBLAS and Performance. The rates are assumed."""
+Dimensions in cuBLAS and Performance. The rates are assumed.
+"""
 
 KERNEL_GAP_S = 1.5e-6
 """Seconds between two kernels of one stream: drain, launch, fill. Assumed. Additions of 1024 numbers, the smallest kernel, follow
-one another every 1.1 to 1.3 us (pytorch/pytorch issue 161104)."""
+one another every 1.1 to 1.3 us (pytorch/pytorch issue 161104).
+"""
 
 LAUNCH_S = 25e-6
 """CPU seconds of one operator of eager PyTorch: Python, dispatcher, autograd, launch. Chosen on the five fitted rows that wait
-for the CPU. Each of them implies 20 to 30 us, on servers of 2021 to 2023. A faster CPU needs less."""
+for the CPU. Each of them implies 20 to 30 us, on servers of 2021 to 2023. A faster CPU needs less.
+"""
 
 BUS_SHARE: dict[LinkKind, float] = {
     "nvlink": 0.78, "xgmi": 0.70, "pcie": 0.60,
@@ -129,47 +136,55 @@ Machine Learning Engineering, SHARP, ring). xgmi: MI300X 313 of 448 (same source
 32 H100 nodes 340 of 400 (NVIDIA/nccl issue 1218, where an all-gather of 2 GB reached 200); over a few nodes NVIDIA names 46 to
 48 of 50 per adapter (NVIDIA/nccl-tests issue 290). roce: as infiniband, assumed; 75 of 100 in NVIDIA/nccl issue 495. efa: assumed,
 between 0.60 on p3dn (NVIDIA/nccl-tests issue 22) and 0.91 on p5en (Bekman, inter-node networking). pcie: assumed, below the 12 of
-15.8 that NCCL itself plans with (src/graph/topo.h, PCI_BW), since GPUs share switches. slingshot, ethernet: assumed."""
+15.8 that NCCL itself plans with (src/graph/topo.h, PCI_BW), since GPUs share switches. slingshot, ethernet: assumed.
+"""
 
 LATENCY_S: dict[LinkKind, float] = {
     "nvlink": 3.4e-6, "xgmi": 3.6e-6, "pcie": 5.7e-6,
     "infiniband": 14e-6, "roce": 14e-6, "efa": 14e-6, "slingshot": 14e-6, "ethernet": 28e-6,
 }  # fmt: skip
 """Seconds per hop of links without a published latency. Source: NCCL's cost model (src/graph/tuning.cc, hwLatencies, ring, Simple); xgmi:
-RCCL's (its src/graph/tuning.cc, tuning_model_0). EFA and Slingshot as other networks, and TCP at twice that: assumed."""
+RCCL's (its src/graph/tuning.cc, tuning_model_0). EFA and Slingshot as other networks, and TCP at twice that: assumed.
+"""
 
 COLLECTIVE_START_S = 20e-6
 """One collective's own overhead: NCCL's launch and its first handshake. Assumed, above the 8.4 us of NCCL's cost model
 (src/graph/tuning.cc, baseLatencies, ring, Simple), which leaves out the launch; nccl-tests at 8 bytes, hops included, takes 10 us
-between A100 (NVIDIA/nccl-tests issue 331) and 40 us on eight boards on PCIe (NVIDIA/nccl issue 1530)."""
+between A100 (NVIDIA/nccl-tests issue 331) and 40 us on eight boards on PCIe (NVIDIA/nccl issue 1530).
+"""
 
 STOLEN_BY_NCCL = 0.15
 """The share of compute that NCCL's kernels take while a collective runs in parallel. Source: Isaev et al., Calculon (SC 2023),
 `processor_usage` of NVLink in systems/a100_80g.json and h100_80g_nvl8.json. NCCL's 24 channels on A100 and 32 on H100 occupy
-more while they run: 0.22 and 0.24 of the multiprocessors."""
+more while they run: 0.22 and 0.24 of the multiprocessors.
+"""
 
 RETRY_S = 0.07
 """Seconds of one retry of the caching allocator: it waits for the GPU, frees its cached segments and allocates again. Source: a
 step of Llama-2-13B on 8 H100 takes 867.6 ms with cudaMalloc and cudaFree, 729.4 ms without (Lightning-AI/lightning-thunder issue
 420). The number of retries is not stated; two are assumed. On a B200, the step of torchtitan after a step with retries was 0.18 s
-faster than that step (pytorch/torchtitan pull 2389: 16,384 tokens at 10,917 and at 12,401 tokens per second)."""
+faster than that step (pytorch/torchtitan pull 2389: 16,384 tokens at 10,917 and at 12,401 tokens per second).
+"""
 
 HOOKS_S: dict[str, float] = {"ddp": 0.0, "fsdp1": 0.8e-3, "fsdp2": 0.8e-3, "deepspeed": 3.5e-3}
 """CPU seconds of the Python hooks around one unit in one direction (unshard, reshard, reduce). Chosen on the fitted rows: FSDP1
 from Lightning's rows, in comparison with DDP's; DeepSpeed from Qwen's rows at 256 to 1024 tokens (its hooks run per submodule).
-FSDP2: assumed equal to FSDP1."""
+FSDP2: assumed equal to FSDP1.
+"""
 
 HOST_SHARE: dict[Link, float] = {PCIE_3_X16: 0.80, PCIE_4_X16: 0.80, PCIE_5_X16: 0.88}
 """The achieved share of PCIe's raw rate with pinned memory, in one direction. Source: P100 12.2 and 12.9 of 15.8 GB/s (bandwidthTest in
 mpicbg-scicomp/gearshifft pull 82), A100 25.1 of 31.5 (NVIDIA/nvbandwidth issue 42), H200 55.4 of 63.0 (nvbandwidth in Bekman,
-Machine Learning Engineering, PCIe)."""
+Machine Learning Engineering, PCIe).
+"""
 
 HOST_ADAM_PER_S = 3.9e9
 """Elements per second and node of an Adam on the host that passes over memory once (DeepSpeedCPUAdam, fused CPU AdamW).
-Source: ZeRO-Offload (arXiv:2101.06840), table 4: CPU-Adam takes 2.57 s for 10 billion parameters, on a DGX-2."""
+Source: ZeRO-Offload (arXiv:2101.06840), table 4: CPU-Adam takes 2.57 s for 10 billion parameters, on a DGX-2.
+"""
 
 HOST_PLAIN_ADAM_PER_S = 0.68e9
-"""The same for PyTorch's unfused Adam on the CPU: 14.76 s for 10 billion parameters (PT-CPU). Source: the same table."""
+"""Elements per second and node of PyTorch's unfused Adam on the CPU: 14.76 s for 10 billion parameters (PT-CPU). Source: the same table."""
 
 HOST_UPDATES_PER_S: dict[HostKernel, float] = {"one_pass": HOST_ADAM_PER_S, "many_passes": HOST_PLAIN_ADAM_PER_S}
 """Elements per second and node that an optimizer updates on the host."""
@@ -211,12 +226,13 @@ _LIMITED_BY_POWER: dict[str, float] = {"L4": 0.47, "H100-96GB": 0.52, "H100-PCIe
 """Products' share of the peak on boards that their power limit slows more than others of their generation. Source: L4 (72 W) in bf16 at
 4096, 8192 and 10240, 54.9, 59.4 and 56.9 of 121 TFLOP/s, after 70.9 at 2048, which ends too soon to be limited
 (zzc0721/torch-performance-test-data issue 120). H100-96GB (500 W): chosen on torchtitan's two fitted rows, which ran on it. H100-PCIe
-(350 W) and H100-NVL (400 W): assumed, of peaks that are lower."""
+(350 W) and H100-NVL (400 W): assumed, of peaks that are lower.
+"""
 
 
 def _limited_by_power(found: Achieved, matmul: float) -> Achieved:
-    """What a board achieves whose power limit holds its products at this share. Training has the same limit as the benchmark, and
-    attention is slowed as much as products: assumed.
+    """The shares of a board whose power limit slows its products to the share `matmul`. Assumed: training is limited as the benchmark
+    is, and attention is slowed as much as products.
     """
     slower = matmul / found.matmul
     return replace(
@@ -228,7 +244,7 @@ def _limited_by_power(found: Achieved, matmul: float) -> Achieved:
 
 
 def _not_limited_by_power(found: Achieved) -> Achieved:
-    """What boards of Ampere and Ada achieve whose tensor cores accumulate in fp32 at half rate.
+    """The shares of Ampere and Ada boards whose tensor cores accumulate in fp32 at half rate.
 
     Products: the share of the peak that a benchmark reaches. Source: RTX 4090 in bf16 at 2048 to 10240, 151 to 165 of 165.2 TFLOP/s
     (zzc0721/torch-performance-test-data issue 78), RTX 3060 24 to 25 of 25.4 (issue 131), RTX 3080 61.5 to 64.7 (issue 114), RTX 4060 Ti
@@ -242,9 +258,9 @@ def _not_limited_by_power(found: Achieved) -> Achieved:
 
 
 def _accumulates_at_half_rate(gpu: Gpu) -> bool:
-    """Whether tensor cores add up in fp32 at half of their rate, as on the GeForce boards of Ampere and Ada.
+    """Whether tensor cores accumulate in fp32 at half rate, as on the GeForce boards of Ampere and Ada.
 
-    Their rate in bf16 then is twice, not four times, that of the plain cores in fp32.
+    These boards are recognized by their rate in bf16: twice, not four times, the fp32 rate without tensor cores.
     """
     if gpu.architecture not in ("ampere", "ada") or gpu.bf16_flops is None or gpu.fp32_flops is None:
         return False

@@ -20,7 +20,7 @@ MAX_GPUS, MAX_TOKENS, MAX_PARAMETERS = 128, 65_536, 98_029_093_888
 LARGEST_NODE = 16
 """GPUs in the largest node of any published run (a DGX-2)."""
 UNSEEN = 0.15
-"""Additional uncertainty, as a share of the step, of jobs that are unlike every published run."""
+"""Additional uncertainty, as a share of the step, for jobs that differ from every published run."""
 ATTENTION_WARN_ABOVE_SHARE = 0.25
 WARN_ABOVE_SHARE = 0.30
 
@@ -29,7 +29,7 @@ WARN_ABOVE_SHARE = 0.30
 class Caveat:
     """One reason to trust a step's time less: `about` names it in a few words, `text` is the warning.
 
-    `extra_uncertainty` widens the range: the step may be faster by this share in addition.
+    `extra_uncertainty` widens the range: the share by which the step may be faster is larger by this.
     """
 
     about: str

@@ -1,4 +1,5 @@
-"""The time of operators on a GPU: matrix products by shape, flash attention, all others by the bytes that they move.
+"""The time of operators on a GPU. That of matrix products depends on their shapes, that of flash attention on its FLOPs, and that of all
+others on the bytes that they move.
 
 Shapes: (M, K) x (K, N): M = rows of tokens, K = inner, N = columns.
 """
@@ -25,8 +26,8 @@ from fsdp_advisor.timing.achieved import (
 class Device:
     """The rates that a GPU sustains at one precision.
 
-    `achieved`: the shares of the datasheet's rates. `eager_bytes_per_s`: of operators apart from products and attention;
-    `update_bytes_per_s`: of the optimizer's step.
+    `achieved`: the shares of the datasheet's rates. `eager_bytes_per_s`: the memory rate of operators other than products and attention;
+    `update_bytes_per_s`: that of the optimizer's step.
     """
 
     achieved: Achieved
@@ -66,8 +67,8 @@ def device_of(gpu: Gpu, precision: str, attention: Attention = "sdpa", *, compil
 
 
 def _matmul_share(gpu: Gpu, precision: str, achieved: Achieved) -> float:
-    """The share of the datasheet's rate that matrix products reach. In fp32, NVIDIA's products use no tensor cores, and the datasheet's
-    rate is that of the other cores; AMD's use the matrix cores.
+    """The share of the datasheet's rate that matrix products reach. In fp32, products on NVIDIA use no tensor cores, and the
+    datasheet's rate is that of the other cores; products on AMD use the matrix cores.
     """
     plain = precision == "fp32" and not (gpu.architecture or "").startswith("cdna")
     return achieved.plain_matmul if plain else achieved.matmul
@@ -120,7 +121,8 @@ def product_s(
 
 
 def misaligned_flops(k: int, n: int, device: Device) -> float:
-    """The rate that the width of loads allows in products with an (n, k) weight; infinite if rows are whole vectors of 16 bytes.
+    """The most FLOPs per second of products with an (n, k) weight whose rows are misaligned; infinite if rows are whole vectors of 16
+    bytes.
 
     Tensor cores read rows in vectors. Rows of an odd number of elements are read one by one, those of an even number two by two.
     """
@@ -175,7 +177,7 @@ def matmul_s_per_flop(
     dense = sum(2 * tokens * k * n for _, k, n, count, _ in products.shapes if count == 1)
     routed = products.flops(tokens) - dense
     scale = max((recorded_flops - dense) / routed, 0.0) if routed else 1.0
-    if not routed and recorded_flops < 0.9 * dense:  # experts kept as separate matrices: each sees part of the tokens
+    if not routed and recorded_flops < 0.9 * dense:  # experts are separate matrices: each gets part of the tokens
         scale = recorded_flops / dense
     forward = backward = flops = backward_flops = 0.0
     for share, k, n, count, trained in products.shapes:
@@ -213,7 +215,7 @@ def attention_s(flops: float, device: Device, head: int, tokens: int, *, causal:
 
 
 def batched_s(flops: float, device: Device, head: int) -> float:
-    """Seconds of attention's matrix products without a flash kernel. `head`: the head's width.
+    """Seconds of the batched matrix products of attention without a flash kernel. `head`: the head's width.
 
     A product of a (T, head) and a (head, T) matrix makes 2 x `head` FLOPs for each (T, T) element that it writes; the other
     products read as many elements.

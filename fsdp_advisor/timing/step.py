@@ -33,7 +33,8 @@ UNCERTAINTY: dict[str, float] = {
 """The share by which each part of a step may be faster than estimated. It may be slower by SLOWER times that share."""
 SLOWER = 2.0
 """Runs are slower than estimated more often than faster: memory is nearly full, kernels are older, the network is busy. 59 of 66
-published runs (fitted and held-out runs together) lie in the resulting range."""
+published runs (fitted and held-out runs together) lie in the resulting range.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +73,8 @@ class StepTime:
     def with_paging(self, paged_bytes: int, left_bytes: int, gpu: Gpu) -> StepTime:
         """The step with the traffic of `paged_bytes` of optimizer state in managed memory added.
 
-        Nothing moves if they fit into the `left_bytes` of the GPU that CUDA, NCCL and PyTorch do not hold. If not, all of them
-        move to the GPU and back: CUDA evicts the pages that came first, and each step uses them in the same order.
+        Nothing moves if they fit into `left_bytes`, the GPU's memory that CUDA, NCCL and PyTorch do not use. If not, all of them move to
+        the GPU and back: CUDA evicts the pages that came first, and each step uses them in the same order.
         """
         if paged_bytes <= max(0, left_bytes):
             return self
@@ -137,7 +138,7 @@ class StepTime:
 
 
 def _device(plan: Plan, gpu: Gpu) -> Device | None:
-    """The rates at which the GPU runs the plan; None if they are unknown."""
+    """The rates of the GPU at the plan's precision and attention; None if they are unknown."""
     return device_of(gpu, plan.precision, plan.attention, compiled=plan.compile != "none")
 
 
@@ -206,7 +207,7 @@ def work_of(profile: Profile, program: StepProgram, plan: Plan, device: Device, 
 
 
 def _liger_tile_bytes(profile: Profile, plan: Plan) -> int:
-    """Bytes that Liger's loss moves for its tiles in a micro-batch, of which the tape has two casts.
+    """Bytes that Liger's loss moves for its tiles in a micro-batch, without the casts of the two recorded tiles, which the tape has.
 
     Each tile adds to the head's whole gradient. If autocast computes in another dtype than that of the weight, each tile casts the weight
     again, because a transposed weight is not in autocast's cache. On an H100, the 32 tiles of Llama 3.2 1B took 33 ms to add and 17 ms to
@@ -222,15 +223,17 @@ def _liger_tile_bytes(profile: Profile, plan: Plan) -> int:
     parts = ceil(head.shape[0] / head.shape[1])
     tiles = ceil(b * t / Tiled(1, unscored=0, scored=0, most=0, parts=parts).bytes_at(b, t))
     computed = compute_bytes(plan, head)
-    seen = stored_bytes(plan, head) if plan.backend == "ddp" else computed  # FSDP and DeepSpeed cast the weight before
+    seen = stored_bytes(plan, head) if plan.backend == "ddp" else computed  # FSDP and DeepSpeed cast it earlier
     adding = 2 * seen * tiles if head.trainable else 0
     casting = (seen + computed) * max(0, tiles - 2) if seen != computed else 0
     return head.elements * (adding + casting)
 
 
 def _runs(plan: Plan) -> tuple[tuple[str, float], ...]:
-    """How often phases of GRPO's tape run for each visit. Every micro-batch is scored once for all its iterations; a program may visit
-    only that of the first. The time of generation is not modelled.
+    """(phase of GRPO's tape, number of times that it runs for each visit in the program).
+
+    Every micro-batch is scored once for all its iterations, but a program may visit only the scoring of the first micro-batch. Generation
+    has 0, because its time is not modelled.
     """
     if plan.generation is None:
         return ()

@@ -77,7 +77,7 @@ def rates_of(plan: Plan, gpu: Gpu, between: Link, device: Device) -> Rates:
 
 
 def _groups(plan: Plan, gpu: Gpu, between: Link) -> dict[RankGroup, Group]:
-    """The ranks of each axis. HSDP's replicas are on different nodes; each rank uses its own adapter."""
+    """The group of ranks of each kind of collective. HSDP's replicas are on different nodes; each rank uses its own adapter."""
     inside = gpu.intra_node
     ranks = plan.post_forward_ranks or 1
     kept: dict[RankGroup, Group] = {"post_forward": Group(ranks, -(-ranks // plan.ranks_per_node), inside, between)}
@@ -137,7 +137,7 @@ class MicroBatchTime:
         return self.link
 
     def work(self, seconds: float, ready: float, name: str) -> None:
-        """Run compute once `ready`."""
+        """Put compute on its stream, which begins at the time `ready` or later."""
         self.begun = max(self.compute, ready)
         self.compute = self.begun + seconds
         self.computed += seconds
@@ -148,7 +148,7 @@ class MicroBatchTime:
 def micro_batch_time(
     micro_batch: MicroBatch, rates: Rates, work: tuple[Work, ...], *, keep_intervals: bool = False
 ) -> MicroBatchTime:
-    """Walk both streams through one micro-batch. At its end each waits for the other."""
+    """The time of one micro-batch on both streams. At its end each stream waits for the other."""
     time = MicroBatchTime(intervals=[] if keep_intervals else None)
     walk = _Walk(time, rates, work)
     for timed in timed_visits(micro_batch):
@@ -179,8 +179,8 @@ def timed_visits(micro_batch: MicroBatch) -> tuple[TimedVisit, ...]:
 
 
 def _shares(instructions: tuple[Timed, ...], gathered_bytes: Mapping[UnitId, int]) -> tuple[float, ...]:
-    """The share of a visit's compute after each wait that follows compute of an earlier one, by the bytes gathered for it: the
-    FLOPs of matrix products are proportional to parameters.
+    """The shares into which waits for all-gathers divide a visit's compute. A share is proportional to the bytes gathered for it,
+    because the FLOPs of matrix products are proportional to parameters.
     """
     gathered: list[float] = []
     computes = True
@@ -208,8 +208,8 @@ class _Walk:
     prefetched: list[tuple[AllGather | HostTransfer, str]] = field(default_factory=list)  # sent with the next compute
 
     def visit(self, timed: TimedVisit) -> None:
-        """Run a visit. If it waits for all-gathers, its compute begins after the first wait; what a tape has before that is the
-        allocation of inputs. If it waits for several units in turn, each wait is followed by that unit's share of the compute.
+        """Run a visit. If it waits for all-gathers, its compute begins after the first wait, because before it a tape only allocates
+        inputs. If it waits for several units in turn, each wait is followed by that unit's share of the compute.
         """
         time, visit, instructions, waits = self.time, timed.visit, timed.instructions, timed.waits
         due, *shares = timed.shares
@@ -226,7 +226,7 @@ class _Walk:
                     self._run(visit, instructions, due)
                     due = 0.0
                 case ReduceScatter() | AllReduce(exposed=False):
-                    if due:  # only copies
+                    if due:  # the visit has only copies, no compute
                         self._run(visit, instructions, due)
                         due = 0.0
                     time.send(self._collective_s(instruction), time.compute, f"{_kind(instruction)} {visit.name}")

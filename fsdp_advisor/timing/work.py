@@ -19,8 +19,8 @@ COMPUTE_CLASSES = ("matmul", "attention", "pointwise", "loss", "recomputation")
 
 
 class Work(NamedTuple):
-    """Seconds of one segment. `recomputation` is the part that repeats a forward, `copies` those to and from the host, `cpu` the time to
-    launch its operators.
+    """Seconds of one segment. `recomputation` is the part that repeats a forward, `copies` the copies to and from the host, `cpu` the
+    CPU's time to launch its operators.
     """
 
     matmul: float = 0.0
@@ -38,9 +38,9 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TapeWork:
-    """The work of a tape. `by_segment`: the work of each segment. `model_flops`: the FLOPs of one micro-batch without
-    recomputation: forward, as much for the gradients of inputs, and as much for those of the trained weights; and forwards
-    without gradients.
+    """The work of a tape. `by_segment`: the work of each segment. `model_flops`: the FLOPs of one micro-batch without recomputation:
+    those of forward, again as many for the gradients of inputs and for the gradients of trained weights, and those of forwards without
+    gradients.
     """
 
     by_segment: tuple[Work, ...]
@@ -49,26 +49,27 @@ class TapeWork:
 
 @dataclass(frozen=True, slots=True)
 class WorkOptions:
-    """What a plan changes about the work of its tape."""
+    """The facts about a plan that change the work of its tape."""
 
     checkpointing: bool = False
     """Whether layers repeat their whole forward in backward."""
     sequences: int | None = None
-    """Of a micro-batch; None: as many as its rows."""
+    """Sequences of a micro-batch; None: as many as its rows."""
     masked: bool = False
-    """Whether attention has a mask of the batch, under which its kernels skip nothing."""
+    """Whether attention gets a mask for the batch. Its kernels then do not skip the causal half."""
     fp8: bool = False
     """Whether linear layers multiply in fp8."""
     host_bytes_per_s: float = inf
-    """Of copies to and from the host."""
+    """Bytes per second of copies to and from the host."""
     overlaps_host: bool = False
-    """Whether these copies run beside the kernels of their layer, as on TRL's own stream; if not, between them. Source: torch 2.13,
-    autograd/graph.py, save_on_cpu copies on the current stream; trl 1.16, models/activation_offloading.py: each copy has to end before
-    the fifth tensor after it, or in backward before the next node."""
+    """Whether these copies run in parallel to the kernels of their layer, as on TRL's own stream, or between the kernels. Source: torch
+    2.13, autograd/graph.py, save_on_cpu copies on the current stream; trl 1.16, models/activation_offloading.py: each copy has to end
+    before the fifth tensor after it, or in backward before the next node.
+    """
     loss_bytes: int = 0
     """Bytes that the loss moves in addition to those of the tape."""
     runs: tuple[tuple[str, float], ...] = ()
-    """How often a step runs phases of the tape for each time that they are visited; once, if they are not in it."""
+    """(phase of the tape, number of times that it runs for each visit in the program). Phases that are missing here run once."""
 
 
 @lru_cache(maxsize=64)
@@ -167,8 +168,8 @@ def _work(
 
 
 def _batched_flops(flops: Quantity, b: int, t: int) -> int:
-    """FLOPs of products of activations. Those within attention grow with B T^2 and those within chunks with their number; products with
-    weights grow with B T.
+    """FLOPs of products of two activations. Such products in attention grow with B T^2, and those within chunks grow with the number of
+    chunks; products with weights grow with B T and are not counted.
     """
     if isinstance(flops, Chunked):
         return value_at(flops._replace(of_tokens=(0, 0, 0, 0, *flops.of_tokens[4:])), b, t)
