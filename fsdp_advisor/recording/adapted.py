@@ -1,4 +1,4 @@
-"""A transformers model as it trains with adapters, frozen parameters or a quantized base. PEFT's own code changes the model."""
+"""The source of a transformers model with adapters, frozen parameters or a quantized base. PEFT's own code changes the model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def source_of(config: Mapping[str, Any], *, name: str, task: str | None = None) 
 
 
 class AdaptedSource(WrappedSource):
-    """A transformers model after an adaptation. The adapters' own dtypes stay, whatever the base is stored in."""
+    """A transformers model after an adaptation. Adapters keep their own dtypes, whatever the dtype of the base."""
 
     def __init__(self, base: TransformersSource, adaptation: Mapping[str, Any]) -> None:
         """`adaptation`: the values of an `Adaptation`, and under `versions` those of the packages that adapt the model."""
@@ -49,7 +49,9 @@ class AdaptedSource(WrappedSource):
         self._packed = is_packed_checkpoint(self._adaptation.quantization)
         has_usual_dtype = self._adaptation.prepared and not self._packed
         self.inventory_dtype = torch.bfloat16 if has_usual_dtype else torch.float64
-        """A parameter with another dtype has it at every precision, as the fp32 weights of adapters. No weight is in float64."""
+        """The dtype with which the model is built to list its parameters. A parameter that then has another dtype (an adapter's fp32
+        weight, for example) has that dtype at every precision. No weight is ever in float64.
+        """
         self._recorded_as = dict(adaptation)
         self.needs_values = base.needs_values or self._adaptation.method in NEEDS_VALUES
 
@@ -57,7 +59,7 @@ class AdaptedSource(WrappedSource):
         return {**self._base.config(), CONFIG_KEY: self._recorded_as}
 
     def stacks(self, module: nn.Module) -> list[LayerStack]:
-        """The layers, which are parts of the root if all are in one graph."""
+        """The stacks of layers; none if the compiler makes one graph of the model, because its layers then belong to the root."""
         return [] if self._adaptation.in_one_graph else self._base.stacks(module)
 
     def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
@@ -65,10 +67,10 @@ class AdaptedSource(WrappedSource):
             self._base.keep_layers(module, kept)
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """The adapted model. A base that bitsandbytes quantizes is loaded in its compute dtype; the rest of it is in fp32 then. A GPTQ
-        or AWQ checkpoint is loaded in 16 bits.
+        """The adapted model. A base that bitsandbytes quantizes is loaded in its compute dtype, and its other weights are then in fp32. A
+        GPTQ or AWQ checkpoint is loaded in 16 bits.
 
-        Checkpointed layers have other settings than the remaining ones, so they are recorded as another kind of layer.
+        If only some layers are checkpointed, they get a different setting, so they are recorded as a separate kind of layer.
         """
         model = self._changed(dtype)
         if self._adaptation.checkpoint_every:
@@ -110,7 +112,7 @@ class AdaptedSource(WrappedSource):
 
     def _with_adapters(self, model: nn.Module) -> nn.Module:
         """The model inside a PeftModel. Raises UsageError if PEFT refuses the configuration, MissingExtra without PEFT."""
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it misses an optional package for CPUs
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns that an optional CPU package is missing
         try:
             with nothing_compiled():  # it imports bitsandbytes
                 import peft
@@ -129,7 +131,7 @@ class AdaptedSource(WrappedSource):
             with torch.device("meta"), warnings.catch_warnings(), building, entries_without_values():
                 warnings.simplefilter("ignore")
                 adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
-        except Exception as error:  # PEFT raises many kinds for a configuration that does not fit the model
+        except Exception as error:  # PEFT raises many types for a configuration that does not fit the model
             if isinstance(error, NotImplementedError) or "meta tensor" in str(error).lower():
                 method = self._adaptation.peft["peft_type"]
                 raise NotRecordable(
@@ -148,7 +150,7 @@ _RECORDED = "most other methods are recorded, such as LORA, LOHA, OFT, BOFT, VER
 
 
 class _Never:
-    """A probability that no random number is below: a module with it is never left out."""
+    """A probability for `module_dropout` that is below every random number, so that no module is left out."""
 
     def __lt__(self, _: object) -> bool:
         return True

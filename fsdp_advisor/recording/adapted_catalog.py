@@ -1,7 +1,7 @@
 """Record usual adapters on well-known models: `python -m fsdp_advisor.recording.adapted_catalog` writes `adapted.zip`.
 
-Tapes that the archive has are kept; without the archive all are recorded, which takes about three minutes for each model. A work folder
-keeps finished models, so a second run goes on.
+Tapes in the existing archive are kept; without an archive all are recorded, which takes about three minutes for each model. A work folder
+keeps finished models, so an interrupted run can be continued.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ MODELS = (
     "Qwen/Qwen2.5-72B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B",
     "google/gemma-2-9b", "google/gemma-3-1b-pt",
 )  # fmt: skip
-"""Bases that people adapt, for which PEFT has default targets."""
+"""Base models that are often adapted and for which PEFT has default targets."""
 DORA_MODELS = (
     "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B", "mistralai/Mistral-7B-v0.3", "Qwen/Qwen2.5-7B",
     "Qwen/Qwen3-8B",
 )  # fmt: skip
-"""Those of them that also come with DoRA."""
+"""The models of MODELS that are also recorded with DoRA."""
 TOWERS = {
     "Qwen/Qwen2.5-VL-3B-Instruct": "visual", "Qwen/Qwen2.5-VL-7B-Instruct": "visual", "Qwen/Qwen3-VL-8B-Instruct": "visual",
     "google/gemma-3-4b-pt": "vision_tower",
 }  # fmt: skip
-"""Vision-language models that people train without their vision tower, and its name."""
+"""Vision-language model -> name of its vision tower, which is often frozen."""
 LORA: dict[str, Any] = {"use_peft": True}
 QLORA = {**LORA, "load_in_4bit": True}
 SHARDED_QLORA = {**QLORA, "bnb_4bit_quant_storage": "bfloat16"}
@@ -57,7 +57,7 @@ FRAMEWORKS = ("torch", "trainer", "trl")
 
 
 def methods(model_id: str) -> tuple[dict[str, Any], ...]:
-    """The options of the ways in which people fine-tune the model."""
+    """Sets of options, one for each usual way to fine-tune the model."""
     if model_id in TOWERS:
         return ({"freeze": (TOWERS[model_id],)},)
     bases = (LORA, QLORA, SHARDED_QLORA, *((DORA,) if model_id in DORA_MODELS else ()))
@@ -133,7 +133,7 @@ def main() -> None:
     profiles = _archived() | {
         path.relative_to(options.work).as_posix(): path.read_bytes() for path in options.work.rglob("*.profile")
     }
-    written = options.out.with_suffix(".partial")  # the archive itself is read meanwhile
+    written = options.out.with_suffix(".partial")  # the old archive is still being read
     with zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as archive:
         for name in sorted(profiles):
             archive.writestr(zipfile.ZipInfo(name), profiles[name])

@@ -1,4 +1,4 @@
-"""Adapters that train a few entries of a matrix, at places that PEFT draws or computes: their layers on a device without values."""
+"""Recording of adapters that train a few entries of a matrix, without computing the positions that PEFT draws or computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 NEEDS_VALUES = ("WAVEFT",)
-"""Methods whose forward selects entries by a mask of their places."""
+"""Methods whose forward selects entries by a mask, so that fake tensors need values."""
 NOT_RECORDABLE = {
     "SHIRA": "multiplies by sparse tensors, whose memory fake tensors do not show",
     "FROD": "decomposes the weights to make its matrices, and multiplies by sparse tensors, whose memory fake tensors do not show",
@@ -22,7 +22,7 @@ NOT_RECORDABLE = {
 
 
 class _Places:
-    """The places (2, N) of WaveFT's entries. PEFT keeps them on the host and copies them to the GPU in each forward."""
+    """The positions of WaveFT's entries, shape (2, N). PEFT keeps them on the host and copies them to the GPU in each forward."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -33,7 +33,7 @@ class _Places:
 
 @contextlib.contextmanager
 def entries_without_values() -> Iterator[None]:
-    """Context in which layers of UniLoRA and WaveFT are built with places that are not drawn. All are within the matrices.
+    """Context in which layers of UniLoRA and WaveFT are built with fixed valid positions, instead of positions that are drawn.
 
     Source: peft 0.21, tuners/unilora/model.py, `_assign_unilora_indices_and_scales`; tuners/waveft/layer.py, `update_layer`.
     """

@@ -1,4 +1,4 @@
-"""Batches with padding, and batches whose sequences lie in one row."""
+"""Batches with padding, and batches flattened into one row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BatchSource(WrappedSource):
     """
 
     def __init__(self, base: Source, layout: BatchLayout, padding: float) -> None:
-        """`padding`: the part of a padded batch's tokens that is padding. Only flash_attention_2 depends on it."""
+        """`padding`: the fraction of a padded batch's tokens that are padding. Only flash_attention_2 depends on it."""
         super().__init__(base)
         self._layout: BatchLayout = layout
         self._padding = padding

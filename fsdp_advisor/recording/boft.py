@@ -1,4 +1,4 @@
-"""BOFT's layers on a device without values: PEFT computes their permutations one element at a time, and compiles a CUDA kernel."""
+"""Recording of BOFT's layers without computing their permutations (which PEFT does one element at a time) or compiling its CUDA kernel."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 
 class _BlockDiagonal:
-    """What PEFT's extension allocates. z = butterfly factors, N = blocks of width b.
+    """The allocations of PEFT's CUDA extension. z = butterfly factors, N = blocks of width b.
 
     Source: peft 0.21, tuners/boft/fbd/fbd_cuda_kernel.cu.
     """
 
     @staticmethod
     def forward(blocks: torch.Tensor) -> list[torch.Tensor]:
-        """The matrices (z, N b, N b) of which the blocks (z, N, b, b) are the diagonal."""
+        """The block-diagonal matrices of shape (z, N b, N b) with the given blocks of shape (z, N, b, b)."""
         z, n, b, _ = blocks.shape
         return [blocks.new_zeros(z, n * b, n * b)]
 
@@ -31,8 +31,8 @@ class _BlockDiagonal:
 def layers_without_values(factor: int) -> Iterator[None]:
     """Context in which BOFT's layers are built with permutations whose values are not computed.
 
-    `factor`: `boft_n_butterfly_factor`. PEFT trains with 1 if its extension cannot be compiled, so for more than 1 the extension is
-    taken to be there; for 1 it is not, as without a CUDA compiler.
+    `factor`: `boft_n_butterfly_factor`. PEFT reduces it to 1 if its extension cannot be compiled. So above 1 the extension is assumed to
+    be compiled, and at 1 it is not.
     """
     from peft.tuners.boft import layer
 

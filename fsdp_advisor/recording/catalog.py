@@ -62,10 +62,12 @@ USUAL = tuple(
 )
 UNLIKE_FLASH = ("falcon", "t5", "deepseek_v2", "deepseek_v3")
 """Model types that pass sdpa, in half precision, inputs that the flash kernel does not support: a mask at any length, or values
-of another width than the queries."""
+of another width than the queries.
+"""
 IN_HEADS = ("phi3", "deepseek_v2", "deepseek_v3")
 """Model types whose queries are laid out head by head in memory. cuDNN's kernel gives its output the same layout; the
-memory-efficient kernel does not."""
+memory-efficient kernel does not.
+"""
 
 
 def keys_of(profile: Profile, source: TransformersSource) -> tuple[TapeKey, ...]:
@@ -89,10 +91,10 @@ def keys_of(profile: Profile, source: TransformersSource) -> tuple[TapeKey, ...]
 
 
 def usual_keys(profile: Profile) -> tuple[TapeKey, ...]:
-    """The keys of the steps that most people ask for, on a CPU and on a GPU: FSDP2, DDP and DeepSpeed in mixed precision.
+    """The keys of the most usual steps, on a CPU and on a GPU: FSDP2, DDP and DeepSpeed in mixed precision.
 
-    Recordings that the profile refuses choose the others: eager attention for a model without sdpa, and only one sequence of the
-    default length for a model whose sizes are no polynomials.
+    They depend on the profile's refusals: eager attention for a model without sdpa, and a single sequence of the default length for a
+    model whose sizes are not polynomials.
     """
     kinds = {refusal["kind"] for refusal in profile.refusals.values()}
     keys: Iterable[TapeKey] = USUAL
@@ -114,7 +116,7 @@ def usual_keys(profile: Profile) -> tuple[TapeKey, ...]:
 
 
 def record(row: dict[str, Any], before: Profile | None = None, *, retry: bool = False) -> tuple[bytes, list[str]]:
-    """A row's stored profile, and the tapes that the model's code refuses, with the reason.
+    """The stored profile of a row of `architectures.yaml`, and one line for each tape that the model's code refuses, with the reason.
 
     `before`: a profile whose tapes and refusals are kept, or with `retry` only its tapes.
     """
@@ -190,7 +192,7 @@ def _is_whole(row: dict[str, Any], before: Profile, *, retry: bool) -> bool:
 
 
 def _configurations(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The configurations of all rows, and the defaults of their classes, in which configurations of the same model are recognized."""
+    """The configurations of all rows, and the defaults of their classes. `model.same_shapes` recognizes configurations by them."""
     return {
         "configs": {row["id"]: row["config"] for row in rows},
         "defaults": {t: _defaults(t) for row in rows for t in _model_types(row["config"])},
@@ -198,13 +200,13 @@ def _configurations(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _model_types(config: dict[str, Any]) -> list[str]:
-    """The model types of a configuration and of those in it."""
+    """The model types of a configuration and of the nested ones."""
     inner = [t for value in config.values() if isinstance(value, dict) for t in _model_types(value)]
     return [*([config["model_type"]] if "model_type" in config else []), *inner]
 
 
 def _defaults(model_type: str) -> dict[str, Any]:
-    """The default values of the fields of a configuration class that JSON has."""
+    """The default values of a configuration class, for fields that JSON can represent."""
     try:
         fields = dataclasses.fields(transformers.CONFIG_MAPPING[model_type])
     except KeyError:
@@ -237,7 +239,7 @@ def main() -> None:
     if options.only:
         return
     index = []
-    written = options.out.with_suffix(".partial")  # the catalog itself is read meanwhile
+    written = options.out.with_suffix(".partial")  # the old catalog is still being read
     with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
         for row, target in targets:
             entry = find(row["id"]) if options.add else None

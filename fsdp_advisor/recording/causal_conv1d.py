@@ -11,7 +11,7 @@ from fsdp_advisor.recording.fake_operators import fake_operator
 
 @fake_operator("linear_attention_kernel")
 def kernel(reads: list[torch.Tensor], flops: int) -> None:
-    """Count the work of a kernel: the bytes of `reads` and `flops`. The bytes that it writes count when they are allocated."""
+    """Count the work of a kernel: the bytes of `reads`, and `flops`. The bytes that it writes are counted when they are allocated."""
 
 
 def empty(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,10 @@ def causal_conv1d(
 
 
 class _CausalConv1d(torch.autograd.Function):
-    """Source: causal-conv1d 1.7, causal_conv1d_interface.py, cpp_functions.py and csrc/causal_conv1d.cpp."""
+    """The allocations of causal-conv1d's autograd function.
+
+    Source: causal-conv1d 1.7, causal_conv1d_interface.py, cpp_functions.py and csrc/causal_conv1d.cpp.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -52,13 +55,13 @@ class _CausalConv1d(torch.autograd.Function):
 def gradients_of_causal_conv1d(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dx: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradients of the input, which are written to `dx` if it is given, of the weight and of the bias."""
+    """The gradients of the input, the weight and the bias. The input's is written to `dx` if that is given."""
     if grad.stride(2) != 1 and grad.stride(1) != 1:
         grad = grad.contiguous()
     dx = torch.empty_like(x) if dx is None else dx
     dweight = torch.zeros_like(weight, dtype=torch.float32)
     dbias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-    # the kernel wants a gradient with the input's layout
+    # the kernel needs a gradient with the input's layout
     if x.stride(1) == 1 and x.stride(2) > 1:
         grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
     else:

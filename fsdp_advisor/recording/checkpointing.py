@@ -35,8 +35,9 @@ _MORE_OF_TORCHTITAN = (
     "aten::linear",
     "aten::topk",
 )
-"""Operators that torchtitan adds to those that PyTorch's partitioner takes for compute-intensive. Left out are collectives and
-kernels of packages that no transformers model uses."""
+"""Operators that torchtitan adds to those that PyTorch's partitioner considers compute-intensive, except collectives and kernels of
+packages that no transformers model uses.
+"""
 _IN_TURNS = ("aten::mm", "aten::linear")
 """Operators of which torchtitan keeps every other output."""
 
@@ -68,7 +69,7 @@ def _torchtitan_operators(attention: str) -> frozenset[str]:
 
     Source: torchtitan 0.3.0, distributed/activation_checkpoint.py, _get_default_save_ops.
     """
-    from torch._functorch.partitioners import get_default_op_list  # imports PyTorch's compiler, which takes a second
+    from torch._functorch.partitioners import get_default_op_list  # takes a second: imports PyTorch's compiler
 
     operators: Any = get_default_op_list().compute_intensive_ops
     intensive = {str(operator.default._schema.name) for operator in operators}
@@ -79,7 +80,7 @@ def _torchtitan_operators(attention: str) -> frozenset[str]:
 def _torchtitan_policy(attention: str) -> _Policy:
     """The policy of one layer and step. Source: the same file, SelectiveAC: every second matrix product is recomputed.
 
-    PyTorch 2.13 asks it in forward only, older versions in the recomputation, too.
+    PyTorch 2.13 calls it in forward only, older versions also in the recomputation.
     """
     kept = _torchtitan_operators(attention)
     products: Counter[bool] = Counter()

@@ -52,7 +52,9 @@ PROPERTIES = SimpleNamespace(
     shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, L2_cache_size=52428800,
     total_memory=85028765696, gcnArchName="",
 )  # fmt: skip
-"""What Inductor asks of the GPU. Its heuristics read the number of multiprocessors, such as how it splits a sum over many rows."""
+"""The properties of a GPU that Inductor reads. Its heuristics, such as how it splits a sum over many rows, use the number of
+multiprocessors.
+"""
 BUCKET_BYTES = 25 * 2**20
 """The size of DDP's buckets. Source: torch/nn/parallel/distributed.py (torch 2.13), bucket_cap_mb."""
 CAPABILITY = (PROPERTIES.major, PROPERTIES.minor)
@@ -61,7 +63,7 @@ CAPABILITY = (PROPERTIES.major, PROPERTIES.minor)
 def compile_modules(modules: Iterable[nn.Module], *, in_ddp: bool, in_one_graph: bool = False) -> None:
     """Compile the forward of each module. Hooks run outside of it, as do those of FSDP2.
 
-    `in_ddp`: whether modules run in the forward of DDP. There Dynamo divides graphs at the bounds of DDP's buckets.
+    `in_ddp`: whether modules run in the forward of DDP, where Dynamo divides graphs at the boundaries of DDP's buckets.
     Source: torch/_dynamo/convert_frame.py, CatchErrorsWrapper (torch 2.13).
     `in_one_graph`: whether code that breaks the graph of a module is an error (`fullgraph`).
     """
@@ -82,7 +84,7 @@ def compiler(memory_budget: float = 1.0) -> Iterator[None]:
 
     `memory_budget`: AOTAutograd's `activation_memory_budget`, between 0 (only inputs of graphs are kept for backward) and 1.
     """
-    torch.overrides.get_overridable_functions()  # Dynamo asks for them, and PyTorch keeps what it finds
+    torch.overrides.get_overridable_functions()  # fills a cache of PyTorch that Dynamo uses
     with contextlib.ExitStack() as contexts:
         for owner, changes in _changes().items():
             for name, value in changes.items():
@@ -101,9 +103,10 @@ def compiler(memory_budget: float = 1.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _device_guard() -> Iterator[None]:
-    """Context in which fake tensors on the GPU can be written. That needs a guard of the current device, which a build without CUDA
-    lacks: the guard of meta tensors, which does nothing, stands for it. A build with CUDA has a guard, and without a GPU
-    PyTorch itself replaces it by one that does nothing.
+    """Context in which fake tensors on the GPU can be written.
+
+    Writing needs a device guard. A build without CUDA lacks CUDA's guard, so the guard of meta tensors, which does nothing, replaces it.
+    In a build with CUDA, PyTorch itself replaces CUDA's guard by one that does nothing if there is no GPU.
 
     Source: c10/core/DeviceType.h; c10/core/impl/DeviceGuardImplInterface.cpp, `ensureCUDADeviceGuardSet` (torch 2.13).
     """
@@ -124,7 +127,9 @@ _CUDA, _META = 1, 14
 
 @contextlib.contextmanager
 def functions_of_graphs(*, by_cudnn: bool) -> Iterator[None]:
-    """Context in which functions call the operators that a graph for a GPU has. `by_cudnn`: whether sdpa prefers cuDNN's kernel."""
+    """Context in which sdpa and rms_norm call the operators that they call on a GPU, so that graphs contain these. `by_cudnn`: whether
+    sdpa prefers cuDNN's kernel.
+    """
     attention = _attention_by_cudnn if by_cudnn else _attention
     with (
         mock.patch.object(nn.functional, "scaled_dot_product_attention", attention),
@@ -156,7 +161,7 @@ def _compile(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any)
 
 
 def _partition(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """Forward and backward out of a graph of both. AOTAutograd finds them on the device of the inputs."""
+    """Partition a joint graph into forward and backward. AOTAutograd gets both on the device of the inputs."""
     parts = _partition_of_inductor(*args, **kwargs)
     for graph in parts:
         _move(graph, CPU)
@@ -164,7 +169,7 @@ def _partition(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.f
 
 
 def _joint_passes(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> torch.fx.GraphModule:
-    """Inductor's passes over forward and backward before they are partitioned. They compute constants, for which no GPU is there."""
+    """Run Inductor's passes over the joint graph before it is partitioned. They run on the CPU, because they compute constants."""
     changed = _passes(graph, *args, **kwargs)
     _move(changed, GPU)
     return changed
@@ -188,7 +193,7 @@ def _move(graph: torch.fx.GraphModule, to: torch.device) -> None:
 
 
 def _moved(value: Any, to: torch.device) -> Any:
-    """A fake tensor, or a device, moved. Other values stay as they are."""
+    """A fake tensor, or a device, moved to `to`. Other values are returned unchanged."""
     if isinstance(value, torch.device):
         return to
     if isinstance(value, FakeTensor) and value.device != to:
@@ -241,7 +246,7 @@ def _attention(
 def _rms_norm(
     tensor: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """`torch.nn.functional.rms_norm`: in graphs as the operator that it calls on CUDA, which the compiler decomposes."""
+    """`torch.nn.functional.rms_norm`. In a graph it is the operator that it calls on CUDA, which the compiler decomposes."""
     if not torch.compiler.is_compiling():
         return rms_norm(tensor, normalized_shape, weight, eps)
     if weight is None or tensor.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
@@ -261,7 +266,7 @@ def _attention_by_cudnn(*args: Any, **kwargs: Any) -> torch.Tensor:
 _OF_TRITON = re.compile(
     r"^(?:import triton.*|from (?:triton|torch\._inductor\.runtime\.triton_heuristics) .*)$", re.MULTILINE
 )
-"""Lines that import what only real kernels need."""
+"""Matches lines that import what only real Triton kernels need."""
 
 
 def _load(_: GraphLowering, code: Any) -> ModuleType:
@@ -276,17 +281,17 @@ def _load(_: GraphLowering, code: Any) -> ModuleType:
     module.__dict__.update(
         AsyncCompile=_Kernels, attention_kernels=_AttentionKernels(), run_with_seed=_run_with_seed, scaled_mm=_scaled_mm
     )
-    exec(compile(source, "generated", "exec"), module.__dict__)  # Inductor's code is the recording
+    exec(compile(source, "generated", "exec"), module.__dict__)  # runs the code that Inductor generated
     return module
 
 
 def _template(code: str, *_: Any, **__: Any) -> SimpleNamespace:
-    """Stands for the module of a template's kernel, which only a benchmark of kernels runs."""
+    """An empty stand-in for the module of a template's kernel, which only autotuning would run."""
     return SimpleNamespace(__file__="generated", key="generated")
 
 
 class _Kernels:
-    """Stands for Inductor's `AsyncCompile`: makes kernels of Triton's source."""
+    """Replaces Inductor's `AsyncCompile`: makes a `_Kernel` from Triton source."""
 
     def triton(self, name: str, source: str, **_: Any) -> _Kernel:
         found = re.search(rf"def {name}\(([^)]*)\)", source)
@@ -298,7 +303,7 @@ class _Kernels:
 
 
 class _Kernel:
-    """A kernel of Triton. `arguments`: the names of its arguments, which say whether it reads or writes them."""
+    """A Triton kernel that only counts its work. `arguments`: the names of its arguments, which tell whether it reads or writes them."""
 
     def __init__(self, arguments: list[str]) -> None:
         self._arguments = arguments
@@ -315,7 +320,7 @@ class _Kernel:
 
 
 class _AttentionKernels:
-    """The kernels of sdpa with the scratch of their backward, which no fake tensor has."""
+    """The operators of sdpa's kernels. Their backward also allocates the kernels' scratch, which the fake operators lack."""
 
     def __getattr__(self, name: str) -> Any:
         operator = getattr(torch.ops.aten, name).default
@@ -337,7 +342,7 @@ class _AttentionKernels:
 
 
 def _scaled_mm(a: torch.Tensor, b: torch.Tensor, *_: Any, out: torch.Tensor, **__: Any) -> None:
-    """The work of a product in fp8 into a tensor, an operator of which fake tensors know nothing."""
+    """Count the work of an fp8 product that writes to `out`. Fake tensors do not support this operator."""
     kernel([], [out], 2 * a.shape[0] * a.shape[1] * b.shape[1])
 
 
@@ -368,7 +373,7 @@ class _OnDevice(contextlib.nullcontext[None]):
 
 
 def _changes() -> dict[Any, dict[str, Any]]:
-    """By object, the attributes that have other values while layers are compiled and run."""
+    """By object, the attributes that are replaced while layers are compiled and run, and their replacements."""
     of_gpu: dict[str, Callable[..., Any]] = {
         "device_count": lambda: 1,
         "current_device": lambda: 0,

@@ -1,4 +1,4 @@
-"""The allocations of PyTorch's own CTC loss, which has no code for fake tensors.
+"""The allocations of PyTorch's own CTC loss, which does not support fake tensors.
 
 transformers' models for speech recognition switch cuDNN's loss off. Source: torch 2.13, ATen/native/cuda/LossCTC.cu (and LossCTC.cpp, which
 allocates the same): `ctc_loss_gpu_template`, `ctc_loss_backward_gpu_template`; ATen/native/LossCTC.cpp, `ctc_loss_impl`.

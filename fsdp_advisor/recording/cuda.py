@@ -29,7 +29,7 @@ IN_FP32 = (
 )  # fmt: skip
 """Operators whose arguments autocast casts on CUDA but not on the CPU."""
 IN_FP32_UNLESS_ASKED = ("softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList")
-"""Operators with a dtype argument, which autocast on CUDA sets to fp32 if it is not given."""
+"""Operators with a dtype argument that autocast on CUDA sets to fp32 if the caller leaves it out."""
 
 AS_IT_IS = "cross_entropy_loss"
 """Operators whose arguments autocast casts only on the CPU."""
@@ -41,7 +41,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Context in which operators on CPU tensors save the same tensors as on CUDA, and `torch.autocast("cpu")` casts as on
-    CUDA. A model's code that asks whether CUDA's autocast is on gets the CPU's answer.
+    CUDA. If a model's code asks whether CUDA's autocast is on, it gets the state of the CPU's.
     """
     autograd = torch.library.Library("aten", "IMPL", "AutogradCPU")
     autocast = torch.library.Library("aten", "IMPL", "AutocastCPU")
@@ -86,12 +86,12 @@ def softmax_scratch() -> Iterator[None]:
 
 
 def _is_autocast_enabled(device: str = "cpu") -> bool:
-    """`torch.is_autocast_enabled`, which without an argument answers for CUDA. PEFT and Nemotron ask so."""
+    """Replaces `torch.is_autocast_enabled`. Without an argument, as PEFT and Nemotron call it, PyTorch's returns the state for CUDA."""
     return _autocast_is_enabled(device)
 
 
 def operator_named(name: str) -> Callable[..., Any]:
-    """The operator of ATen with this name and, after a dot, overload."""
+    """The ATen operator called `name`, which may end in a dot and an overload."""
     packet, _, overload = name.partition(".")
     found: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), overload or "default")
     return found
@@ -99,7 +99,7 @@ def operator_named(name: str) -> Callable[..., Any]:
 
 def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if not train or p == 0 or not tensor.numel():
-        return tensor  # not a copy, which the decomposition in Python makes
+        return tensor  # no copy, unlike the decomposition in Python
     if p == 1:
         return tensor * tensor.new_zeros(())
     kept: torch.Tensor = torch.ops.aten.native_dropout.default(tensor, p, train)[0]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class _OnInputGradients(torch.autograd.Function):
-    """FSDP2's RegisterPostBackwardFunction: the identity, and a call when the gradients of all its inputs are ready."""
+    """FSDP2's RegisterPostBackwardFunction: the identity, which makes a call when the gradients of all its inputs are ready."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -36,7 +36,7 @@ class _OnInputGradients(torch.autograd.Function):
 def watch_input_gradients(
     args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply the identity to every input that requires a gradient."""
+    """Return `args` and `kwargs` with `_OnInputGradients` applied to every tensor that requires a gradient."""
     leaves, spec = tree_flatten((args, kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if at:
@@ -66,13 +66,13 @@ def checkpoint_layers(layers: Iterable[nn.Module]) -> None:
 
 
 class AdapterShards:
-    """The fp32 shards of an FSDP2 unit that is a module of an adapter. PEFT casts the module's input to the dtype that it finds there.
+    """The fp32 shards of an FSDP2 unit that is a module of an adapter. PEFT casts the module's input to their dtype.
 
     Source: peft 0.21, tuners/lora/layer.py, `_cast_input_dtype`.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Replace the module's parameters by shards, until `use_gathered`."""
+        """Replace the module's parameters by shards until `use_gathered` is called."""
         self._module = module
         self._gathered = dict(module._parameters)
         self._shards = {n: nn.Parameter(torch.empty(0)) for n, p in self._gathered.items() if p is not None}
@@ -91,8 +91,8 @@ class FlatUnit:
     def __init__(
         self, owners: list[tuple[nn.Module, str]], parameters: list[nn.Parameter], stored: torch.dtype | None
     ) -> None:
-        """Make the flat parameter. `owners`: (module, attribute, ...) of each parameter, tied ones after the first; `parameters`
-        give the shapes. `stored`: the dtype of the shards, None for that of the parameters.
+        """Make the flat parameter. `owners`: the (module, attribute) pairs of the parameters, tied ones after the first; `parameters`
+        give the shapes. `stored`: the dtype of the shards; None: that of the parameters.
         """
         self._shapes = [p.shape for p in parameters]
         self._places: list[list[tuple[nn.Module, str]]] = [[] for _ in parameters]

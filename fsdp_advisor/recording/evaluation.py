@@ -1,4 +1,4 @@
-"""A model's forward as the Trainer evaluates: in evaluation mode, without gradients, with the model's outputs until it ends.
+"""A model's forward in the Trainer's evaluation: in evaluation mode, without gradients; the model's outputs stay until it ends.
 
 Source: transformers 5.23, trainer.py, `prediction_step`; trl 1.16, trainer/sft_trainer.py, `prediction_step`.
 """

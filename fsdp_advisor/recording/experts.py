@@ -1,4 +1,4 @@
-"""Code for routed experts other than transformers' usual one, and the choices of a router.
+"""Implementations of routed experts other than transformers' default, and the choices of a router.
 
 transformers 5.23, integrations/moe.py: `grouped_mm` multiplies the tokens of all experts in one kernel; `batched_mm` gathers the weights
 for each pair of a token and an expert; `eager`, a model's own code, is a loop over the experts that tokens choose.
@@ -19,7 +19,7 @@ from fsdp_advisor.recording.source import Source, WrappedSource
 
 
 class ExpertsSource(WrappedSource):
-    """A model whose routed experts are computed by the given code."""
+    """A model whose routed experts are computed by the given implementation."""
 
     def __init__(self, base: Source, implementation: ExpertsImplementation, imbalance: float) -> None:
         """`imbalance`: the tokens of the busiest expert, as a multiple of the mean. Only the loop of `eager` depends on it."""
@@ -44,7 +44,7 @@ class ExpertsSource(WrappedSource):
 
 
 def with_experts(source: Source, implementation: ExpertsImplementation, imbalance: float) -> Source:
-    """The source with this code for its experts; `grouped_mm` is the usual one."""
+    """The source with this implementation of its experts. `grouped_mm` is transformers' default."""
     code = code_of(source.config().get("model_type"), implementation)
     return source if code == "grouped_mm" else ExpertsSource(source, code, imbalance)
 
@@ -53,7 +53,7 @@ def chosen_experts(rows: int, chosen: int, experts: int, imbalance: float) -> to
     """The experts of each token, (rows, chosen). All experts are chosen equally often; with an imbalance above 1 the last one is chosen
     `imbalance` times as often as the mean, but at most once by a token, and the others equally often.
 
-    The last expert of a loop is the one for which most memory is needed: all others keep their activations already.
+    The busiest expert is the last one, because the loop then needs most memory: all others already keep their activations.
 
     >>> chosen_experts(4, 2, 4, 1.0).tolist(), chosen_experts(4, 2, 4, 2.0).tolist()
     ([[0, 1], [2, 3], [0, 1], [2, 3]], [[3, 0], [3, 1], [3, 2], [3, 0]])

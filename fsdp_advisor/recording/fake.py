@@ -22,7 +22,7 @@ from fsdp_advisor.recording.values import KnownValues
 def steady() -> Iterator[None]:
     """Context without cyclic garbage collection, which would free storages at arbitrary moments of a step.
 
-    Collections between steps skip the objects that exist now, or those that the process froze before.
+    Collections between steps skip the objects that exist now, or those that the process froze earlier (`gc.freeze`).
     """
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # errors are also raised
     freezes = not gc.get_freeze_count()
@@ -39,10 +39,11 @@ def steady() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_tensors(*, values: bool = False, expert_imbalance: float | None = None) -> Iterator[None]:
-    """Context of fake tensors: nothing is computed and no memory is used. LayerDrop drops no layer: it decides by a
-    random number, and a fake tensor has no value. Grouped products of experts take every dtype, as on a GPU. DoRA reads packed
-    weights. `values`: small tensors have the values that follow from known numbers, and, with an `expert_imbalance`, from the choices of a
-    router (`experts.chosen_experts`).
+    """Context of fake tensors: nothing is computed and no memory is used.
+
+    LayerDrop drops no layer, because it decides by a random number and a fake tensor has no value. Grouped products of experts accept
+    every dtype, as on a GPU. DoRA can read packed weights. `values`: small tensors have values if these follow from known numbers or, with
+    an `expert_imbalance`, from the choices of a router (`experts.chosen_experts`).
     """
     rand = torch.rand
     grouped_product = torch._meta_registrations._meta_grouped_mm_common
@@ -51,8 +52,9 @@ def fake_tensors(*, values: bool = False, expert_imbalance: float | None = None)
         return 1.0 if args == ([],) and not kwargs else rand(*args, **kwargs)
 
     def multiplied(a: torch.Tensor, b: torch.Tensor, **settings: Any) -> Any:
-        """The product of dtypes that PyTorch's fake tensors refuse. Source: ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda: it
-        multiplies one group after the other into the output."""
+        """The grouped product for dtypes that PyTorch's fake tensors refuse. Source: ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda: it
+        multiplies one group after the other into the output.
+        """
         if a.dtype in (torch.float32, torch.float16):
             return torch._meta_registrations._create_grouped_mm_output_tensor(a, b, settings["offs"], a.dtype)
         return grouped_product(a, b, **settings)

@@ -1,4 +1,4 @@
-"""Operators that exist on fake tensors alone. They stand for kernels of a GPU."""
+"""Operators that exist only for fake tensors. They represent GPU kernels."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def _quadratic(ts: Sequence[int], values: Sequence[int]) -> tuple[Fraction, Frac
 def fit(bs: tuple[int, ...], ts: tuple[int, int, int], values: tuple[int, ...]) -> Polynomial:
     """The polynomial through `values` at the grid bs x ts (B outermost). One B gives a polynomial in T alone.
 
-    Raises NotPolynomial where no integer polynomial passes through the points.
+    Raises NotPolynomial if no polynomial with integer coefficients passes through the points.
     >>> fit((2, 3), (4, 6, 9), tuple(5 + 2 * b * t * t for b in (2, 3) for t in (4, 6, 9)))
     (5, 0, 0, 0, 2, 0)
     """
@@ -53,10 +53,10 @@ MOST_TERMS = 3
 def fit_terms(
     points: tuple[tuple[int, int], ...], values: tuple[int, ...], chunks: tuple[int, ...] = ()
 ) -> Quantity | None:
-    """The quantity of few terms through `values` at three or more points; None if there is none. It has at most `MOST_TERMS`, and fewer
-    terms than points, so that a point confirms it.
+    """The quantity with the fewest terms that equals `values` at three or more points (B, T); None if there is none.
 
-    `chunks`: tokens of a chunk, whose number may be in a term in place of T. Where all points have one B, it depends on T alone.
+    It has at most `MOST_TERMS` terms, and fewer than points, so that at least one point confirms it. `chunks`: possible numbers of tokens
+    of a chunk; a term may contain the number of chunks instead of T. If all points have the same B, the result depends on T alone.
     >>> fit_terms(((2, 48), (3, 112), (7, 5003)), tuple(5 * b * t - 9 * b for b, t in ((2, 48), (3, 112), (7, 5003))))
     (0, -9, 0, 5, 0, 0)
     """
@@ -70,7 +70,7 @@ def fit_terms(
 
 
 def _quantity(chunk: int, coefficients: dict[tuple[bool, int], int]) -> Quantity:
-    """The quantity with coefficients by (whether of the number of chunks, number of the monomial)."""
+    """The quantity with these coefficients. Their keys: (whether the monomial has the number of chunks instead of T, monomial's index)."""
     of_tokens, of_chunks = (
         cast(Polynomial, tuple(coefficients.get((in_chunks, term), 0) for term in range(len(MONOMIALS))))
         for in_chunks in (False, True)
@@ -82,7 +82,10 @@ def _quantity(chunk: int, coefficients: dict[tuple[bool, int], int]) -> Quantity
 def _columns(
     points: tuple[tuple[int, int], ...], chunk: int
 ) -> list[tuple[tuple[tuple[bool, int], ...], list[list[int]]]]:
-    """Each few monomials, with their values at the points; fewer ones first. With a chunk, at least one has the number of chunks."""
+    """Every combination of at most `MOST_TERMS` monomials, with their values at the points; short combinations first.
+
+    If `chunk` is not 0, at least one monomial of each combination has the number of chunks.
+    """
     one_b = len({b for b, _ in points}) == 1
     with_t = (2, 5) if one_b else (2, 3, 4, 5)
     plain = {(False, term): [_monomial(term, b, t) for b, t in points] for term in ((0,) if one_b else (0, 1)) + with_t}
@@ -103,7 +106,7 @@ def _monomial(term: int, b: int, t: int) -> int:
 
 
 def _solve(vectors: list[list[int]], values: tuple[int, ...]) -> list[int] | None:
-    """The integers by which the sum of the vectors is `values`; None if there are none, or several."""
+    """The integer coefficients with which the sum of the vectors is `values`; None if there are none, or several solutions."""
     rows = [[*map(Fraction, row)] for row in zip(*vectors, values, strict=True)]
     for column in range(len(vectors)):
         at = next((i for i in range(column, len(rows)) if rows[i][column]), None)

@@ -28,12 +28,12 @@ from fsdp_advisor.recording.fake_operators import fake_operator
 
 NAME = "recorded_fused_attention"  # transformers looks for a kernel package behind any name with "flash" in it
 VARLEN = "recorded_varlen_attention"
-"""The same with sequences of several lengths, in one row or padded."""
+"""As NAME, for sequences of several lengths, in one row or padded."""
 HEAD_ROUNDING = 32
 
 
 class _Scratch:
-    """Whether current allocations are a kernel's scratch, which does not belong to a tensor of the model."""
+    """Whether allocations are currently counted as a kernel's scratch instead of a tensor of the model."""
 
     active = False
 
@@ -109,8 +109,8 @@ def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 class _FlexAttention(torch.autograd.Function):
-    """`flex_attention` as torch.compile makes it, with one kernel in forward and in backward two: the sum over the products of
-    gradient and output, and the gradients. Source: torch/_inductor/kernel/flex/flex_attention.py (torch 2.13).
+    """`flex_attention` as torch.compile compiles it: one kernel in forward, and two in backward, for the sum over the products of
+    gradient and output, and for the gradients. Source: torch/_inductor/kernel/flex/flex_attention.py (torch 2.13).
     """
 
     @staticmethod
@@ -152,7 +152,7 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor 
 
 @dataclass(frozen=True)
 class Rows:
-    """How the sequences of the current batch lie in its tensors. `padding`: the part of the tokens that is padding."""
+    """The layout of the current batch's sequences. `padding`: the fraction of the tokens that are padding."""
 
     layout: BatchLayout
     sequences: int
@@ -164,7 +164,7 @@ class _Current:
 
 
 def use_rows(rows: Rows) -> None:
-    """Let attention run on batches with these rows, also when backward computes it again."""
+    """Set the rows of the batches on which attention runs from now on, also when backward recomputes it."""
     _Current.rows = rows
 
 
@@ -216,8 +216,8 @@ class _VarlenAttention(torch.autograd.Function):
 
 
 class _PadInput(torch.autograd.Function):
-    """The tokens (tokens, H, D) at their places among `rows` rows, the others zero. Source: flash-attention, flash_attn/bert_padding.py,
-    `IndexPutFirstAxis`.
+    """A tensor of `rows` rows with the tokens (tokens, H, D) at their positions and zeros elsewhere. Source: flash-attention,
+    flash_attn/bert_padding.py, `IndexPutFirstAxis`.
     """
 
     @staticmethod
@@ -236,7 +236,7 @@ class _PadInput(torch.autograd.Function):
 def _with_rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
 ) -> torch.Tensor:
-    """transformers' `_flash_attention_forward` on a batch of `Rows`. Steps that read values have their tensors alone.
+    """transformers' `_flash_attention_forward` on a batch of `Rows`. Of steps that read values, only the tensors are allocated.
 
     Source: transformers 5.23, modeling_flash_attention_utils.py. Not counted: the sort in the backward of indexing on CUDA, about 32
     bytes per token.
@@ -286,7 +286,7 @@ def _attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers.integrations.flash_attention.flash_attention_forward with `flash` or `_with_rows` instead of the kernel."""
+    """transformers' `flash_attention_forward` (integrations/flash_attention.py) with `flash` or `_with_rows` instead of the kernel."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     head_dim, v_head_dim = q.shape[-1], v.shape[-1]
     if v_head_dim != head_dim:
@@ -296,7 +296,7 @@ def _attention(
     config: Any = module.config
     if config._attn_implementation == VARLEN:
         out = _with_rows(q, k, v, attention_mask, **kwargs)
-    elif (lengths := kwargs.get("cu_seq_lens_q")) is not None:  # the images of a vision tower, in one row
+    elif (lengths := kwargs.get("cu_seq_lens_q")) is not None:  # the images of a vision tower are in one row
         out = _in_one_row(q, k, v, lengths)
     else:
         out = flash(q, k, v)

@@ -2,7 +2,7 @@
 
 Each product casts both of its operands to fp8: the absolute maximum of the tensor (`tensorwise`) or of each row (`rowwise`) gives a
 scale, and the scaled copy in fp32 becomes one byte per element. Weights, activations and gradients between the layers keep their
-dtype. Autograd keeps the operands as they are, not the fp8 copies: backward casts them again.
+dtype. Autograd saves the operands in their own dtype, not the fp8 copies, so backward casts them again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp_advisor.job.fp8 import suits_fp8
 
 
 def convert_linears(model: nn.Module, recipe: Fp8, head: nn.Module | None) -> None:
-    """Convert the linear layers of a model in place, as torchtitan does: those whose dimensions are multiples of 16, but not the head.
+    """Convert linear layers of a model in place, as torchtitan does: those whose dimensions are multiples of 16, except the head.
 
     Source of the exception: torchtitan 0.3, models/llama3/config_registry.py, filter_fqns of Float8LinearConverter.
     Raises MissingExtra without torchao.
@@ -41,8 +41,9 @@ def convert_linears(model: nn.Module, recipe: Fp8, head: nn.Module | None) -> No
 
 @contextlib.contextmanager
 def autocast_of_cpu() -> Iterator[None]:
-    """Context in which converted layers, which ask for CUDA's autocast, see the CPU's. Source: torchao 0.18, float8/float8_linear.py,
-    `Float8Linear.forward`."""
+    """Context in which converted layers, which ask whether CUDA's autocast is on, get the state of the CPU's. Source: torchao 0.18,
+    float8/float8_linear.py, `Float8Linear.forward`.
+    """
     enabled = torch.is_autocast_enabled
 
     def is_enabled(device: str = "cpu") -> bool:

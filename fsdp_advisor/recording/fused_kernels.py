@@ -11,17 +11,17 @@ from fsdp_advisor.recording.fake_operators import fake_operator
 
 @fake_operator("fused_kernel")
 def kernel(reads: list[torch.Tensor], writes: list[torch.Tensor], flops: int = 0) -> None:
-    """Count the work of a kernel: the bytes of `reads` and `writes`, and the `flops` of matrix products, whose bytes do not count."""
+    """Count the work of a kernel: the bytes of `reads` and `writes`, and the `flops` of matrix products (whose bytes are not counted)."""
 
 
 @fake_operator("attention_kernel")
 def attention_kernel(queries: torch.Tensor, tokens: int, products: int) -> None:
-    """Count the work of a kernel of attention over so many tokens: in each matrix product, each element of `queries` meets each token."""
+    """Count the FLOPs of an attention kernel with `products` matrix products, each of `queries` with a matrix of `tokens` tokens."""
 
 
 @fake_operator("allocation")
 def _allocation(like: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that a kernel fills, which is its work."""
+    """A new tensor that a kernel fills. Its bytes count as the kernel's work."""
     return like.new_empty(shape, dtype=dtype)
 
 

@@ -1,5 +1,5 @@
-"""Activations that a step keeps in host memory: the inputs of checkpointed layers, as transformers' `offload` does, or the tensors that
-are saved for backward.
+"""Offload of activations to host memory: of the inputs of checkpointed layers (transformers' `offload`), or of the tensors that are saved
+for backward.
 
 Source: transformers 5.23, modeling_utils.py, `_activation_checkpointing_enable`; torch 2.13, autograd/graph.py, `save_on_cpu`; trl 1.16,
 models/activation_offloading.py.
@@ -38,7 +38,7 @@ def watched_copies(watcher: Callable[[int], None]) -> Iterator[None]:
 
 
 class RecordedOnHost(saved_tensors_hooks):
-    """`save_on_cpu(pin_memory=True)` as on a GPU: saved tensors hold no memory there, and backward allocates them again.
+    """`save_on_cpu(pin_memory=True)` as on a GPU: saved tensors take no GPU memory, and backward allocates them again.
 
     A tensor that is not contiguous is first copied on the GPU. Source: ATen/native/cuda/Copy.cpp, copy_requires_temporaries.
     """
@@ -63,20 +63,23 @@ _Key = tuple[int, int | torch.SymInt, torch.dtype]
 
 
 class RecordedOffload(saved_tensors_hooks):
-    """TRL's `OffloadActivations` as on a GPU. Forward keeps the last tensors until their copies have ended; backward keeps those that it
-    brings back until the node after their own has run. Its streams are left out.
+    """TRL's `OffloadActivations` as on a GPU, without its streams. Forward keeps the last tensors until their copies have ended.
+    Backward keeps a tensor that it copies back until the node after the tensor's own has run.
     """
 
     least_bytes, kept_in_forward = 1024, 5
-    """The size from which tensors are offloaded, and how many of the last ones forward keeps. Source: `min_offload_size`,
-    `max_fwd_stash_size`."""
+    """The least size of offloaded tensors, and the number of most recent tensors that forward keeps. Source: `min_offload_size`,
+    `max_fwd_stash_size`.
+    """
 
     def __init__(self, own_weights: Iterable[torch.Tensor]) -> None:
-        """`own_weights`: the parameters whose storages it knows. Those that FSDP2 gathers are others."""
+        """`own_weights`: the parameters whose storages it recognizes and does not offload. Parameters that FSDP2 gathers have other
+        storages.
+        """
         self._weights = {weight.untyped_storage()._cdata for weight in own_weights}
         self._count = 0
         self._packed: dict[int, torch.Tensor | _OnHost] = {}
-        self._numbers: dict[_Key, int] = {}  # of tensors that are copied, and of others of the same storage
+        self._numbers: dict[_Key, int] = {}  # of tensors that are copied, and of later ones with the same key
         self._keys: dict[int, _Key] = {}
         self._leaving: dict[int, torch.Tensor] = {}
         self._returned: dict[int, torch.Tensor] = {}
@@ -123,7 +126,7 @@ class RecordedOffload(saved_tensors_hooks):
             del self._numbers[key]
 
     def _forget(self, number: int) -> None:
-        """Let go of a tensor whose copy has ended."""
+        """Drop a tensor whose copy to the host has ended."""
         del self._leaving[number]
         self._release(number)
 
@@ -133,7 +136,7 @@ class RecordedOffload(saved_tensors_hooks):
             self._release(number)
             return packed
         node: Any = torch._C._current_autograd_node()
-        if self._node is None:  # when backward ends
+        if self._node is None:  # the first tensor: clear at the end of backward
             torch.autograd.Variable._execution_engine.queue_callback(self._returned.clear)
         before = list(self._returned) if node != self._node else []
         self._node = node
@@ -147,7 +150,7 @@ class RecordedOffload(saved_tensors_hooks):
 
         def node_ends(*_: object) -> None:
             if number in self._returned and _users(self._returned[number]) > users:
-                del self._returned[number]  # a view of it lives on
+                del self._returned[number]  # a view of the tensor is still alive
             for each in list(self._leaving):
                 self._forget(each)
             for each in before:
@@ -181,12 +184,12 @@ class _OnHost(NamedTuple):
 
 
 def _users(tensor: torch.Tensor) -> int:
-    """The number of tensors that share its storage."""
+    """The number of tensors that share the tensor's storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def offloading(code: OffloadCode, own_weights: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """The context of a step whose saved tensors are kept in host memory by this code."""
+    """The context of a step in which the implementation `code` offloads saved tensors to host memory."""
     match code:
         case "saved":
             return RecordedOnHost()
@@ -208,7 +211,7 @@ def _copied_bytes(n_bytes: int) -> None:
 
 
 def save_inputs_on_host(model: nn.Module, hooks: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-    """Let a transformers model that checkpoints layers save their inputs under `hooks`."""
+    """Make a transformers model that checkpoints layers save their inputs under `hooks`."""
     for module in model.modules():
         if (function := getattr(module, "_gradient_checkpointing_func", None)) is not None:
             setattr(module, "_gradient_checkpointing_func", functools.partial(_under, hooks, function))  # noqa: B010  # transformers' own attribute, unknown to nn.Module

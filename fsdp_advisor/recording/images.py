@@ -89,11 +89,11 @@ _TOKEN_TYPES = {
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "gemma4"), _MM),
     **dict.fromkeys(("gemma3", "paligemma"), "token_type_ids"),
 }
-"""The input that marks the tokens of images, by model type, where the processor returns one that the model reads."""
+"""Model type -> name of the input that marks the tokens of images. Only models that read such an input are listed."""
 
 
 def _positions(rows: int, columns: int, padded: int) -> torch.Tensor:
-    """(1, padded, 2) positions of an image's patches, as (column, row), and of padding. Source: gemma4/image_processing_gemma4.py."""
+    """The positions (column, row) of an image's patches and of padding, shape (1, padded, 2). Source: gemma4/image_processing_gemma4.py."""
     row, column = torch.arange(rows).repeat_interleave(columns), torch.arange(columns).repeat(rows)
     positions = torch.stack([column, row], dim=-1)
     return torch.nn.functional.pad(positions, (0, 0, 0, padded - rows * columns), value=-1)[None]
@@ -101,8 +101,8 @@ def _positions(rows: int, columns: int, padded: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def with_rows_of_images(model: nn.Module) -> Iterator[None]:
-    """Context in which vision towers run the recorded flash attention as transformers runs flash attention: over all images at once,
-    where other kernels run over one after the other.
+    """Context in which vision towers run the recorded flash attention over all images at once, as transformers runs flash attention. It
+    runs other kernels over one image after the other.
     """
     from transformers.utils import generic
 
@@ -120,5 +120,5 @@ def with_rows_of_images(model: nn.Module) -> Iterator[None]:
 
 
 def with_images(source: Source, images: Images | None) -> Source:
-    """The source with these images in each sample. Raises UsageError if its model reads none."""
+    """The source with these images in each sample. Raises UsageError if its model reads no images."""
     return source if images is None else ImageSource(source, images)

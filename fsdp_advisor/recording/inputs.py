@@ -10,21 +10,25 @@ import torch
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.model.tasks import FRAMES_PER_LABEL, SOUND_SECONDS
 
-# B = micro-batch, T = tokens of text, or frames that an audio encoder makes of sound
+# B = micro-batch, T = tokens of text, or frames of sound after an audio encoder
 
 Batch = dict[str, torch.Tensor]
 
 SAMPLES_PER_SECOND = 16_000
 FRAMES_PER_SECOND = 100
-"""Spectrograms have a frame for each 10 ms."""
+"""A spectrogram has one frame per 10 ms."""
 CODES_PER_SECOND = 44_100 / 512
-"""Frames of Dia's codec, DAC at 44.1 kHz, each with a code for each channel. Source: dac/configuration_dac.py, `hop_length`."""
+"""Frames per second of Dia's codec (DAC at 44.1 kHz). Each frame has one code per channel. Source: dac/configuration_dac.py,
+`hop_length`.
+"""
 PIANO_FRAMES_PER_SECOND = 22_050 / 1024
 """Source: pop2piano/feature_extraction_pop2piano.py, `sampling_rate` and `hop_length`; each frame has `d_model` mel filters."""
 USUAL_IMAGE_SIZE = 224
 """Pixels of an image's sides, for models whose configuration does not fix them, such as ResNet."""
 FLATTENED_PATCHES = 2048
-"""Patches of an image in which the processor does not keep its size. Source: pix2struct/image_processing_pix2struct.py, `max_patches`."""
+"""Patches of an image whose processor flattens it to a fixed number of patches. Source: pix2struct/image_processing_pix2struct.py,
+`max_patches`.
+"""
 
 
 def batch_of_task(task: str, config: Any, names: Collection[str], b: int, t: int) -> Batch:
@@ -36,7 +40,7 @@ def batch_of_task(task: str, config: Any, names: Collection[str], b: int, t: int
             return _speech_to_make(config, b, t)
         case "speech-seq2seq" if (
             config.model_type == "kyutai_speech_to_text"
-        ):  # a token of text and codes of sound for each frame
+        ):  # each frame has a token of text and codes of sound
             return {"input_ids": torch.zeros(b, t, 1 + config.num_codebooks, dtype=torch.long), "labels": _tokens(b, t)}
         case "speech-seq2seq":
             return {**_sound(config, names, b), "labels": _tokens(b, t)}
@@ -62,25 +66,27 @@ def batch_of_task(task: str, config: Any, names: Collection[str], b: int, t: int
 
 
 _ASKS_FOR_KINDS = ("molmo2",)
-"""Types of models that train only if each token's kind, such as text, is passed. Source: molmo2/modeling_molmo2.py, Molmo2Model.forward."""
+"""Model types that train only if the type of each token (text or image) is an input. Source: molmo2/modeling_molmo2.py,
+Molmo2Model.forward.
+"""
 _MAY_SHOW_IMAGES = ("causal-lm", "image-text-to-text")
 
 
 def _needs_image(config: Any, names: Collection[str]) -> bool:
-    """Whether every sample has an image: the model reads images, and no token of its text stands for one, which a sample might lack."""
+    """Whether every sample must have an image: the model reads images, and has no placeholder token that a sample could leave out."""
     placeholders = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
     return ("pixel_values" in names or "flattened_patches" in names) and not any(p is not None for p in placeholders)
 
 
 def _with_image(batch: Batch, config: Any, names: Collection[str], b: int, t: int) -> Batch:
-    """The batch with an image in each sample. If an encoder reads the image alone, the labels are the only tokens."""
+    """The batch with an image in each sample. If the encoder reads only the image, the labels are the only tokens."""
     vision = _vision(config)
-    if "flattened_patches" in names:  # each with its row and column
+    if "flattened_patches" in names:  # each patch begins with its row and column
         patches = getattr(vision, "max_num_patches", FLATTENED_PATCHES)
         image = {"flattened_patches": torch.zeros(b, patches, 2 + vision.patch_embed_hidden_size)}
     else:
         image = _image(config, names, b)
-    if "image_attention_mask" in names:  # of IDEFICS, whose samples may have several images
+    if "image_attention_mask" in names:  # IDEFICS: samples may have several images
         image = {
             "pixel_values": image["pixel_values"][:, None],
             "image_attention_mask": torch.ones(b, t, 1, dtype=torch.long),
@@ -88,13 +94,13 @@ def _with_image(batch: Batch, config: Any, names: Collection[str], b: int, t: in
     if "image_embeds_position_mask" in names:
         at = torch.arange(t) < config.latent_query_num
         image["image_embeds_position_mask"] = at.long().repeat(b, 1)
-    if "bbox" in names:  # of UDOP, whose processor reads the place of each word in the image
+    if "bbox" in names:  # UDOP: its processor reads the position of each word in the image
         image["bbox"] = torch.zeros(b, t, 4)
     return {**{name: tokens for name, tokens in batch.items() if name in names}, **image}
 
 
 def _vision(config: Any) -> Any:
-    """The configuration of what reads images."""
+    """The configuration of the part that reads images."""
     return getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
 
 
@@ -107,7 +113,7 @@ def _labels(b: int) -> torch.Tensor:
 
 
 def _image(config: Any, names: Collection[str], b: int) -> Batch:
-    if "pixel_values" not in names:  # ImageGPT reads pixels as words
+    if "pixel_values" not in names:  # ImageGPT: its tokens are pixels
         return {"input_ids": _tokens(b, config.n_positions)}
     vision = _vision(config)
     channels = getattr(vision, "num_channels", 3)
@@ -123,7 +129,7 @@ def _image(config: Any, names: Collection[str], b: int) -> Batch:
 
 
 def _speech_to_make(config: Any, b: int, t: int) -> Batch:
-    """Text of T tokens, and the codes of the sound that is made of it; a channel's codes are a row of labels."""
+    """Text of T tokens, and the codes of the speech to be generated from it; each channel's codes are a row of labels."""
     channels, frames = config.decoder_config.num_channels, int(SOUND_SECONDS * CODES_PER_SECOND)
     return {
         "input_ids": _tokens(b, t),
@@ -133,13 +139,13 @@ def _speech_to_make(config: Any, b: int, t: int) -> Batch:
 
 
 def _sound(config: Any, names: Collection[str], b: int) -> Batch:
-    """Sound of `SOUND_SECONDS` for an encoder beside a decoder: samples, or a spectrogram."""
+    """Sound of `SOUND_SECONDS` for the encoder of an encoder-decoder model: samples, or a spectrogram."""
     if "input_values" in names:
         return {"input_values": torch.zeros(b, SOUND_SECONDS * SAMPLES_PER_SECOND)}
     if config.model_type == "pop2piano":
         return {"input_features": torch.zeros(b, int(SOUND_SECONDS * PIANO_FRAMES_PER_SECOND), config.d_model)}
     frames = SOUND_SECONDS * FRAMES_PER_SECOND
-    if (width := getattr(config, "feature_projection_input_dim", None)) is not None:  # two frames are one
+    if (width := getattr(config, "feature_projection_input_dim", None)) is not None:  # two frames are joined
         return {"input_features": torch.zeros(b, frames // 2, width)}
     if (width := getattr(config, "input_feat_per_channel", None)) is not None:
         return {"input_features": torch.zeros(b, frames, width)}
@@ -155,7 +161,7 @@ def _sound(config: Any, names: Collection[str], b: int) -> Batch:
 
 
 def _frames(config: Any, names: Collection[str], b: int, t: int) -> Batch:
-    """Sound of which the encoder makes T frames; models for one length take that."""
+    """Sound that the encoder turns into T frames. Models for a fixed length get that length."""
     encoder = getattr(config, "encoder_config", config)
     if hasattr(config, "max_length") and hasattr(config, "frequency_stride"):  # the spectrogram transformer
         return {"input_values": torch.zeros(b, config.max_length, config.num_mel_bins)}

@@ -38,9 +38,9 @@ def signature(layer: nn.Module) -> Hashable:
 
 
 def shared_tensors(layers: Sequence[nn.Module]) -> list[Hashable]:
-    """For each layer, as a value to compare: which of its tensors other layers share, and of which of them it is the first layer.
+    """For each layer, a comparable value that tells which of its tensors other layers share, and for which of these it is the first layer.
 
-    A tensor that several layers share belongs to the first of them, as an adapter's matrix in PEFT's Lily and VeRA.
+    A tensor that several layers share belongs to the first of them. PEFT's Lily and VeRA have such matrices.
     """
     users: dict[int, list[int]] = {}
     for i, layer in enumerate(layers):
@@ -60,7 +60,7 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def trained_before(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, bool]:
-    """By layer, whether one of its parameters, or one of the layers and modules before it, is trained, so that it has a backward."""
+    """By layer, whether it has a backward: a parameter of the layer, or of a layer or module before it, is trained."""
     numbers = {id(p): number for number, p in enumerate(model.parameters())}
     first = min((numbers[id(p)] for p in model.parameters() if p.requires_grad), default=len(numbers))
     return {layer: any(numbers[id(p)] >= first for p in layer.parameters()) for layer in layers}
@@ -90,7 +90,7 @@ def representatives(kinds: Sequence[int]) -> list[int]:
     def look(indices: list[int], at: int) -> tuple[int, ...]:
         return tuple(kinds[i] for i in indices[at : at + window])
 
-    start = 1  # keeping the first layer also keeps the phase of a pattern
+    start = 1  # the first layer stays, so that an alternating pattern begins as in the model
     while start + window <= len(kept):
         here = look(kept, start)
         for end in range(len(kept) - window, start, -1):
@@ -116,7 +116,7 @@ def runs(kinds: Sequence[int], kept: Sequence[int]) -> tuple[Run, ...]:
     sequence = [recorded[context] for context in real]
     for i in range(
         (len(short) + 1) // 2
-    ):  # events that happen once per stack happen near its ends, so layers there stand only for themselves
+    ):  # events that occur once per stack occur near its ends, so layers there represent only themselves
         if short[i] != real[i]:
             break
         sequence[i] = i

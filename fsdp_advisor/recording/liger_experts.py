@@ -1,7 +1,7 @@
 """The allocations of Liger's kernel for the routed experts of a layer.
 
-N = tokens, K = experts of a token, E = experts, H = width of a token, I = width of an expert. Tokens are taken to be spread evenly over
-the experts, which changes the number of tiles alone.
+N = tokens, K = experts of a token, E = experts, H = width of a token, I = width of an expert. Tokens are assumed to be distributed evenly
+over the experts, which affects only the number of tiles.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import nn
 from fsdp_advisor.recording.fused_kernels import empty, kernel
 
 TILE_TOKENS = 64
-"""Source: liger-kernel 0.8.5, ops/fused_moe.py, BLOCK_M_TOKEN."""
+"""Tokens of a tile. Source: liger-kernel 0.8.5, ops/fused_moe.py, BLOCK_M_TOKEN."""
 ROUTED_AT_ONCE = 1024
-"""Pairs of a token and an expert that a block routes. Source: the same file, `compute_routing_metadata`."""
+"""(token, expert) pairs that one thread block routes. Source: the same file, `compute_routing_metadata`."""
 
 
 def experts(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Source: liger-kernel 0.8.5, transformers/swiglu.py, `LigerExperts`."""
+    """The forward that replaces a module's of routed experts. Source: liger-kernel 0.8.5, transformers/swiglu.py, `LigerExperts`."""
     x = hidden_states.view(-1, hidden_states.shape[-1])
     chosen = top_k_index.view(-1, top_k_index.shape[-1]).to(torch.int32)
     weights = top_k_weights.view(-1, top_k_weights.shape[-1])
@@ -31,7 +31,7 @@ def experts(
 
 
 class _Experts(torch.autograd.Function):
-    """Source: ops/fused_moe.py, `LigerFusedMoEFunction`. Backward computes the gradients of the weights also if they are not trained."""
+    """The allocations of `LigerFusedMoEFunction` (ops/fused_moe.py). Backward computes gradients of the weights even if they are frozen."""
 
     @staticmethod
     def forward(
@@ -80,8 +80,8 @@ class _Experts(torch.autograd.Function):
 
 
 def _routing(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, ...]:
-    """The number of tokens of each expert, then what backward saves: the first row of each expert, three permutations, and the start and
-    the expert of each tile.
+    """The number of tokens of each expert, then the tensors that are saved for backward: the first row of each expert, three permutations,
+    and the start and the expert of each tile.
 
     Source: `compute_routing_metadata`.
     """

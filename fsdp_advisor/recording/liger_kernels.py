@@ -1,7 +1,7 @@
 """The allocations of Liger's kernels for norms, positions and feed-forward networks, for recording on a machine without a GPU.
 
-The classes below allocate, save and free what the autograd functions of liger-kernel 0.8.5 do, in their order; kernels are left out but
-for their work.
+The classes below allocate, save and free the same tensors as the autograd functions of liger-kernel 0.8.5, in the same order. Of the
+kernels only the work is counted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from fsdp_advisor.recording.fused_kernels import empty, kernel
 from fsdp_advisor.recording.liger_experts import experts
 
 PROCESSORS = 132
-"""Multiprocessors of the GPU: in the backward of a norm each has a row of partial sums in fp32. They are those of an H100 or H200; an
-A100 has 108, a B200 148."""
+"""Multiprocessors of an H100 or H200, which are assumed (an A100 has 108, a B200 148). In a norm's backward each has a row of partial
+sums in fp32.
+"""
 
 
 def check_kernels(model: nn.Module, name: str) -> None:
@@ -41,7 +42,8 @@ def check_kernels(model: nn.Module, name: str) -> None:
 
 @contextlib.contextmanager
 def with_liger_kernels(model: nn.Module, name: str) -> Iterator[None]:
-    """Context in which the model's code finds Liger's functions. Its modules keep them. Raises NotRecordable if there are none.
+    """Context in which the model's code calls Liger's functions. Modules that it replaces keep them afterwards. Raises NotRecordable if
+    Liger has none for the model.
 
     Source: transformers/monkey_patch.py, the functions of MODEL_TYPE_TO_APPLY_LIGER_FN.
     """
@@ -82,14 +84,14 @@ def _kernels_of(causal: PreTrainedModel, name: str) -> LigerKernels:
 
 
 def _norms(base: nn.Module, layers: list[nn.Module], kernels: LigerKernels) -> Iterator[tuple[nn.Module, bool]]:
-    """The norms that are replaced, and whether their backward writes to its gradient."""
+    """(norm that is replaced, whether its backward writes the input's gradient in place of the output's)."""
     places = [base, *layers, *(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))]
     for names, in_place in ((kernels.norms, True), (kernels.copying_norms, False)):
         for place in places:
             for name in names:
                 found = getattr(place, name, None)
                 for norm in found.modules() if found is not None else ():
-                    if not list(norm.children()):  # else PEFT's wrapper around a norm that is trained
+                    if not list(norm.children()):  # not PEFT's wrapper around a trained norm
                         yield norm, in_place
 
 
@@ -100,7 +102,7 @@ def _routed_experts(layers: Iterable[nn.Module], kernels: LigerKernels) -> Itera
 
 
 def _mlps(layers: Iterable[nn.Module], kernels: LigerKernels) -> Iterator[nn.Module]:
-    """The feed-forward networks of layers; of a layer with routed experts, the expert that all tokens share."""
+    """The feed-forward networks of layers. In a layer with routed experts this is the shared expert."""
     for layer in layers:
         if kernels.mlp == "none":
             continue
@@ -164,7 +166,7 @@ def _rope(
 
 
 class _Rope(torch.autograd.Function):
-    """Source: ops/rope.py, `LigerRopeFunction`. Queries and keys that are parts of one tensor are copied first."""
+    """The allocations of `LigerRopeFunction` (ops/rope.py). Queries and keys that are parts of one tensor are copied first."""
 
     @staticmethod
     def forward(
@@ -188,12 +190,12 @@ class _Rope(torch.autograd.Function):
 
 
 def _mlp(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Source: transformers/swiglu.py, `LigerSwiGLUMLP`; transformers/geglu.py, `LigerGEGLUMLP`."""
+    """The forward of `LigerSwiGLUMLP` (transformers/swiglu.py) and `LigerGEGLUMLP` (transformers/geglu.py)."""
     return _call(self.down_proj, _gated(_call(self.gate_proj, x), _call(self.up_proj, x)))
 
 
 def _gate_up_mlp(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Source: transformers/swiglu.py, `LigerPhi3SwiGLUMLP`."""
+    """The forward of `LigerPhi3SwiGLUMLP` (transformers/swiglu.py)."""
     up = _call(self.gate_up_proj, x)
     gate, up = up.chunk(2, dim=-1)
     return _call(self.down_proj, _gated(gate, up))
@@ -239,7 +241,7 @@ def _relu_squared(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class _ReluSquared(torch.autograd.Function):
-    """Source: ops/relu_squared.py, `LigerReLUSquaredFunction`."""
+    """The allocations of `LigerReLUSquaredFunction` (ops/relu_squared.py)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

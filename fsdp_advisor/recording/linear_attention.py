@@ -14,8 +14,9 @@ from fsdp_advisor.recording.causal_conv1d import empty, kernel
 
 CHUNK = 64
 KEY_TILE = 128
-"""The widest tile of keys in backward, on GPUs with the shared memory of an A100 or H100 and in half precision. Others have 32 or
-64, and one more fp32 per token and head for each further tile. Source: fla/ops/common/chunk_o.py, `chunk_bwd_dqkwg`."""
+"""Width of the largest tile of keys in backward, in half precision on GPUs with the shared memory of an A100 or H100. Other GPUs have
+32 or 64, and one more fp32 per token and head for each additional tile. Source: fla/ops/common/chunk_o.py, `chunk_bwd_dqkwg`.
+"""
 
 
 def chunk_gated_delta_rule(
@@ -28,8 +29,8 @@ def chunk_gated_delta_rule(
     output_final_state: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The output (B, T, J, V), and the last state (B, J, K, V) if asked for. query, key: (B, T, H, K); value: (B, T, J, V); g and beta:
-    (B, T, J).
+    """The output (B, T, J, V), and the last state (B, J, K, V) if `output_final_state`. query, key: (B, T, H, K); value: (B, T, J, V); g
+    and beta: (B, T, J).
 
     Queries and keys are normalized inside, as all models request. In training the state before the first token is empty.
     """
@@ -40,7 +41,7 @@ def chunk_gated_delta_rule(
 
 
 class _ChunkGatedDeltaRule(torch.autograd.Function):
-    """Source: fla/ops/gated_delta_rule/chunk.py, `ChunkGatedDeltaRuleFunction`, and what it calls."""
+    """The allocations of `ChunkGatedDeltaRuleFunction` (fla/ops/gated_delta_rule/chunk.py) and of the functions that it calls."""
 
     @staticmethod
     def forward(
@@ -75,7 +76,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         given = [x.contiguous() for x in grads if x is not None]
         q, q_norm, k, k_norm, v, g, beta, solved = ctx.saved_tensors
-        with torch.autocast("cpu", enabled=ctx.autocasts):  # it changes the dtype of sums
+        with torch.autocast("cpu", enabled=ctx.autocasts):  # autocast changes the dtype of sums
             dq, dk, dv, dg, dbeta = _gradients(given[0], q, k, v, g, beta, solved)
         dq = _gradient_of_normalized(q, q_norm, dq)
         dk = _gradient_of_normalized(k, k_norm, dk)
@@ -136,8 +137,8 @@ class _Size:
     def flops(
         self, *, key_by_value: int = 0, chunk_by_key: int = 0, chunk_by_value: int = 0, chunk_by_chunk: int = 0
     ) -> int:
-        """FLOPs of this many matrix products of each kind over all tokens and heads: per token and head 2 K V, 2 C K, 2
-        C V and 2 C C. They are the calls of `tl.dot` in the kernels; masked halves of a chunk's matrix count too.
+        """FLOPs over all tokens and heads of the given numbers of matrix products of each kind, which have 2 K V, 2 C K, 2 C V and 2 C
+        C FLOPs per token and head. The products are the calls of `tl.dot` in the kernels; masked halves of a chunk's matrix count too.
         """
         c, k, v = CHUNK, self.k, self.v
         per_token = key_by_value * k * v + chunk_by_key * c * k + chunk_by_value * c * v + chunk_by_chunk * c * c
@@ -152,7 +153,7 @@ def _normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _gradient_of_normalized(y: torch.Tensor, norm: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """`l2norm_bwd`."""
+    """`l2norm_bwd`: the gradient of `_normalized`'s input."""
     found = empty(y.shape, y)
     kernel([y, norm, dy], 0)
     return found

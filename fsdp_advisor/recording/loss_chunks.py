@@ -9,7 +9,7 @@ from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
 
 
 class LossChunks:
-    """The gradient of the head in a loss in chunks, each with a backward of its own. FSDP2 sums it in fp32.
+    """Sums the gradient of the head over the chunks of a loss. Each chunk has its own backward. FSDP2 sums in fp32.
 
     Source: torch.distributed.fsdp._fully_shard._fsdp_param (torch 2.13), `to_accumulated_grad_if_needed` and
     `accumulate_unsharded_grad_if_needed`.

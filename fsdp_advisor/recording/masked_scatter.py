@@ -1,4 +1,4 @@
-"""`torch.Tensor.masked_scatter` as on CUDA, with which models put the outputs of a vision tower at the places of their placeholders."""
+"""`torch.Tensor.masked_scatter` as on CUDA. Models use it to replace placeholder tokens by the outputs of a vision tower."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fsdp_advisor.recording.flash import scratch
 
 
 class _MaskedScatter(torch.autograd.Function):
-    """Its temporaries are invisible to a dispatch mode.
+    """The operator with the temporaries of CUDA's kernels, which a dispatch mode does not see.
 
-    Forward: the sum of the mask before each element in int64, and the mask of every element. Backward: the places of the selected
-    elements, an int64 for each dimension. Source: torch 2.13, ATen/native/cuda/IndexKernel.{cpp,cu}, masked_scatter__cuda and
+    Forward: the sum of the mask before each element in int64, and the mask expanded to every element. Backward: the indices of the
+    selected elements, one int64 per dimension. Source: torch 2.13, ATen/native/cuda/IndexKernel.{cpp,cu}, masked_scatter__cuda and
     launch_masked_scatter_kernel, masked_select_out_cuda_impl; autograd/FunctionsManual.cpp, masked_scatter_backward.
     """
 

@@ -13,7 +13,7 @@ from fsdp_advisor.recording.source import LayerStack, RootModules
 
 
 class ModuleSource:
-    """A source from a module's builder, a batch builder and a loss. `wrap`: the classes or dotted names of its units."""
+    """A source made of a module builder, a batch builder and a loss. `wrap`: the classes or dotted names of the module's units."""
 
     task: str = "module"
     max_seq_len: int | None = None
@@ -54,7 +54,7 @@ class ModuleSource:
         return [LayerStack(path, tuple(layers)) for path, layers in found.items()]
 
     def keep_layers(self, module: nn.Module, kept: Mapping[str, list[int]]) -> None:
-        """Drop layers from plain containers. From any other module they cannot be dropped safely."""
+        """Drop the other layers, if their container is a plain one. Layers of any other module cannot be dropped safely."""
         for stack in self.stacks(module):
             container = module.get_submodule(stack.path)
             if isinstance(container, (nn.ModuleList, nn.Sequential)) and len(container) == len(stack.layers):

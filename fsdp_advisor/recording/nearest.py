@@ -1,4 +1,4 @@
-"""The model of the installed transformers that is nearest to one that it does not know."""
+"""Finds the model in the installed transformers that is most similar to a model that transformers does not know."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _BY_OTHER_NAME = {
     "refinedweb": "falcon", "refinedwebmodel": "falcon", "stablelm_epoch": "stablelm", "telechat": "llama", "xverse": "llama",
     "yi": "llama",
 }  # fmt: skip
-"""Model types of code in hub repositories whose layers are those of a model in transformers, or close to them."""
+"""Model type of code in a hub repository -> type of a model in transformers with equal or similar layers."""
 
 
 def nearest(model_type: str, architectures: Iterable[str]) -> tuple[str, str] | None:
-    """The model type and class of the nearest model that transformers has; None if no name is similar.
+    """The model type and class of the most similar model in transformers; None if no name is similar.
 
     >>> nearest("chatglm", ["ChatGLMModel"]), nearest("my_llama", ["LlamaForCausalLM"]), nearest("zzz", [])
     (('glm', 'GlmForCausalLM'), ('llama', 'LlamaForCausalLM'), None)
@@ -41,10 +41,10 @@ def nearest(model_type: str, architectures: Iterable[str]) -> tuple[str, str] | 
 
 
 def advice(model_type: str, architectures: Iterable[str], written_by: object, *, own_code: bool) -> str:
-    """What to do about a model type that transformers does not know.
+    """The hint about a model type that transformers does not know.
 
-    `written_by`: the version of transformers that wrote the configuration, if it says so. `own_code`: whether the model comes with
-    code of its own (auto_map).
+    `written_by`: the version of transformers in the configuration, if it has one. `own_code`: whether the model comes with its own code
+    (auto_map).
     """
     installed = transformers.__version__
     similar = nearest(model_type, architectures)

@@ -1,1 +1,1 @@
-"""Losses that are computed without the whole logits: one module for each library; `fused` has what they share."""
+"""Losses that are computed without the whole logits: one module per library; `fused` has their common code."""

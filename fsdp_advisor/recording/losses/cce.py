@@ -11,7 +11,7 @@ from fsdp_advisor.recording.losses.fused import LossInputs, loss_product
 
 
 def loss(inputs: LossInputs) -> torch.Tensor:
-    """Source: cut-cross-entropy 25.1.1, cce.py, `cce_linear_cross_entropy(shift=True)`, with the mean over tokens."""
+    """Cut cross entropy, as a mean over tokens. Source: cut-cross-entropy 25.1.1, cce.py, `cce_linear_cross_entropy(shift=True)`."""
     hidden, labels = inputs.hidden, inputs.labels
     if inputs.bias is not None:
         raise NotRecordable(
@@ -27,7 +27,7 @@ def loss(inputs: LossInputs) -> torch.Tensor:
 
 
 def _valid_tokens(labels: torch.Tensor, scored: int) -> torch.Tensor:
-    """The numbers of the tokens with a label, in int32. Source: utils.py, `_build_flat_valids`."""
+    """The indices of the tokens with a label, in int32. Source: utils.py, `_build_flat_valids`."""
     mask = labels[..., 1:] != -100
     valid = mask.new_empty((scored, 2), dtype=torch.long).to(torch.int32)
     del mask
@@ -63,7 +63,7 @@ class _CutCrossEntropy(torch.autograd.Function):
             hidden.new_zeros((-(-rows // parts), parts), dtype=torch.int32)
             for rows in (valid.shape[0], weight.shape[0])
         ]
-        for _ in range(3 if for_weight is not None else 2):  # the logits again, and each gradient
+        for _ in range(3 if for_weight is not None else 2):  # recomputes the logits, and computes each gradient
             loss_product(hidden, weight, 0)
         del order, locks
         return for_hidden, for_weight.to(weight.dtype) if for_weight is not None else None, None, None

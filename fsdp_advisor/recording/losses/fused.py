@@ -1,8 +1,8 @@
-"""Head and loss in one module, as training libraries compute a loss without the whole logits.
+"""Head and loss in one module. Training libraries compute a loss in this way without the whole logits.
 
-The module of a library allocates what the library's own code allocates. Its kernels and matrix products write to storages that exist
-already, so only their work is counted. A loss that runs in tiles of tokens is recorded with one tile, because the next ones use
-the same storages again. Labels are shifted by one token, as causal models do.
+A library's module makes the same allocations as the library's own code. Its kernels and matrix products write to existing storages, so
+only their work is counted. A loss that runs in tiles of tokens is recorded with one tile, because the next ones use the same storages
+again. Labels are shifted by one token, as causal models do.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from fsdp_advisor.recording.source import RootModules, WrappedSource
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss gets: hidden states (B, T, H), the head's weight (V, H) and bias (V), and labels (B, T)."""
+    """The inputs of a loss: hidden states (B, T, H), the head's weight (V, H) and bias (V), and labels (B, T)."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     labels: torch.Tensor
     scored: int
-    """How many tokens have a label; fake tensors have no values."""
+    """The number of tokens with a label, which fake labels cannot tell."""
     examples: tuple[int, int]
-    """How many sequences the labels have and how long they are, also if they are in one row."""
+    """(number of sequences, tokens per sequence) of the labels, even if all sequences are in one row."""
 
 
 class FusedLoss(nn.Module):
@@ -47,17 +47,17 @@ class FusedLoss(nn.Module):
         gathered_head: str = "",
         completion_length: int = 0,
     ) -> None:
-        """`gathered_head`: the dtype in which the loss gathers the weight; empty if FSDP does. `completion_length`: the tokens of each
-        sequence that have labels; 0 for all but the ignored ones.
+        """`gathered_head`: the dtype in which the loss gathers the weight; empty if FSDP does. `completion_length`: the number of
+        tokens of each sequence that have labels; 0: all but the ignored ones.
         """
         super().__init__()
-        self.__dict__["head"] = head  # not a child: the head belongs to the model
+        self.__dict__["head"] = head  # not a submodule: the head belongs to the model
         self._compute = compute
         self._ignored_labels = ignored_labels
         self.gathered_head = gathered_head
         self._completion_length = completion_length
         self.examples: tuple[int, int] | None = None
-        """As in `LossInputs`; None if the labels' shape says it."""
+        """As in `LossInputs`; None if the labels' shape is that."""
 
     @property
     def weight(self) -> nn.Parameter:
@@ -66,7 +66,7 @@ class FusedLoss(nn.Module):
         return weight
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
-        """What `compute` returns: the loss, or log-probabilities and more by name."""
+        """The result of `compute`: the loss, or a dictionary with log-probabilities and other outputs."""
         head = self.__dict__["head"]
         sequences, length = self.examples or tuple(labels.shape)
         tokens = sequences * (length - 1)
@@ -81,9 +81,9 @@ class FusedLossSource(WrappedSource):
     """A causal language model whose forward ends with a `FusedLoss` in place of its head and loss."""
 
     not_causal: str
-    """Why another kind of model is refused; `{task}` stands for it."""
+    """The error for a model that is not a causal language model; `{task}` is its task."""
     instead: str
-    """What to use for another kind of model."""
+    """The error's hint: what to use for such a model."""
 
     def configure(
         self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
@@ -104,8 +104,8 @@ class FusedLossSource(WrappedSource):
 
 
 def set_loss(model: PreTrainedModel, fused: FusedLoss, forward: Callable[..., Any]) -> None:
-    """Let the model compute this loss. `forward`: a method that calls `fused_loss_of(self)`."""
-    model.__dict__["fused_loss"] = fused  # not a child: it has no parameters of its own
+    """Make the model compute this loss. `forward`: the new forward, a method that calls `fused_loss_of(self)`."""
+    model.__dict__["fused_loss"] = fused  # not a submodule: it has no parameters of its own
     model.forward = MethodType(forward, model)
 
 
@@ -115,7 +115,7 @@ def fused_loss_of(model: PreTrainedModel) -> FusedLoss:
 
 
 def causal_model(module: nn.Module, name: str) -> PreTrainedModel:
-    """The model of transformers that has the head, within adapters' wrappers. Raises NotRecordable if there is none."""
+    """The transformers model that has the head, which may be inside wrappers of adapters. Raises NotRecordable if there is none."""
     for inner in module.modules():
         if isinstance(inner, PreTrainedModel) and isinstance(inner.get_output_embeddings(), nn.Linear):
             return inner
@@ -125,14 +125,14 @@ def causal_model(module: nn.Module, name: str) -> PreTrainedModel:
     )
 
 
-# The work of kernels that write to storages which exist
+# The work of kernels that write to existing storages
 
 
 @fake_operator("loss_product")
 def loss_product(hidden: torch.Tensor, weight: torch.Tensor, bytes_per_logit: int) -> None:
-    """A product of hidden states (N, H) and a weight (V, H), or another of the same size, then a kernel over the logits (N, V).
+    """Count the work of a product of hidden states (N, H) and a weight (V, H), or of equal size, and of a kernel over the logits (N, V).
 
-    `bytes_per_logit`: what the product and the kernel write and read of each logit.
+    `bytes_per_logit`: the bytes that product and kernel write and read per logit.
     """
 
 

@@ -29,7 +29,8 @@ class _LigerLoss(torch.autograd.Function):
     """`LigerFusedLinearCrossEntropyFunction` of liger-kernel 0.8.5 (ops/fused_linear_cross_entropy.py): forward computes the
     gradients too, tile by tile, in the parameter's dtype.
 
-    hidden (N, H), weight (V, H), targets (N). A tile has as many tokens as make its logits about as large as the hidden states.
+    hidden (N, H), weight (V, H), targets (N). The number of tokens of a tile is chosen so that its logits are about as large as all hidden
+    states.
     """
 
     @staticmethod
@@ -53,7 +54,7 @@ class _LigerLoss(torch.autograd.Function):
             logits = _logits(hidden, weight, bias, tile, dtype, in_place)
             if trains and not in_place:
                 _product_of_casts(hidden, weight, tile, dtype)
-            if for_weight is not None and dtype == torch.float32:  # no kernel adds to it
+            if for_weight is not None and dtype == torch.float32:  # fp32: the product is added separately
                 for_weight += torch.empty_like(weight).float()
             elif for_weight is not None and hidden.dtype != dtype:
                 with sized_by(tile):
@@ -71,7 +72,7 @@ class _LigerLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of forward; a kernel scales them in place."""
+        """The gradients that forward computed, scaled in place by a kernel."""
         return (*ctx.saved_tensors, None, None)
 
 
@@ -95,7 +96,7 @@ def _logits(
 
 
 def _product_of_casts(hidden: torch.Tensor, weight: torch.Tensor, tile: Tile, dtype: torch.dtype) -> None:
-    """The product of a tile's logits and the weight before it is copied to the gradient. Autocast keeps the weight's cast."""
+    """The product of a tile's logits and the weight, which is then copied to the gradient. Autocast's cache keeps the weight's cast."""
     torch.mm(weight.new_empty((1, weight.shape[0]), dtype=dtype), weight)
     with sized_by(tile):
         product = torch.empty((tile.tokens, hidden.shape[1]), dtype=dtype)

@@ -47,9 +47,9 @@ class LossSource(FusedLossSource):
 
 
 def with_loss(source: Source, loss: LossCode, ignored_labels: float = 0.0, gathered_head: str = "") -> Source:
-    """The source with this loss. `ignored_labels`: the part of the labels that is -100. `gathered_head`: see `TapeKey`.
+    """The source with this loss. `ignored_labels`: the fraction of the labels that are -100. `gathered_head`: see `TapeKey`.
 
-    Its `configure` raises NotRecordable for a model that is no causal language model.
+    Its `configure` raises NotRecordable for a model that is not a causal language model.
     """
     if loss == "torchtitan":
         from fsdp_advisor.recording.torchtitan_models import ChunkedLossSource

@@ -28,8 +28,8 @@ def log_probs(
 ) -> dict[str, torch.Tensor]:
     """The outputs of a model with TRL's head, by name. Source: trl 1.16, trainer/utils.py, `add_fused_lm_head`.
 
-    `sequences`: how many the batch has for each of its B examples. `completion_length`: how many of a sequence's last tokens are scored;
-    0: all but the first.
+    `sequences`: sequences per example of the batch. `completion_length`: the number of last tokens of a sequence that are scored; 0: all
+    tokens but the first.
     """
     tile = Tile.of(inputs.examples, unscored=1, scored=completion_length, most=TILE_TOKENS, sequences=sequences)
     hidden, labels = inputs.hidden[:, :-1], inputs.labels[:, 1:]
@@ -48,20 +48,20 @@ def log_probs(
 
 
 def _indices(mask: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """The rows and columns of the true elements, which are `count`; fake tensors have no values."""
+    """The rows and columns of the `count` true elements of `mask`. (The values of fake tensors are unknown, so `count` is given.)"""
     found = mask.new_empty((count, 2), dtype=torch.long)
     return found.unbind(1)
 
 
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1")
-"""What TRL's head computes of each token; a trainer asks for some of it."""
+"""The outputs per token that TRL's head can compute. A trainer requests some of them."""
 
 
 class _TiledLogProbs(torch.autograd.Function):
     """`ChunkedLogProbFunction` of trl 1.16 (kernels/chunked_logprob.py).
 
-    hidden (N, H), weight (V, H), targets (N). A tile of the logits is folded into statistics per token; backward computes it again
-    and adds its products to gradients in fp32.
+    hidden (N, H), weight (V, H), targets (N). Forward reduces each tile of the logits to statistics per token; backward computes the tile
+    again and adds its products to gradients in fp32.
     """
 
     @staticmethod
@@ -103,7 +103,7 @@ class _TiledLogProbs(torch.autograd.Function):
         )
         buffers = _tile_of(hidden, ctx.tile, ctx.dtype)
         for first in range(0, weight.shape[0], TILE_VOCABULARY):
-            part = weight[first : first + TILE_VOCABULARY].to(ctx.dtype)  # the part before is still alive
+            part = weight[first : first + TILE_VOCABULARY].to(ctx.dtype)  # the previous part is still alive
             loss_product(hidden, part, 4 * ctx.dtype.itemsize)
             for gradient in (for_hidden, for_weight):
                 if gradient is not None:
@@ -117,7 +117,7 @@ class _TiledLogProbs(torch.autograd.Function):
 
 
 def _tile_of(hidden: torch.Tensor, tile: Tile, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The logits of a tile, and its hidden states, if they are cast."""
+    """The logits of a tile, and its hidden states if they are cast, else None."""
     with sized_by(tile):
         logits = torch.empty((tile.tokens, TILE_VOCABULARY), dtype=dtype)
         return logits, torch.empty((tile.tokens, hidden.shape[1]), dtype=dtype) if hidden.dtype != dtype else None
