@@ -71,12 +71,29 @@ def find(name: str) -> Entry | None:
 
 
 def by_short_name(name: str) -> list[Entry]:
-    """The models whose name without owner equals `name`, ignoring case, separators and endings such as -hf and -it.
+    """The models whose name without owner equals `name`, ignoring case, separators, formats of the weights and endings such as -hf.
+
+    A name with an owner must be that of a copy: with a format at its end, or by an owner who publishes others' models under their names.
 
     >>> [entry.id for entry in by_short_name("llama-3-8b")]
     ['meta-llama/Meta-Llama-3-8B']
+    >>> [entry.id for entry in by_short_name("unsloth/Qwen3.5-9B-GGUF")], by_short_name("someone/Qwen3.5-9B")
+    (['Qwen/Qwen3.5-9B'], [])
     """
-    return [] if "/" in name else list(entries_by_short_name().get(_short(name), ()))
+    owner = name.strip().lower().rpartition("/")[0]
+    is_copy = owner in _COPIERS or without_format(name) != name
+    return [] if owner and not is_copy else list(entries_by_short_name().get(_short(name), ()))
+
+
+def without_format(name: str) -> str:
+    """The name of a checkpoint without the end that says only how it stores the weights.
+
+    GPTQ and AWQ are not left out: adapters are trained on their packed weights, whose layout is in the checkpoint's config.json.
+
+    >>> without_format("Qwen3-8B-FP8"), without_format("Llama-3.1-8B-unsloth-bnb-4bit"), without_format("Qwen3-8B-AWQ")
+    ('Qwen3-8B', 'Llama-3.1-8B', 'Qwen3-8B-AWQ')
+    """
+    return _FORMATS.sub("", name)
 
 
 @lru_cache(maxsize=1)
@@ -90,12 +107,12 @@ def entries_by_short_name() -> dict[str, tuple[Entry, ...]]:
 
 
 def _short(name: str) -> str:
-    """The name without owner, separators and endings that do not change a model's shapes.
+    """The name without owner, separators, the format of the weights and endings that do not change a model's shapes.
 
     >>> _short("meta-llama/Llama-2-7b-chat-hf")
     'llama27b'
     """
-    tail = name.strip().lower().rpartition("/")[2]
+    tail = without_format(name.strip().lower().rpartition("/")[2])
     return re.sub(r"[\s_-]", "", re.sub(r"([\s_-](hf|pt|it|chat|instruct))+$", "", tail))
 
 
@@ -229,6 +246,13 @@ _NUMBERS, _WORDS = r"\d+(?:\.\d+)*", r"[^\W\d_]+"
 _TOKENS = rf"{_NUMBERS}(?:[bm](?![^\W\d_]))?|{_WORDS}"
 _VENDORS = re.compile(r"^(nvidia|c4ai|meta|ai21)-", re.IGNORECASE)
 """Prefixes of names that repeat the model's vendor."""
+_COPIERS = ("unsloth", "nousresearch", "mlx-community", "redhatai", "neuralmagic")
+"""Owners who publish others' models under the names that these have."""
+_FORMATS = re.compile(
+    r"([\s._-]+(unsloth|gguf|mlx|bnb|(bnb[\s_-]*)?[3468]bit|bf16|fp16|(nv)?fp[48](-(dynamic|block|hybrid))?|mxfp[48]|dynamic"
+    r"|quantized|w[48]a(8|16|fp8)|int[48]|q[2-8]_(0|1|k|k_[sml])|i1))+$",
+    re.IGNORECASE,
+)
 _SIMILAR = 0.75
 """The ratio of difflib from which a word counts as a misspelling of another: lama and llama have 0.89."""
 

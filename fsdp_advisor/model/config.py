@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from fsdp_advisor.errors import UnreadableConfig
 from fsdp_advisor.model.multimodal import TRAINED_WHOLE, TRAINED_WITH_IMAGES, trained_on_images, trained_on_text
-from fsdp_advisor.model.quantization import PACKED_NOTE, packed_checkpoint
+from fsdp_advisor.model.quantization import IGNORED_NOTE, PACKED_NOTE, packed_checkpoint
 
 Config = dict[str, Any]
 
@@ -53,7 +53,6 @@ _TOKEN = re.compile(rb'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)  # a string, or
 _SHOWN_KEY = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _LANGUAGE_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys of a multimodal configuration with its language model: transformers' own, InternVL's, DeepSeek-VL's, Qwen-Omni's."""
-IGNORED_NOTE = "the quantization in the configuration is ignored: training uses unquantized weights"
 _NOT_SHAPES = (
     "_name_or_path", "auto_map", "quantization_config", "transformers_version", "torch_dtype", "dtype", "use_cache",
 )  # fmt: skip

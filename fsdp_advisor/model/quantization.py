@@ -10,6 +10,10 @@ from fsdp_advisor.job.adapter_fields import QuantStorage, QuantType
 
 QuantizationMethod = Literal["bnb_4bit", "bnb_8bit"]
 PACKED_NOTE = "training uses unquantized weights; --use-peft trains adapters on the packed weights of this checkpoint"
+IGNORED_NOTE = (
+    "the format of this checkpoint's weights is ignored: training uses unquantized weights, and QLoRA (--use-peft --load-in-4bit)"
+    " quantizes them itself"
+)
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 
 

@@ -13,7 +13,7 @@ from fsdp_advisor.errors import UnknownModel, UsageError
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.lacking import hint
 from fsdp_advisor.model.multimodal import trained_on_text
-from fsdp_advisor.model.quantization import packed_checkpoint
+from fsdp_advisor.model.quantization import IGNORED_NOTE, packed_checkpoint
 from fsdp_advisor.model.recorders import RECORDER_LOCK, recorder_for
 from fsdp_advisor.model.resolved import Resolved, renamed, versions_of
 from fsdp_advisor.units import parse_count
@@ -92,9 +92,12 @@ def _count_shaped(wanted: str) -> bool:
 def _catalogued(entry: catalog.Entry, wanted: str, recording_allowed: bool) -> Resolved:
     profile = catalog.profile(entry)
     notes: tuple[str, ...] = ()
-    meant = wanted if "/" in wanted else catalog.name_with_words(entry, wanted)
+    unquantized = catalog.without_format(wanted)
+    meant = wanted if "/" in wanted else catalog.name_with_words(entry, unquantized)
     if meant.lower() != entry.id.lower():
         notes = (f"{meant} has the shapes of {entry.id}, whose profile is used",)
+    if len(unquantized) < len(wanted) and catalog.find(wanted) is None:
+        notes += (IGNORED_NOTE,)
     if entry.task == "image-text-to-text":
         notes += (trained_on_text(entry.model_type),)
     if "embedding" in entry.id.lower():

@@ -17,6 +17,7 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key
 from fsdp_advisor.model.lacking import LACKING, hint
+from fsdp_advisor.model.quantization import IGNORED_NOTE
 from fsdp_advisor.model.resolve import lacks_tapes, resolve
 from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
 from fsdp_advisor.rows import estimate_plan
@@ -101,6 +102,17 @@ def test_a_model_that_must_be_there(name: str) -> None:
         ("Qwen3_8B", "Qwen/Qwen3-8B"),
         ("gemma 3 27b", "google/gemma-3-27b-pt"),
         ("someone/Llama-3.1-8B", None),
+        ("someone/Llama-3.1-8B-FP8", "meta-llama/Llama-3.1-8B"),
+        ("Qwen3.6-27B-FP8", "Qwen/Qwen3.5-27B"),
+        ("unsloth/gemma-4-26B-A4B-it-GGUF", "google/gemma-4-26B-A4B"),
+        ("unsloth/Meta-Llama-3.1-8B-Instruct-unsloth-bnb-4bit", "meta-llama/Llama-3.1-8B"),
+        ("unsloth/gpt-oss-20b", "openai/gpt-oss-20b"),
+        ("RedHatAI/Qwen3-32B-quantized.w4a16", "Qwen/Qwen3-32B"),
+        ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"),
+        ("mistralai/Ministral-3-8B-Instruct-2512-BF16", "mistralai/Ministral-3-8B-Base-2512"),
+        ("Qwen3-8B-Q4_K_M", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", None),
+        ("Qwen/Qwen3-8B-Base-GPTQ-Int4", None),
         ("llama", None),
         ("7b", None),
     ],
@@ -211,6 +223,13 @@ def test_names_of_2026_resolve_as_people_type_them(typed: str) -> None:
 def test_name_of_another_model_says_whose_profile_is_used(typed: str, meant: str | None, used: str) -> None:
     expected = () if meant is None else (f"{meant} has the shapes of {used}, whose profile is used",)
     assert resolve(typed, allow_hub=False, allow_recording=False).notes == expected
+
+
+def test_copy_in_another_format_says_that_the_format_is_ignored() -> None:
+    shapes = "unsloth/Qwen3.6-27B-GGUF has the shapes of Qwen/Qwen3.5-27B, whose profile is used"
+    assert resolve("unsloth/Qwen3.6-27B-GGUF", allow_recording=False).notes[:2] == (shapes, IGNORED_NOTE)
+    assert resolve("qwen3 8b fp8", allow_recording=False).notes == (IGNORED_NOTE,)
+    assert resolve("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", allow_recording=False).notes == ()
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-Embedding-0.6B", "google/embeddinggemma-300m"])

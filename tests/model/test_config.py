@@ -17,6 +17,7 @@ from fsdp_advisor.errors import UnreadableConfig
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model import recorders as module
 from fsdp_advisor.model.config import json_depth_exceeds, parse_config, trained_part
+from fsdp_advisor.model.quantization import IGNORED_NOTE
 from fsdp_advisor.model.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -183,7 +184,7 @@ def test_text_part_inherits_model_type_and_tied_embeddings() -> None:
 def test_quantization_is_ignored_with_a_note(home: Path) -> None:
     found = resolve(str(write(home / "q.json", LLAMA | {"quantization_config": {"quant_method": "fp8"}})))
     assert found.parameters == PARAMETERS
-    assert found.notes == ("the quantization in the configuration is ignored: training uses unquantized weights",)
+    assert found.notes == (IGNORED_NOTE,)
 
 
 def test_configurations_of_the_catalog_pass_the_checks() -> None:
