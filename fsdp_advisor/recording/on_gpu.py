@@ -1,4 +1,4 @@
-"""Run a step as on a GPU (above all sdpa), for recording on a machine without one. Dropout and autocast are in `cuda`.
+"""Run attention, norms and other code of a step as on a GPU, for recording on a machine without one. Dropout and autocast are in `cuda`.
 
 Under fake tensors on a CPU, transformers cannot check that no sequences are packed, so it makes a mask and repeats the key and
 value heads, and PyTorch selects the CPU's kernel. On CUDA there is no mask, unless a sliding window is filled or the model's code
@@ -39,7 +39,8 @@ HEAD_BYTES = 16
 """The size of a head's row must be a multiple of this. Source: sdp_utils.cpp, minimum_gemm_alignment."""
 FLASH_HEAD = 256
 """The largest head of the flash and cuDNN kernels. Source: sdp_utils.cpp, check_head_dim_size_flash,
-check_cudnn_tensor_shapes."""
+check_cudnn_tensor_shapes.
+"""
 
 _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
@@ -85,7 +86,7 @@ def kernel_of(
     enable_gqa: bool,
     by_cudnn: bool,
 ) -> Literal["cudnn", "flash", "efficient", "math"]:
-    """The kernel that scaled dot product attention runs on CUDA. cuDNN and flash need to know how heads are grouped."""
+    """The kernel that scaled dot product attention runs on CUDA. cuDNN and flash support grouped heads only if `enable_gqa` is passed."""
     known = enable_gqa or query.shape[-3] == key.shape[-3] == value.shape[-3]
     if by_cudnn and known and cudnn_takes(query, key, value, attn_mask, dropout_p):
         return "cudnn"
@@ -134,7 +135,9 @@ def _no_packed_sequences(position_ids: torch.Tensor) -> None:
 
 
 def _packed_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """The same check, with what it finds. Under fake tensors transformers skips the part that reads values."""
+    """transformers' check for packed sequences if it finds some. Under fake tensors transformers itself skips the part that reads
+    values.
+    """
     mask: torch.Tensor | None = _find_packed_sequence_indices(position_ids)
     if mask is not None:
         (mask[:, -1] == 0).all()
@@ -219,7 +222,7 @@ def _math(
     scores = _SafeSoftmax.apply(scores)  # type: ignore[no-untyped-call]  # torch's
     if dropout_p > 0:
         scores = F.dropout(scores, dropout_p)
-    also = scores.to(dtype)  # the second result of the operator
+    also = scores.to(dtype)  # the operator's second result
     out = torch.matmul(scores, value)
     result = out.to(dtype)
     del full, out, also
@@ -227,7 +230,7 @@ def _math(
 
 
 class _SafeSoftmax(torch.autograd.Function):
-    """`aten::_safe_softmax` over the last dimension, with its inner tensors, which are invisible to a dispatch mode."""
+    """`aten::_safe_softmax` over the last dimension, with its temporary tensors, which a dispatch mode does not see."""
 
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:
@@ -361,5 +364,7 @@ def efficient_scratch(q: torch.Tensor, grad: torch.Tensor, out: torch.Tensor) ->
 
 
 def _dq_columns(head: int, dtype: torch.dtype) -> int:
-    """kBlockSizeJ of the kernel for A100 and later. Source: mem_eff_attention/kernels/cutlassB.h, dispatch_cutlassB_*_sm80."""
+    """The kernel's kBlockSizeJ (columns of an accumulator tile) on A100 and later. Source: mem_eff_attention/kernels/cutlassB.h,
+    dispatch_cutlassB_*_sm80.
+    """
     return 128 if dtype != torch.float32 and 64 < head <= 128 else 64

@@ -45,7 +45,7 @@ def _attention_flops(query: torch.Tensor, value: torch.Tensor, products: int) ->
 
 
 def _varlen_flops(query: torch.Tensor, value: torch.Tensor, sequences: int, products: int) -> int:
-    """`_attention_flops` of equally long sequences in one row, with shapes (tokens, H, D)."""
+    """`_attention_flops` of `sequences` equally long sequences in one row; tensors have shape (tokens, H, D)."""
     tokens, h, d = query.shape
     return products * 2 * h * tokens * value.shape[0] * d // sequences
 

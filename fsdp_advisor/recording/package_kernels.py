@@ -1,8 +1,8 @@
-"""Let a model's code call what packages with kernels allocate, in place of the packages, which need a GPU.
+"""Replaces functions of kernel packages, which need a GPU, by functions that only make the same allocations.
 
-transformers calls their functions if the packages are installed (integrations/hub_kernels.py,
-`use_kernel_func_from_hub_with_fallback`), else functions in PyTorch, which keep several times as much for backward. Ours allocate, save
-and free what the packages' autograd functions do, in their order; kernels are left out but for their work.
+transformers calls the packages' functions if they are installed (integrations/hub_kernels.py, `use_kernel_func_from_hub_with_fallback`),
+else functions in PyTorch, which save several times as much for backward. The replacements allocate, save and free the same tensors as the
+packages' autograd functions, in the same order. Of the kernels only the work is counted.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _FUNCTIONS = {
     "causal_conv1d_fn": causal_conv1d,
     "mamba2_split_conv1d_scan_combined": split_conv1d_scan,
 }
-"""By the names of the functions in transformers' models."""
+"""Name of a function in transformers' models -> its replacement."""
 
 
 @contextlib.contextmanager
 def with_kernels(model: nn.Module) -> Iterator[None]:
-    """Context in which the model's code finds the packages' functions."""
+    """Context in which the model's code calls the replacements of the packages' functions."""
     folders = GATED_DELTA_RULE | STATE_SPACE_DUALITY
     places = {f"transformers.models.{name}.modeling_{name}" for name in folders}
     with contextlib.ExitStack() as patches:

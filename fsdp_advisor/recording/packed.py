@@ -58,7 +58,9 @@ def _words(values: int, bits: int) -> int:
 
 
 class GptqLinear(PackedLinear):
-    """GPTQ's layer: `TritonV2Linear`, which trains as `TorchLinear`. `g_idx` is the group of each input; two small tensors unpack words."""
+    """GPTQ's layer: `TritonV2Linear`, which trains as `TorchLinear`. `g_idx` is the group of each input feature; two small tensors are
+    shifts for unpacking words.
+    """
 
     def __init__(self, in_features: int, out_features: int, *, bits: int, group_size: int, bias: bool) -> None:
         packed = (_words(in_features, bits), out_features)
@@ -175,7 +177,7 @@ def packed_weights(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def adapter_layers() -> dict[type[nn.Module], type[nn.Module]]:
-    """PEFT's layers around these, which it chooses for gptqmodel's own classes."""
+    """Packed layer here -> PEFT's adapter layer that wraps gptqmodel's class for it."""
     from peft.tuners.lora.awq import AwqLoraLinear
     from peft.tuners.lora.gptq import GPTQLoraLinear
 

@@ -41,7 +41,9 @@ class HookedModule:
 
 
 class Leaf(NamedTuple):
-    """The module that a leaf parameter belongs to, and the parameter's index among the module's. A flat parameter has its unit's."""
+    """The module that a leaf parameter belongs to, and the parameter's index in that module. A flat parameter belongs to its unit's
+    module.
+    """
 
     place: HookedModule
     number: int

@@ -1,7 +1,7 @@
-"""A causal language model as TRL's trainers on preferences train it, with a reference model's forwards before the loss.
+"""A causal language model with the step of TRL's preference trainers: a reference model's forwards run before the loss.
 
-The reference is the same module without gradients: what it allocates does not depend on whose weights it reads. Its parameters,
-casts of them apart, are not on the tape; engines add them.
+The recorded reference is the same module without gradients, because its allocations do not depend on the weights. Its parameters are not
+on the tape (engines add them), but casts of them are.
 Source: trl 1.16, trainer/dpo_trainer.py, `DataCollatorForPreference`; trainer/kto_trainer.py, `DataCollatorForUnpairedPreference`.
 """
 
@@ -39,7 +39,7 @@ ASKED: dict[TrainingTask, tuple[str, ...]] = {
     "kto": trl.OUTPUTS[:3],
     "grpo": trl.OUTPUTS[:2],
 }
-"""What a trainer asks of the trained model's head, by task; of a copy it asks only for log-probabilities."""
+"""The outputs that a trainer requests from the trained model's head, by task. From a reference copy it requests only log-probabilities."""
 
 
 class PreferenceSource(FusedLossSource):
@@ -85,12 +85,12 @@ class PreferenceSource(FusedLossSource):
         return losses[self.key.task](self, module, batch)
 
     def precomputed(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
-        """The log-probabilities of the reference model in the batch; None if they are not there."""
+        """The reference model's log-probabilities if they are part of the batch, else None."""
         return tuple(batch[name] for name in REFERENCES[self.key.task]) if self._reference == "none" else None
 
     @contextlib.contextmanager
     def as_reference(self, module: nn.Module) -> Iterator[None]:
-        """Context in which forwards without gradients are the reference model's: its adapters are off."""
+        """Context in which forwards are those of the reference model: without the adapters, unless the reference is a copy."""
         is_copy = self._reference == "copy"
         autocasts = torch.is_autocast_enabled("cpu") and (not is_copy or self._autocasts_copy)
         with (
@@ -132,7 +132,7 @@ def _labels(batch: dict[str, torch.Tensor], prefix: str = "") -> torch.Tensor:
 
 
 def _loss_of_dpo(source: PreferenceSource, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Source: trl 1.16, trainer/dpo_trainer.py, `_compute_loss`."""
+    """The loss of DPO. Source: trl 1.16, trainer/dpo_trainer.py, `_compute_loss`."""
     labels = _labels(batch)
     outputs = _log_probs(module, batch["input_ids"], labels)
     chosen, rejected = outputs["log_probs"].sum(dim=1).chunk(2, dim=0)
@@ -146,7 +146,7 @@ def _loss_of_dpo(source: PreferenceSource, module: nn.Module, batch: dict[str, t
 
 
 def _loss_of_kto(source: PreferenceSource, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Source: trl 1.16, trainer/kto_trainer.py, `_compute_loss`. All completions are assumed to be desirable."""
+    """The loss of KTO. All completions are assumed to be desirable. Source: trl 1.16, trainer/kto_trainer.py, `_compute_loss`."""
 
     def mismatched(phase: ScoringPhase) -> torch.Tensor:
         return _log_probs(module, batch["KL_input_ids"], _labels(batch, "KL_"), phase)["log_probs"].sum(-1)
@@ -166,7 +166,7 @@ def _loss_of_kto(source: PreferenceSource, module: nn.Module, batch: dict[str, t
 
 
 def _forward(self: PreTrainedModel, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
-    """What TRL's head computes; without labels the logits of the last token, as `generate` asks for."""
+    """The outputs of TRL's head; without labels the logits of the last token, which `generate` needs."""
     if labels is None:
         hidden = self.base_model(**inputs, use_cache=True).last_hidden_state
         return self.get_output_embeddings()(hidden[:, -1:, :])

@@ -1,8 +1,8 @@
 """A model whose frozen linear layers bitsandbytes stores in 4 or 8 bits, for recording on a machine without a GPU.
 
-`quantize` makes the layers that transformers and bitsandbytes make, on the meta device. `as_on_cuda` lets them allocate what they
-allocate on a GPU. Sources: transformers 5.23 quantizers/base.py, integrations/bitsandbytes.py; bitsandbytes 0.50.2
-backends/cuda/ops.py, backends/default/ops.py, autograd/_functions.py.
+`quantize` makes the same layers as transformers and bitsandbytes, on the meta device. In `as_on_cuda` they make the same allocations as on
+a GPU. Sources: transformers 5.23 quantizers/base.py, integrations/bitsandbytes.py; bitsandbytes 0.50.2 backends/cuda/ops.py,
+backends/default/ops.py, autograd/_functions.py.
 
 A layer in 4 bits multiplies by a copy of the weight in its compute dtype, which lives as long as the product. Backward makes the copy
 again, in the dtype that the weight had before it was quantized. If a GPU multiplies at most 1,536 rows, bitsandbytes may use a kernel
@@ -68,7 +68,7 @@ def quantize(model: nn.Module, settings: Quantization) -> None:
         assert isinstance(weight, nn.Parameter)
         if isinstance(bias, nn.Parameter):
             module.bias = nn.Parameter(torch.empty_like(bias), requires_grad=False)
-        shape = (module.out_features, module.in_features)  # GPT-2's Conv1D has its weight the other way round
+        shape = (module.out_features, module.in_features)  # also for GPT-2's Conv1D, whose weight is transposed
         _quantize_weight(bnb, module, torch.empty(shape, dtype=weight.dtype, device="meta"))
         if is_4bit:
             module.support_avx512bf16_for_cpu = False
@@ -115,7 +115,7 @@ def prepare_for_training(model: nn.Module, *, gradient_checkpointing: bool) -> N
             module.bias.data = module.bias.data.to(module.compute_dtype)
 
 
-# The recorder's questions
+# Queries of the recorder
 
 
 def is_packed(parameter: torch.Tensor) -> bool:
@@ -144,7 +144,7 @@ def state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def materialise_states(model: nn.Module) -> None:
-    """Give quantized layers new tensors on the CPU for those that `state_tensors` names, after their parameters got theirs."""
+    """Replace the tensors of `state_tensors` in quantized layers by new CPU tensors. Call it after the parameters were replaced."""
 
     def new(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -187,11 +187,11 @@ def _tensors_of(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextlib.contextmanager
 def readable_weights() -> Iterator[None]:
-    """Context in which DoRA reads packed weights that are fake tensors, and a layer's forward finds how its weight is packed.
+    """Context in which DoRA can read packed weights that are fake tensors, and layers find their quantization settings.
 
-    DoRA computes the norm of the weight in each forward, of a copy: in the dtype that the weight had before it was quantized to 4
-    bits, in fp32 if it is in 8 bits.
-    PEFT knows packed weights by their classes, and an engine replaces them by views without what bitsandbytes keeps with them.
+    In each forward DoRA computes the norm of an unpacked copy of the weight. The copy has the dtype that the weight had before it was
+    quantized to 4 bits, or fp32 for 8 bits. PEFT recognizes packed weights by their classes, but an engine replaces them by views of
+    another class, which also lack bitsandbytes' attributes.
     """
     with contextlib.ExitStack() as patches:
         if dora := sys.modules.get("peft.tuners.lora.dora"):
@@ -229,7 +229,7 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def _bitsandbytes() -> Any:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it misses an optional package for CPUs
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns that an optional CPU package is missing
     try:
         with nothing_compiled():
             import bitsandbytes
@@ -238,19 +238,21 @@ def _bitsandbytes() -> Any:
             "recording a quantized base needs bitsandbytes",
             extra=ADAPTERS_EXTRA,
         ) from error
-    # its warning about each cast of an input
+    # it warns about each cast of an input
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     return bitsandbytes
 
 
 def _set_state_of_weight(layer: Any) -> None:
-    """bitsandbytes' repair of a weight that an engine replaced by a view. A fake tensor cannot become a `Params4bit`."""
+    """Replaces bitsandbytes' function that makes a `Params4bit` of a weight that an engine replaced by a view. A fake tensor cannot
+    become one.
+    """
     if getattr(layer.weight, "quant_state", None) is None:
         layer.weight.quant_state = layer.quant_state
 
 
 def _weight_of(layer: Any) -> torch.Tensor:
-    """`peft.utils.integrations.dequantize_module_weight`."""
+    """Replaces `peft.utils.integrations.dequantize_module_weight`: the unpacked weight of a layer."""
     functional = _bitsandbytes().functional
     weight: torch.Tensor = layer.weight
     if _is_4bit(layer):
@@ -268,7 +270,7 @@ def _matmul_8bit(
     threshold: float = 0.0,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`bitsandbytes.matmul`, which uses another function for CPU tensors."""
+    """`bitsandbytes.matmul` as for CUDA tensors. For CPU tensors bitsandbytes uses another function."""
     from bitsandbytes.autograd._functions import MatMul8bitLt
 
     if threshold > 0:
@@ -292,7 +294,7 @@ def _gemm_4bit(
     absmax_code: torch.Tensor | None = None,
     absmax_offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`_dequant_linear_fallback`. A has shape (..., K), B contains a weight of shape (N, K)."""
+    """The product A B^T as `_dequant_linear_fallback` computes it. A has shape (..., K), B contains a packed weight of shape (N, K)."""
     operators = torch.ops.bitsandbytes
     if absmax_8bit is not None:
         scales = operators.dequantize_blockwise.default(absmax_8bit, absmax, absmax_code, 256, torch.float32)
@@ -304,10 +306,10 @@ def _gemm_4bit(
 def _int8_vectorwise_quant(
     A: torch.Tensor, threshold: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The input in 8 bits, its scales, and the numbers of the columns with a value of 6 or more (`llm_int8_threshold`): none.
+    """The input in 8 bits, its scales, and None for the indices of outlier columns, which have a value of 6 or more (`llm_int8_threshold`).
 
-    Such columns are multiplied in half precision. Their number depends on the data, so none are assumed. Each adds the column of the
-    input, and of the weight as a temporary.
+    Outlier columns are multiplied in half precision. Their number depends on the data, so none are assumed. Each would add a column of the
+    input, and temporarily a column of the weight.
     """
     rows = A.numel() // A.shape[-1]
     scales = torch.empty(rows, device=A.device, dtype=torch.float32)
@@ -368,10 +370,10 @@ def _int8_vectorwise_dequant(A: torch.Tensor, stats: torch.Tensor) -> torch.Tens
 
 @contextlib.contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """Leave functions as they are that packages compile while they are imported here.
+    """Context in which `torch.compile` returns functions uncompiled, for packages that compile functions while they are imported.
 
-    bitsandbytes compiles its kernels for CPUs (backends/default/ops.py), which loads Inductor and takes 3 seconds. It falls back to
-    the functions themselves, which fake tensors run.
+    bitsandbytes compiles its CPU kernels (backends/default/ops.py), which loads Inductor and takes 3 seconds. Fake tensors can run the
+    functions uncompiled.
     """
     with mock.patch.object(torch, "compile", lambda function=None, **_: function or (lambda each: each)):
         yield

@@ -102,9 +102,9 @@ class Recorder:
     def tape(self, key: TapeKey) -> Tape:
         """Record the tape of one key. On a GPU tape, gradients are summed in place, as autograd does without a dispatch mode.
 
-        All layers may use one tensor, as a decoder's layers use the encoder's output. They add to its gradient one after the
-        other, and the last layers do so in another way than the others. One recorded layer then cannot stand for several. In that
-        case the tape is recorded with a separate sum in each layer.
+        All layers may use one tensor, as a decoder's layers use the encoder's output. They add to its gradient one after the other, and
+        the last layers do so in a different way. One recorded layer then cannot represent several. In that case the tape is recorded with
+        a separate sum in each layer.
         """
         if key.device == "gpu":
             tape = self._tape(key, sums_in_place=True)
@@ -121,13 +121,13 @@ class Recorder:
             ts = (max(1, limit // 4), max(2, limit // 2), max(3, limit))
         bs = (1,) if key.batch_is_one else GRID_B
         longest = min(CHECK_T + least, limit)
-        if key.loss == "torchtitan":  # all chunks of a sequence are equal
+        if key.loss == "torchtitan":  # so that all chunks of a sequence are equal
             longest -= longest % TORCHTITAN_CHUNKS
         check = (1 if key.batch_is_one else CHECK_B, longest)
         points = [(b, t) for b in bs for t in ts]
         try:
             with self._step(source, key, sums_in_place=sums_in_place) as step:
-                # a first step creates the tensors that torch and transformers create once (adaptive ropes: once per model)
+                # an extra first step creates the tensors that torch and transformers create only once (adaptive ropes: once per model)
                 if not self._warm or self.source.alike_up_to or self._replaced or key.compiles:
                     step.run(*(key.at or points[0]))
                     self._warm = True
@@ -166,9 +166,8 @@ class Recorder:
         return with_whole_gradients(tape_of(corner, fitted), self.profile, key)
 
     def _confirm(self, step: Step, key: TapeKey, fitted: Fitted, known: Take, longest: int) -> None:
-        """Compare quantities with chunks with two more recordings: of whole chunks, for which code may skip the padding, and of other ones.
-
-        Raises NotPolynomial if one differs.
+        """Check quantities that depend on chunks against two more recordings: one whose last chunk is full, because code may then skip
+        the padding, and one whose last chunk is not. Raises NotPolynomial if one differs.
         """
         b = 1 if key.batch_is_one else CHUNK_CHECK_B
         whole = longest - longest % max(fitted.chunks)
@@ -179,7 +178,9 @@ class Recorder:
                 raise NotPolynomial(f"sizes at B = {b}, T = {t} are not those fitted to others")
 
     def _alike(self, takes: dict[tuple[int, int], Take]) -> Tape | None:
-        """A tape with the sizes of another key's tape; None if none matches. Many tapes are equal or differ only in the marks."""
+        """A tape with the fitted sizes of an earlier tape that matches all `takes`; None if none does. Many keys' tapes are equal, or
+        differ only in the marks.
+        """
         last = list(takes.values())[-1]
         storages = storages_of(last)
         for known, fitted in self._made:
@@ -198,7 +199,9 @@ class Recorder:
             self.source.keep_layers(model, self._kept)
             self._models[dtype] = model
         model = self._models[dtype]
-        return copy.deepcopy(model, {id(p): p for p in model.parameters() if is_packed(p)})  # which cannot be copied
+        return copy.deepcopy(
+            model, {id(p): p for p in model.parameters() if is_packed(p)}
+        )  # packed parameters cannot be copied
 
     def _inventory(self, model: nn.Module, stacks: list[LayerStack]) -> Profile:
         roles = parameter_roles(model, self.source.root_modules(model), self.source.is_added)
@@ -261,7 +264,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _step(self, source: Source, key: TapeKey, *, sums_in_place: bool) -> Iterator[Step]:
-        """The model on fake tensors, ready to take steps of this key."""
+        """Context with the model on fake tensors, ready to run steps of this key."""
         dtype = torch.bfloat16 if key.weights_in_half else torch.float32
         model = self._model(dtype)
         by_plugin = key.wrap != "peft" and key.activation_offload == "none"
@@ -279,7 +282,7 @@ class Recorder:
             checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
         if key.fp8 != "none":
             convert_linears(model, key.fp8, source.root_modules(model).head)
-        # compiled code cannot read whether sequences are packed, so that transformers assumes that they are
+        # compiled code cannot read whether sequences are packed, so transformers assumes that they are
         packed = key.batch in ("flattened", "flattened-trl") or key.compiles_whole
         if key.liger_kernels:
             check_kernels(model, self.source.name)
@@ -336,7 +339,7 @@ def _training(source: Source, key: TapeKey) -> Source:
         return with_loss(source, key.loss, key.ignored_labels, key.gathered_head)
     if key.task == "reward":
         return RewardSource(source)
-    # accelerate does not prepare FSDP's copy, which therefore has no autocast but GRPO's
+    # accelerate does not prepare FSDP's copy of the model, so only GRPO runs it under autocast
     autocasts = key.task == "grpo" or not key.autocasts_fsdp1
     return PreferenceSource(source, key, autocasts_copy=autocasts)
 
@@ -366,7 +369,7 @@ def record_module(
 
 
 def repeats_are_alike(profile: Profile, tape: Tape) -> bool:
-    """Whether each repeated layer allocates as many storages as its predecessor. If not, its events cannot be replayed for the
+    """Whether each repeated layer allocates as many storages as the layer before it. If not, its events cannot be replayed for the
     layers that it stands for.
     """
     births = {
@@ -388,7 +391,7 @@ def repeats_are_alike(profile: Profile, tape: Tape) -> bool:
 
 
 def chunk_sizes(config: Mapping[str, object]) -> Iterator[int]:
-    """The tokens of chunks that a configuration names, also within another one."""
+    """The chunk sizes, in tokens, that a configuration or a nested one names."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from chunk_sizes(value)
@@ -411,7 +414,7 @@ def _unit(
     usual: torch.dtype,
     seen: Set[int],
 ) -> Unit:
-    """A layer's own tensors: not those in `seen`, which earlier layers have too."""
+    """The unit of a layer. Tensors in `seen` are left out, because earlier layers have them."""
 
     def tied(name: str, parameter: nn.Parameter) -> tuple[str, ...]:
         others = (n for n in names[id(parameter)] if n != prefix + name and n.startswith(prefix))
@@ -435,14 +438,14 @@ def _unit(
 
 
 def _own_dtype(parameter: nn.Parameter, usual: torch.dtype) -> str | None:
-    """The dtype of a parameter that does not have the model's. A packed weight has its own, also if it is the same."""
+    """The dtype of a parameter if it differs from the model's dtype `usual`, else None. A packed weight's dtype is always returned."""
     return (
         None if parameter.dtype == usual and not is_packed(parameter) else str(parameter.dtype).removeprefix("torch.")
     )
 
 
 def _buffers(module: nn.Module, seen: Set[int]) -> tuple[Buffer, ...]:
-    """The registered buffers of a module that are not in `seen`, and what its quantized layers keep besides their weights."""
+    """The registered buffers of a module that are not in `seen`, and the scales and tables of its quantized layers."""
     packed = packed_weights(module)
     return (
         *(_buffer(n, b, matrix=packed.get(n)) for n, b in module.named_buffers() if id(b) not in seen),

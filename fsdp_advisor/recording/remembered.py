@@ -1,7 +1,7 @@
-"""Operators on fake tensors, remembered by the shapes of their arguments.
+"""A cache of the results of operators on fake tensors, by the shapes of their arguments.
 
-The layers of a model, the phases of a step and the tapes of several keys call the same operators with the same shapes thousands of
-times. PyTorch's fake tensors take a third of a millisecond for each call, and what this module remembers a tenth of that.
+The layers of a model, the phases of a step and the tapes of several keys call the same operators with the same shapes thousands of times.
+A call takes PyTorch's fake tensors a third of a millisecond, and the cache a tenth of that.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from fsdp_advisor.recording import values as known_values
 from fsdp_advisor.recording.operators import Work, work_of
 
 MOST = 200_000
-"""Calls that are remembered before all are forgotten: some 100 MB."""
+"""The largest number of calls in the cache (some 100 MB). When it is reached, the cache is emptied."""
 _CPU = torch.device("cpu")
 _INDEX = torch.ops.aten.index.Tensor
 _MASKS = (torch.bool, torch.uint8, torch.int8)
-"""The dtypes of an index whose values decide the shape of the result."""
+"""The dtypes of an index that is a mask, whose values decide the shape of the result."""
 _UNPREDICTABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _FRESH, _SAME = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """A tensor that a call returns. `of`: the number of the argument whose storage it has; -1 for a storage of its own. `same`: it is
-    that argument itself.
+    """A tensor that a call returns. `of`: the index of the argument whose storage it shares; -1 for a new storage. `same`: the tensor
+    is that argument itself.
     """
 
     shape: tuple[int, ...]
@@ -42,8 +42,9 @@ class _Output:
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of a call, and its work. `container`: list or tuple, or None for a single result. `outputs`: None if shapes are not enough
-    to make the result again."""
+    """The result of a call, and its work. `container`: list or tuple, or None for a single result. `outputs`: None if the result cannot
+    be made again from shapes alone.
+    """
 
     container: type | None
     outputs: tuple[_Output | None, ...] | None
@@ -52,7 +53,7 @@ class Outcome:
 
 @dataclass
 class Operators:
-    """Calls operators of ATen on fake tensors, and remembers what they return."""
+    """Calls ATen operators on fake tensors, and caches the results."""
 
     _known: dict[Any, Outcome] = field(default_factory=dict)
     _attributes: dict[str, Any] = field(default_factory=dict)
@@ -162,11 +163,11 @@ def _outcome(result: Any, tensors: list[FakeTensor], work: Work) -> Outcome:
     container = type(result) if isinstance(result, (list, tuple)) else None
     outputs = [_output(value, tensors) for value in ([result] if container is None else result)]
     known = container in (None, list, tuple) and all(output is not False for output in outputs)
-    return Outcome(container, tuple(outputs) if known else None, work)  # type: ignore[arg-type]  # none of them is False
+    return Outcome(container, tuple(outputs) if known else None, work)  # type: ignore[arg-type]  # no element is False here
 
 
 def _output(value: Any, tensors: list[FakeTensor]) -> _Output | bool | None:
-    """An element of a result; False if it cannot be made again from its shape."""
+    """The description of one element of a result; False if the element cannot be made again from it."""
     if value is None:
         return None
     for number, tensor in enumerate(tensors):
@@ -184,7 +185,7 @@ def _output(value: Any, tensors: list[FakeTensor]) -> _Output | bool | None:
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of a storage that holds the elements of this tensor alone."""
+    """The bytes of the smallest storage for the elements of this tensor."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -11,9 +11,9 @@ from torch import nn
 
 
 def replaced_buffers(model: nn.Module, layers: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
-    """By name, the buffers outside `layers` to which their own module's forward assigns.
+    """By name, the buffers outside `layers` that their module's forward replaces.
 
-    From the first step on they have another dtype than the model was built with, which depends on the precision. CTRL and
+    From the first step on their dtype differs from the built model's, and depends on the precision. CTRL and
     Wav2Vec2-Conformer have such tables. They are part of the tape, not of the inventory.
     """
     within = {module for layer in layers for module in layer.modules()}

@@ -1,4 +1,4 @@
-"""A reward model as TRL trains it: one score for each sequence of a pair, and the loss of their differences.
+"""TRL's training of a reward model: one score for each sequence of a pair, and a loss of the scores' differences.
 
 Source: trl 1.16, trainer/reward_trainer.py, `DataCollatorForPreference`, `RewardTrainer.compute_loss`.
 """

@@ -1,7 +1,7 @@
-"""GRPO's micro-batch as TRL trains it: completions that the model generates, and their scores, come before the training forward.
+"""TRL's step of GRPO: the model generates completions and scores them before the training forward.
 
-The tape has two forwards of each generation: that of the prompts, and that of the last token, whose cache of keys and values is the
-largest. It has the scores of one micro-batch. All sequences have the same length. Reward functions are not on the tape.
+The tape has two forwards of a generation: of the prompts, and of the last token, whose cache of keys and values is the largest. It has the
+scoring of one micro-batch. All sequences have the same length. Reward functions are not on the tape.
 Source: trl 1.16, trainer/grpo_trainer.py, `_prepare_inputs`, `_generate_and_score_completions`, `_compute_loss` with loss type "dapo".
 """
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from fsdp_advisor.recording.preferences import PreferenceSource
 
 EPSILON = 0.2
-"""How far an update may move a probability. Source: trl 1.16, trainer/grpo_config.py."""
+"""The limit of the ratio by which an update may change a probability. Source: trl 1.16, trainer/grpo_config.py."""
 
 
 def batch_of(ids: torch.Tensor, completion_length: int, *, policy: bool, reference: bool) -> dict[str, torch.Tensor]:
-    """The batch that TRL keeps of the completions of one generation. `ids`: the tokens of prompts and completions."""
+    """The batch that TRL makes of the completions of one generation. `ids`: the tokens of prompts and completions."""
     prompts, completions = ids[:, :-completion_length].clone(), ids[:, -completion_length:].clone()
     batch = {
         "prompt_ids": prompts,
@@ -73,8 +73,8 @@ def generate(module: nn.Module, batch: dict[str, torch.Tensor], name: str) -> No
 
 @contextlib.contextmanager
 def _generating(module: nn.Module) -> Iterator[None]:
-    """Context of a forward within `generate`. PEFT's calls the model that has the adapters, whose forward accelerate does not wrap in
-    autocast: it computes in the dtype of the weights.
+    """Context of a forward within `generate`. PEFT's `generate` calls the model inside the PeftModel. accelerate wraps only the outer
+    forward in autocast, so this one computes in the dtype of the weights.
 
     Source: peft 0.21, peft_model.py, `PeftModelForCausalLM.generate`; accelerate 1.15, accelerator.py, `prepare_model`.
     """
@@ -85,9 +85,9 @@ def _generating(module: nn.Module) -> Iterator[None]:
 
 
 def _positions(module: nn.Module, mask: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-    """The argument `position_ids` of a forward within `generate`: each sequence has positions of its own, if the model takes any.
+    """The argument `position_ids` of a forward within `generate`, with one row per sequence; empty if the model has no such argument.
 
-    Otherwise, as in training, all sequences share one row of positions. `mask`: of the tokens so far.
+    Without it all sequences share one row of positions, as in training. `mask`: that of the tokens so far.
     Source: transformers 5.23, generation/utils.py, `generate`, `_prepare_position_ids_for_generation`.
     """
     model = causal_model(module, name)
@@ -103,10 +103,10 @@ def _sample(logits: torch.Tensor) -> torch.Tensor:
 
 
 class _GrowingCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
-    """transformers' cache of keys and values. Before the last token it has grown to one token less than the whole sequence.
+    """transformers' cache of keys and values. `grow` makes it as long as before the last token: one token less than the whole sequence.
 
-    Layers with a sliding window keep one token less than the window, as a view of what the window and a new token need. States of linear
-    attention do not grow.
+    A layer with a sliding window keeps one token less than the window, as a view of a larger tensor. States of linear attention do not
+    grow.
     Source: transformers 5.23, cache_utils.py; generation/utils.py, `_prepare_cache_for_generation`.
     """
 
@@ -116,7 +116,9 @@ class _GrowingCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
         self._short: set[int] = set()
 
     def grow(self) -> None:
-        """Report the length before the last token to masks. Each layer's memory grows at its next update."""
+        """Make the cache report its length before the last token, from which masks are made. Each layer's tensors grow at its next
+        update.
+        """
         for place, layer in enumerate(self.layers):
             if not getattr(layer, "is_initialized", False) or not isinstance(layer, DynamicLayer):
                 continue  # it shares another layer's keys and values, or has none
@@ -149,7 +151,7 @@ class _GrowingCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
 
 
 def loss_of_grpo(source: PreferenceSource, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The loss of the first of the micro-batches whose completions one generation makes."""
+    """The loss of the first micro-batch of those whose completions are generated together."""
     key = source.key
     size = batch["advantages"].shape[0] // key.generated
     if key.generates:

@@ -25,7 +25,8 @@ Mark = Callable[[Op, MarkedUnit], None]
 def mark_root_units(modules: RootModules, mark: Mark, *, loss_takes_head: bool = False) -> None:
     """Hook the modules of each unit, so that they call `mark`. `mark` ignores repeated marks in the same step.
 
-    `loss_takes_head`: the loss runs the head, forward and backward, after the model's forward, which ends the unit's.
+    `loss_takes_head`: the loss runs the head's forward and backward after the model's forward, and the unit's forward ends with the
+    model's.
     """
     head = [m for m in (modules.final_norm, None if loss_takes_head else modules.head) if m is not None]
     if modules.embedding is not None and is_tied(modules):

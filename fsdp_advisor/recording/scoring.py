@@ -28,7 +28,9 @@ def phases_watched(changed: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scoring(phase: ScoringPhase) -> Iterator[None]:
-    """Context in which a model runs without gradients, in this phase of the tape. In an evaluation a reference has its own."""
+    """Context in which a model runs without gradients, in this phase of the tape. In an evaluation, a reference model's forwards keep
+    their own phase.
+    """
     before = _Current.phase
     _enter(phase)
     try:

@@ -1,4 +1,4 @@
-"""The interface of a model that can be recorded: how it is built, its inputs and loss, and the modules that are units."""
+"""The interface of a model that can be recorded: it builds the model, its inputs and its loss, and names the modules that are units."""
 
 from __future__ import annotations
 
@@ -36,22 +36,24 @@ class Source(Protocol):
     """A model that can be recorded.
 
     `build`, `keep_layers` and `configure` run outside any fake mode, on modules of the meta device; `batch` and `loss` run under
-    the fake mode, on fake tensors; `stacks` and `root_modules` run in both.
+    the fake mode, on fake tensors; `stacks` and `root_modules` run on both kinds of modules.
     """
 
     name: str
     task: str
     max_seq_len: int | None
     min_seq_len: int
-    """The tokens that a sequence has at least, such as those of its images."""
+    """The least number of tokens in a sequence, for example those of its images."""
     needs_values: bool
     """Whether a step depends on the values of small tensors, such as the grids of images."""
     expert_imbalance: float | None
-    """The tokens of the busiest expert as a multiple of the mean; None if no step depends on which experts tokens choose."""
+    """The tokens of the busiest expert as a multiple of the mean; None if the step does not depend on the experts that tokens choose."""
     alike_up_to: int | None
     """The number of tokens above which the model runs slightly different code. Recordings use fewer tokens."""
     inventory_dtype: torch.dtype
-    """The dtype in which the inventory is built. Parameters that then have another dtype have it at every precision."""
+    """The dtype in which the model is built to list its parameters. A parameter with another dtype then has that dtype at every
+    precision.
+    """
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """The whole model in training mode, on the meta device."""
@@ -88,7 +90,7 @@ class Source(Protocol):
 
 
 class WrappedSource:
-    """A source that is `base` but for what a subclass changes."""
+    """A source that behaves as `base` in everything that a subclass does not override."""
 
     def __init__(self, base: Source) -> None:
         self._base = base

@@ -22,11 +22,11 @@ USUAL_CHUNKS = (128, 256)
 LEAST_ROWS = 32
 """Rows of the smallest block into which a chunk may be divided; partial sums of gradients have one place per such block."""
 USUAL_ROWS = 128
-"""Rows of a block of a chunk that the search for launch parameters is assumed to find. It changes only the rows of small sums."""
+"""Rows of the blocks of a chunk that Triton's search for launch parameters is assumed to choose. Affects only the rows of small sums."""
 STATE_BLOCK = 64
 """Elements of the smallest block of a head's state."""
 NORM_WARPS, NORM_WIDTH = 8, 256
-"""Most warps of a program of the norm's backward, and the elements that each has."""
+"""The largest number of warps in a program of the norm's backward, and the elements of each warp."""
 
 
 def split_conv1d_scan(
@@ -57,7 +57,7 @@ def split_conv1d_scan(
 
 
 class _SplitConv1dScan(torch.autograd.Function):
-    """Source: `MambaSplitConv1dScanCombinedFn` and what it calls."""
+    """The allocations of `MambaSplitConv1dScanCombinedFn` and of the functions that it calls."""
 
     @staticmethod
     def forward(
@@ -110,7 +110,7 @@ class _SplitConv1dScan(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """`MambaSplitConv1dScanCombinedFn.backward`."""
+    """The gradients of the inputs, as in `MambaSplitConv1dScanCombinedFn.backward`."""
     zxbcdt, conv_weight, conv_bias, out_x, A, D, dt_bias, norm_weight, rstd, out_weight, out_bias = ctx.saved_tensors
     size: _Size = ctx.size
     out = empty((size.b, size.t, size.h * size.p), out_x)
@@ -169,7 +169,7 @@ def _gradients_of_scan(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`_mamba_chunk_scan_combined_bwd`: the gradients of A, D and the bias of time steps, and with a gate the gated output again.
 
-    Those of z, x, B, C and dt are written to storages that exist.
+    The gradients of z, x, B, C and dt are written to existing storages.
     """
     dt_in = dt.clone()  # lives until the end
     sums = _cumulative(size)
@@ -190,7 +190,7 @@ def _gradients_of_scan(
     kernel([xbc, scores, dout, *sums, dstates], size.flops(state=1, chunk=1))
     dD_of_x = dD_of_x[: size.usual_blocks].sum(dim=(0, 1, 2)).sum(-1).to(D.dtype)
     dB, following = _gradient_by_groups(size, [xbc, dstates, *sums], (size.b, size.t, 1, size.g, size.s))
-    kernel([following, following], 0)  # its cumulative sum, in place
+    kernel([following, following], 0)  # a cumulative sum in place
     dC, previous = _gradient_by_groups(size, [xbc, states, dout, *sums], (size.b, size.t, 1, size.g, size.s))
     with in_parts(size.parts):
         dscores = torch.empty((size.b, size.chunks, 1, size.g, size.chunk, size.chunk))
@@ -224,7 +224,9 @@ def _gradients_of_state_passing(
 def _gradient_by_groups(
     size: _Size, reads: list[torch.Tensor], shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of a projection, and of the sums of time steps. Source: `_chunk_state_bwd_db` and `_chunk_scan_bwd_dC`."""
+    """(gradient of a projection of shape `shape` after its parts are added, gradient of the sums of time steps). Source:
+    `_chunk_state_bwd_db` and `_chunk_scan_bwd_dC`.
+    """
     of_sums = torch.empty(size.steps)
     with in_parts(size.parts):
         found = torch.empty(shape)
@@ -233,7 +235,7 @@ def _gradient_by_groups(
 
 
 def _convolved(xbc: torch.Tensor) -> torch.Tensor:
-    """What causal_conv1d_fwd_function returns for (B, T, channels)."""
+    """The result of causal_conv1d_fwd_function for an input (B, T, channels)."""
     aligned = _aligned(xbc).transpose(1, 2)
     found = torch.empty_like(aligned)
     kernel([aligned], 0)
@@ -241,7 +243,7 @@ def _convolved(xbc: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`ensure_stride`: a copy if the convolution does not support the distance of tokens."""
+    """`ensure_stride`: a copy if the convolution does not support the stride between tokens, else `x`."""
     return x if x.stride(1) % 8 == 0 else x.contiguous()
 
 
@@ -281,15 +283,15 @@ class _Size:
         self.score_flops = 2 * self.b * self.g * self.chunks * chunk * chunk * self.s
 
     def split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of the gate, of what is convolved, and of the time steps."""
+        """Views of the gate, of the convolution's input, and of the time steps."""
         inner = self.h * self.p
         z, xbc, dt = projected.split([inner, inner + 2 * self.g * self.s, self.h], dim=-1)
         return z, xbc, dt
 
     def flops(self, *, state: int = 0, chunk: int = 0) -> int:
-        """FLOPs of this many products of each kind over all tokens and heads: per token and head 2 P S and 2 C P.
+        """FLOPs over all tokens and heads of `state` products with 2 P S and `chunk` products with 2 C P FLOPs per token and head.
 
-        They are the calls of `tl.dot` in the kernels; masked halves of a chunk's matrix count too.
+        The products are the calls of `tl.dot` in the kernels; masked halves of a chunk's matrix count too.
         """
         per_token = self.p * (state * self.s + chunk * self.chunk)
         return 2 * self.b * self.h * self.chunks * self.chunk * per_token

@@ -82,7 +82,7 @@ class Step:
             modules.head.register_forward_pre_hook(self._chunk_begins, with_kwargs=True)
 
     def _assign(self, places: list[HookedModule]) -> dict[int, Leaf]:
-        """Each leaf parameter's place and index. Registers hooks that run when its gradient is ready.
+        """Each leaf parameter's module and index, by the parameter's `id`. Also registers hooks that run when its gradient is ready.
 
         A flat parameter belongs to a unit. Other parameters belong to their layer or to the root, whatever the units are.
         """
@@ -102,7 +102,7 @@ class Step:
             if flat:
                 mine = {id(p) for p in parameters}
                 owners = [(m, n) for m in module.modules() for n, p in m._parameters.items() if id(p) in mine]
-                stored = torch.float32 if self._key.mixed else None  # accelerate keeps what is trained in fp32
+                stored = torch.float32 if self._key.mixed else None  # accelerate keeps trained parameters in fp32
                 self._flat[module] = unit = FlatUnit(owners, parameters, stored)
                 if place.number is not None:
                     unit.use_shards()
@@ -132,7 +132,7 @@ class Step:
                 batch = cast_floating(batch, torch.bfloat16)
             self._events.reset()
             self._records = True
-            for tensor in replaced:  # which live until the next step
+            for tensor in replaced:  # replaced buffers live until the next step
                 watch.see(tensor)
                 if (storage := self._events.storage_of(tensor)) is not None:
                     storage.category = Category.INPUT
@@ -154,9 +154,10 @@ class Step:
         return take
 
     def _offloading(self) -> contextlib.AbstractContextManager[None]:
-        """Context that keeps saved tensors in host memory, as the key says.
+        """Context that offloads saved tensors to host memory by the key's implementation.
 
-        TRL knows the weights before an engine gathers or casts them."""
+        TRL's recognizes the weights as they were before an engine gathered or cast them.
+        """
         known = self._model.parameters() if self._key.engine.startswith("plain") else ()
         return offloading(self._key.activation_offload, known)
 
@@ -197,7 +198,7 @@ class Step:
         return result
 
     def _operator(self, func: Any, args: tuple[Any, ...]) -> None:
-        if not self._records or current_tile() is not None:  # to allocate a tile is no work, and one stands for all
+        if not self._records or current_tile() is not None:  # one tile represents all, so its work is not counted here
             return
         segment, work = self._events.segment, self._work
         if work != NONE:
@@ -226,7 +227,7 @@ class Step:
     # Boundaries
 
     def _phases_watched(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which GRPO's generation and scores have segments of their own, because only some micro-batches have them."""
+        """Context in which GRPO's generation and scoring get their own segments, because only some micro-batches have them."""
         return phases_watched(self._events.begin_root) if self._key.task == "grpo" else contextlib.nullcontext()
 
     def _mark_root_unit(self, op: Op, unit: MarkedUnit) -> None:
@@ -236,7 +237,7 @@ class Step:
 
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         if self._chunks is not None and self._events.phase == "forward":
-            return  # of one chunk
+            return  # the gradient of one chunk
         if self._key.tiled_mlp and (gradients_wait() or not self._events.is_first(id(parameter))):
             return  # later shards add to the gradient
         of = self._parameters[id(parameter)]
@@ -247,7 +248,7 @@ class Step:
                 self._flat[of.place.module].use_shards()
 
     def _chunk_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook a chunk of the loss on what FSDP2 hooks its end: the gradients of the head's inputs."""
+        """Hook the gradients of the head's inputs, with which FSDP2 ends the backward of a chunk of the loss."""
         return watch_input_gradients(args, kwargs, self._chunk_ends)
 
     def _chunk_ends(self) -> None:
@@ -269,7 +270,7 @@ class Step:
 
 
 def _tied_shapes(model: nn.Module) -> set[tuple[int, ...]]:
-    """Shapes of tied parameters. The partial gradients that autograd sums count as gradients too."""
+    """Shapes of tied parameters. The partial gradients that autograd sums for them count as gradients too."""
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     return {tuple(p.shape) for p in model.parameters() if uses[id(p)] > 1}
 

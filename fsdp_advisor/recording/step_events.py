@@ -14,7 +14,7 @@ from fsdp_advisor.recording.tiles import current_parts, current_tile
 
 
 class StepEvents:
-    """What a step has done so far. The watch of storages and the hooks of modules report to it.
+    """The events of a step so far. `StorageWatch` and the hooks of modules report to it.
 
     `phase`: "forward" until the loss's backward begins. `in_loss`: whether the head or the loss runs.
     """
@@ -30,7 +30,7 @@ class StepEvents:
         self.in_loss = False
         self._segments = [RawSegment("forward", ROOT, 0)]
         self._storages: list[RawStorage] = []
-        self._alive: dict[int, int] = {}  # by a storage's address: its number
+        self._alive: dict[int, int] = {}  # storage's address -> its number
         self._seen: set[Hashable] = set()
 
     @property
@@ -68,7 +68,7 @@ class StepEvents:
         self.begin("backward", ROOT, 0)
 
     def mark(self, op: Op, a: int, b: int = 0) -> None:
-        """Record a mark: the two arguments of `op`."""
+        """Record a mark: `op` and its two arguments."""
         self.segment.events.append((op, int(a), b))
 
     # Storages
@@ -97,7 +97,7 @@ class StepEvents:
         self.segment.events.append((Op.FREE, number, 0))
 
     def stage(self, rows: int, columns: int) -> None:
-        """Record the workspace of a sum over rows on a GPU, which lives as long as the sum runs."""
+        """Record the workspace of a sum over rows on a GPU: allocated before the sum and freed after it."""
         number = self._add(RawStorage(rows, Category.SCRATCH, self.phase, columns=columns))
         self.segment.events.append((Op.FREE, number, 0))
 
@@ -122,7 +122,9 @@ class StepEvents:
 
 
 def _frees_in_order(events: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The events with storages that are freed together in order of birth. Autocast frees its cache in the order of addresses."""
+    """The events, with storages that are freed together sorted by birth. (Autocast frees its cache in the order of addresses, which
+    varies.)
+    """
     ordered: list[tuple[int, int, int]] = []
     for are_frees, group in itertools.groupby(events, key=lambda event: event[0] == Op.FREE):
         together = list(group)

@@ -28,8 +28,8 @@ _USES_OF_STORAGE, _USES_OF_TENSOR = 2, 4
 class StorageWatch(TorchDispatchMode):
     """Calls `on_resize(key, old_bytes, new_bytes, operator, args)` at each allocation (old 0), resize and free (new 0) of a storage.
 
-    Storages passed to `ignore` are not reported. Keys may be reused after a free. `sums_in_place`: add gradients in place as
-    autograd does without a dispatch mode; under one it does not. `call(func, args, kwargs)`: runs an operator.
+    Storages passed to `ignore` are not reported. Keys may be reused after a free. `sums_in_place`: add gradients in place, as autograd
+    does without a dispatch mode (under one it does not). `call(func, args, kwargs)`: runs an operator.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class StorageWatch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled under this mode, and a call of each operator would cost more."""
+        """False, because nothing is compiled under this mode and each operator's call would take longer."""
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let `torch.compile` compile in this mode, which does not watch the compiler."""
+        """True: `torch.compile` may compile in this mode, which does not see the compiler's own tensors."""
         return True
 
     def ignore(self, tensor: torch.Tensor) -> None:
@@ -130,7 +130,7 @@ class StorageWatch(TorchDispatchMode):
 
 @lru_cache(maxsize=64)
 def _is_made_of_tensors(kind: type) -> bool:
-    """Whether tensors of this class run operators on the tensors inside them: DTensor's and torchao's in fp8."""
+    """Whether tensors of this class run operators on tensors inside them, as DTensor and torchao's fp8 tensors do."""
     return issubclass(kind, DTensor) or kind.__name__ == "Float8TrainingTensor"
 
 
@@ -154,7 +154,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 def _sums_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether autograd, without a dispatch mode, would add a gradient to the previous one in place.
 
-    It does so if nothing else holds the previous gradient: neither the tensor nor (through a view) its storage. Under a dispatch
+    It does so if nothing else refers to the previous gradient: neither to the tensor nor (through a view) to its storage. Under a dispatch
     mode it never does. Source: torch/csrc/autograd/input_buffer.cpp, accumulate, can_accumulate_inplace (torch 2.13).
     """
     if func is not _ADD or kwargs or torch.is_grad_enabled() or torch._C._current_graph_task_id() < 0:

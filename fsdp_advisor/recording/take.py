@@ -34,8 +34,8 @@ class RawSegment:
     stack: int
     layer: int
     events: list[tuple[int, int, int]] = field(default_factory=list)  # ALLOC: (storage, 0); FREE: (storage, 0)
-    work: list[Work] = field(default_factory=list)  # of each operator that has some
-    recomputed: list[Work] | None = None  # the part of it that repeats a forward
+    work: list[Work] = field(default_factory=list)  # one for each operator with work
+    recomputed: list[Work] | None = None  # the part of `work` that repeats a forward
     host_copies: list[int] = field(default_factory=list)
 
 
@@ -43,7 +43,8 @@ class RawSegment:
 class RawStorage:
     """A storage of one step. `phase`: in which it is allocated.
 
-    `size`: its bytes; if it has `columns`, the rows of a sum's workspace; if it is `tiled`, 0; if it has `parts`, the bytes of one.
+    `size`: its bytes. But for the workspace of a sum (`columns` is set) the sum's rows, for a `tiled` storage 0, and with `parts` the
+    bytes of one part.
     """
 
     size: int
@@ -54,7 +55,7 @@ class RawStorage:
     parts: Parts | None = None
 
     def outlives_phase(self) -> None:
-        """Note that the storage outlives the phase that allocated it: it counts as an activation, if it has no category of its own."""
+        """Note that the storage outlives the phase that allocated it. It then counts as an activation instead of a temporary."""
         if self.category == Category.TEMPORARY:
             self.category = Category.ACTIVATION
 
@@ -145,8 +146,8 @@ class Fitted:
 
 
 def fit_takes(takes: list[Take], check: Take, bs: tuple[int, ...], ts: tuple[int, ...], at: tuple[int, int]) -> Fitted:
-    """Polynomials through recordings at the grid points. Raises NotPolynomial if there are none, or if they do not reproduce the
-    recording `check` at `at` exactly.
+    """Polynomials through recordings at the grid of points `bs` x `ts`. Raises NotPolynomial if there are none, or if they do not
+    reproduce exactly the recording `check`, which was made at the point `at`.
     """
     check_order([*takes, check])
     t0, t1, t2 = ts
@@ -233,7 +234,7 @@ def tape_of(take: Take, fitted: Fitted) -> Tape:
 
 
 def _size(storage: RawStorage, size: Quantity, columns: Iterator[Quantity]) -> Size:
-    """The size of a storage on a tape. `columns`: those of the next sums' workspaces."""
+    """The size of a storage on a tape. `columns`: the fitted columns of the sums' workspaces that are still to come, in order."""
     if storage.tiled is not None:
         return storage.tiled
     if storage.columns is not None:

@@ -1,7 +1,8 @@
 """Feed-forward networks that run in shards of the sequence, one after the other, and again in backward.
 
 Source: liger-kernel 0.8.5, ops/tiled_mlp.py, `LigerTiledMLPFunction`; deepspeed 0.19.8, runtime/sequence_parallel/ulysses_sp.py,
-`TiledMLP`; axolotl 0.19.0, monkeypatch/tiled_mlp/base.py, `TiledMLP`. Names live as long here as there, and tensors with them.
+`TiledMLP`; axolotl 0.19.0, monkeypatch/tiled_mlp/base.py, `TiledMLP`. Local variables live as long as in these sources, and so do their
+tensors.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ AXOLOTL_SHARD = 32_768
 def tile_mlps(stacks: Iterable[LayerStack], tiling: str, name: str) -> None:
     """Run the feed-forward network of each layer in shards.
 
-    `tiling`: whose code, and the number of shards (`TapeKey.tiled_mlp`). Raises NotRecordable if the model has none that can be tiled:
-    these libraries tile those of dense decoders.
+    `tiling`: the implementation and the number of shards (`TapeKey.tiled_mlp`). Raises NotRecordable if the model has no network that can
+    be tiled: these libraries tile only the networks of dense decoders.
     """
     code, shards = tiling.split(":")
     found = list(stacks)
@@ -52,7 +53,7 @@ class _Progress:
 def _in_shards(
     forward: Callable[[torch.Tensor], torch.Tensor], network: nn.Module, code: str, shards: str, x: torch.Tensor
 ) -> torch.Tensor:
-    """The network's `forward` of `x`, of shape (B, T, D)."""
+    """The network's `forward` of `x`, shape (B, T, D), in shards of the sequence."""
     trained = [p for p in network.parameters() if p.requires_grad]
     tokens, hidden = x.shape[-2:]
     count = max(1, ceil(tokens / (AXOLOTL_SHARD if code == "axolotl" else hidden))) if shards == "auto" else int(shards)
@@ -62,7 +63,7 @@ def _in_shards(
 
 
 class _Tiled(torch.autograd.Function):
-    """Liger's and DeepSpeed's. Autograd adds the gradients of the shards to those of the weights."""
+    """Liger's and DeepSpeed's implementation. Autograd adds each shard's gradients to those of the weights."""
 
     @staticmethod
     def forward(
@@ -111,7 +112,9 @@ class _Tiled(torch.autograd.Function):
 
 
 class _SummedByHand(_Tiled):
-    """axolotl's. It sums the gradients of the shards in buffers in the dtype of the weights, which become the gradients."""
+    """axolotl's implementation. It sums the gradients of the shards in buffers with the weights' dtype, which become the weights'
+    gradients.
+    """
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""Storages whose sizes follow a rule that no polynomial has: one row per token of a loss's tile, or one place per part of a sum."""
+"""Storages whose sizes are not polynomials: those with one row per token of a loss's tile, or one entry per part of a sum."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fsdp_advisor.model.tape import Parts, Tiled
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The rule of a loss's tiles (as in `Tiled`), and how many tokens one has in the current step.
+    """The rule of a loss's tiles (as in `Tiled`), and the tokens of one tile in the current step.
 
-    `sequences`: how many sequences the micro-batch has for each of its B examples.
+    `sequences`: the number of sequences per example of the micro-batch.
     """
 
     unscored: int
@@ -65,7 +65,7 @@ def current_tile() -> Tile | None:
 
 @contextlib.contextmanager
 def in_parts(parts: Parts) -> Iterator[None]:
-    """Context in which every storage that is allocated has a place for each part of a sum. The recorded size is that of one place."""
+    """Context in which every allocated storage has one entry for each part of a sum. The recorded size is that of one entry."""
     _Current.parts = parts
     try:
         yield

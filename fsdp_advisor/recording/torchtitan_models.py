@@ -1,8 +1,8 @@
 """torchtitan's own model of a configuration, with its own losses and activation checkpointing.
 
-torchtitan does not train transformers' classes but its own (torchtitan/models), which have other parameters and allocate other
-tensors: one product makes queries, keys and values; rotary embeddings are complex numbers in fp32 (Llama), and every layer keeps a
-table of them; the norm is PyTorch's fused one. Its language models have FlexAttention unless another is chosen.
+torchtitan trains its own classes (torchtitan/models) instead of transformers'. They have other parameters and allocate other tensors: one
+product makes queries, keys and values; rotary embeddings are complex numbers in fp32 (Llama), and every layer keeps a table of them; the
+norm is PyTorch's fused one. Its language models use FlexAttention by default.
 Source: torchtitan 0.3.0, models/llama3, models/qwen3, models/common, trainer.py. With torch 2.13 its FSDP2 runs with
 `--parallelism.spmd_backend partial_dtensor`; the default spmd_types needs a later torch and allocates the same.
 """
@@ -33,7 +33,7 @@ VERSION = "0.3"
 INSTALL = "with Python 3.11 or newer: pip install tyro spmd_types==0.2.3 && pip install --no-deps torchtitan==0.3.0"
 """torchtitan's requirements contain a data set library that current transformers refuses."""
 FAMILIES = ("llama", "qwen3")
-"""The model types of transformers that torchtitan trains with a class of its own which is modelled."""
+"""The model types of transformers whose torchtitan class is modelled."""
 
 
 class TorchtitanSource:
@@ -152,7 +152,7 @@ class TorchtitanSource:
             FullAC.Config().build().apply(module)
         elif checkpointing == "selective":
             policy = SelectiveAC.Config().build()
-            # FlexAttention is a compiled graph: its output, and what it saves for its backward, which are its inputs too
+            # FlexAttention is a compiled graph, which returns its output and the tensors saved for backward, among them its inputs
             flex_attention = {torch.ops.fsdp_advisor.flash_attention.default, torch.ops.aten.alias.default}
             kept = {*policy.get_save_ops(), *flex_attention}
             policy.get_save_ops = lambda: kept
@@ -190,8 +190,8 @@ class TorchtitanSource:
 
 
 class ChunkedLossSource(WrappedSource):
-    """A model of torchtitan with the loss in chunks of a sequence. Its forward computes the gradients of the head and of the hidden
-    states, too; backward goes on from these.
+    """A model of torchtitan with the loss in chunks of a sequence. Its forward also computes the gradients of the head and of the hidden
+    states; backward continues from these.
 
     Source: torchtitan 0.3.0, components/loss.py, `ChunkedLossWrapper`, the default of its language models.
     """
@@ -210,8 +210,8 @@ class ChunkedLossSource(WrappedSource):
 
 
 class CompiledSource(WrappedSource):
-    """A model of torchtitan whose layers and loss are compiled. FlexAttention is then a part of each layer's graph, whose inputs are the
-    masks of blocks: four tables of the pairs of blocks of 128 tokens, the number of blocks in each row, and the last token of each
+    """A model of torchtitan whose layers and loss are compiled. FlexAttention is then a part of each layer's graph. Inputs of the graph
+    are the block masks: four tables of the pairs of blocks of 128 tokens, the number of blocks in each row, and the last token of each
     token's document.
 
     Source: torchtitan 0.3.0, distributed/compile.py; config/configs.py, CompileConfig.components; models/common/decoder.py,
@@ -236,7 +236,7 @@ _KINDS_OF_BLOCKS = ("kv", "full_kv", "q", "full_q")
 
 
 def _output(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The output of the model, with masks of blocks if the batch has their tables."""
+    """The output of the model. It gets block masks if the batch has their tables."""
     masks = None
     if (ends := batch.get("document_ends")) is not None:
 
@@ -253,7 +253,7 @@ def _output(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _compile_loss(criterion: Any, batch: dict[str, torch.Tensor]) -> None:
-    """Compile a loss of torchtitan if the batch is one of compiled layers."""
+    """Compile a loss of torchtitan if the layers are compiled, which the batch tells."""
     if "document_ends" in batch:
         from fsdp_advisor.recording.compiled import compile_function
 
@@ -261,7 +261,7 @@ def _compile_loss(criterion: Any, batch: dict[str, torch.Tensor]) -> None:
 
 
 def _detach_table(rope: Any) -> None:
-    """Leave no row of a table of rotary embeddings, and no buffer: `batch` counts the tables."""
+    """Replace the buffer of a table of rotary embeddings by an empty tensor, because `batch` already counts the tables."""
     table = rope._buffers.pop("cache")
     rope.cache = table[:0]
 
@@ -269,9 +269,9 @@ def _detach_table(rope: Any) -> None:
 def _flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """`FlexAttention.forward` with the compiled kernel's allocations, or in compiled layers the operator of their graph.
 
-    q, k, v have shape (B, T, H, D). A policy of selective checkpointing that keeps what the compiled kernel's graph returns keeps q, k and
-    v, which its forward returns for its backward. Source: torch 2.13, _higher_order_ops/wrap.py, `InductorCompiledCode`; torchtitan
-    0.3.0, models/common/attention.py, `inductor_configs`.
+    q, k, v have shape (B, T, H, D). A policy of selective checkpointing that keeps the outputs of the compiled graph also keeps q, k and
+    v, because the graph's forward returns them for its backward. Source: torch 2.13, _higher_order_ops/wrap.py, `InductorCompiledCode`;
+    torchtitan 0.3.0, models/common/attention.py, `inductor_configs`.
     """
     if (mask := inputs.get("attention_masks")) is None:
         return flex(*(torch.ops.aten.alias.default(x) for x in (q, k, v)))
@@ -290,9 +290,9 @@ def _flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **inputs:
 def _check_installed(name: str) -> None:
     """Import torchtitan. Raises MissingExtra if that is not possible.
 
-    It imports triton for kernels that a recording does not run; where triton is not installed, nothing stands for it.
+    torchtitan imports triton for kernels that a recording does not run. If triton is not installed, a mock replaces it.
     """
-    importlib.import_module("torch._inductor.compile_fx")  # it asks for triton itself
+    importlib.import_module("torch._inductor.compile_fx")  # imported first, because it tests for triton itself
     stand_ins = [] if importlib.util.find_spec("triton") else ["triton", "triton.language"]
     sys.modules.update((module, MagicMock()) for module in stand_ins)
     try:

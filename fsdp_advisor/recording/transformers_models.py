@@ -41,15 +41,16 @@ _AUTO = {
 }
 TASKS = tuple(_AUTO)
 _POSITIONS_WITHOUT_BUCKETS = {"prophetnet": 2}
-"""By type of model, the last positions for which its code makes no relative ones. Source: prophetnet/modeling_prophetnet.py,
-ProphetNetDecoder.compute_buffered_relative_buckets: of 512 positions, 1 to 511 count, and the second stream's begin at the 512th."""
+"""Model type -> number of last positions for which its code has no relative positions. Source: prophetnet/modeling_prophetnet.py,
+ProphetNetDecoder.compute_buffered_relative_buckets: of 512 positions it uses 1 to 511, and those of the second stream begin at the 512th.
+"""
 _READ_VALUES = frozenset({
     "ctc", "audio-classification", "flaubert", "fsmt", "led", "longformer", "speech-encoder-decoder", "speecht5", "xlm",
     "xmod",
 })  # fmt: skip
-"""Tasks and types of models whose code reads values of the batch, such as the largest label, lengths or which tokens are masked."""
+"""Tasks and model types whose code reads values of the batch, such as the largest label, lengths or masked tokens."""
 _NAMED_ALONE = ("sequence-classification", "token-classification", "audio-classification")
-"""Tasks of a configuration that names their class: most models have a class for them, too."""
+"""Tasks that a configuration has only if it names a class for them, because most model types have such classes."""
 
 
 class TransformersSource:
@@ -64,7 +65,7 @@ class TransformersSource:
     ) -> None:
         """Check the configuration. `config` is as in config.json: `model_type` and the values that differ from its defaults.
 
-        `labels`: the labels that a classifier has instead of the configuration's. Raises UnreadableConfig if transformers does not
+        `labels`: the number of labels of a classifier, instead of the configuration's. Raises UnreadableConfig if transformers does not
         know the model type or refuses the values.
         """
         self.name = name
@@ -118,7 +119,7 @@ class TransformersSource:
                 config.num_labels = self._labels
             text = config.get_text_config()
             if self.task == "sequence-classification" and getattr(text, "pad_token_id", None) is None:
-                text.pad_token_id = 0  # the last token is looked for in front of padding
+                text.pad_token_id = 0  # the model searches for the last token before padding
             model: nn.Module = auto.from_config(config, dtype=dtype)
             model.tie_weights()  # type: ignore[operator]  # of every PreTrainedModel
             if self._values.get("tie_word_embeddings") is False:
@@ -128,8 +129,8 @@ class TransformersSource:
         return model.train()
 
     def stacks(self, module: nn.Module) -> list[LayerStack]:
-        """The lists of layers whose classes transformers names in `_no_split_modules`. Of lists within such a layer, as in ConvNeXt's
-        stages, only the inner ones.
+        """The lists of layers whose classes transformers names in `_no_split_modules`. If such a layer contains another such list, as
+        ConvNeXt's stages do, only the inner list.
         """
         names = set(getattr(module, "_no_split_modules", None) or ())
         found = [
@@ -181,7 +182,7 @@ class TransformersSource:
             if checkpointing not in ("none", "every"):
                 keywords = checkpointing_arguments(checkpointing, attention)
                 module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)  # type: ignore[operator]
-            if checkpointing == "reentrant":  # without it no gradient reaches layers after frozen embeddings
+            if checkpointing == "reentrant":  # otherwise no gradient reaches layers after frozen embeddings
                 module.enable_input_require_grads()  # type: ignore[operator]  # of every PreTrainedModel
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -214,7 +215,7 @@ class TransformersSource:
 
 
 def _keep_entries(config: Any, depth: int, indices: Sequence[int]) -> None:
-    """Let a configuration's lists of one entry per layer (`depth`) have those of the kept layers alone, computed ones too."""
+    """Reduce a configuration's lists with one entry per layer (`depth` entries) to the kept layers. Computed lists are reduced too."""
     computed = {
         name: value
         for base in type(config).__mro__
@@ -224,15 +225,15 @@ def _keep_entries(config: Any, depth: int, indices: Sequence[int]) -> None:
     for key, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == depth:
             setattr(config, key, [value[i] for i in indices])
-    if computed:  # such as Bamba's kinds of layers, which a property derives from the numbers of the attention layers
+    if computed:  # for example Bamba's layer types, which a property computes from the indices of attention layers
         fixed = {name: [value[i] for i in indices] for name, value in computed.items()}
         config.__class__ = type(type(config).__name__, (type(config),), fixed)
 
 
 def _of_parts(module: nn.Module, attention: str) -> str | dict[str, str]:
-    """The attention of a model's parts. With sdpa, parts that have none, such as Gemma 4's audio encoder, keep eager attention.
+    """The attention of a model's parts. With sdpa, parts that do not support it, such as Gemma 4's audio encoder, use eager attention.
 
-    So does transformers for a model that is loaded without a choice. If sdpa is named, it refuses the model.
+    transformers does the same if a model is loaded without a choice of attention. If sdpa is chosen explicitly, it refuses such a model.
     """
     if attention != "sdpa":
         return attention
@@ -243,7 +244,7 @@ def _of_parts(module: nn.Module, attention: str) -> str | dict[str, str]:
 
 
 def _nearest_config(module: nn.Module, path: str) -> Any:
-    """The configuration of the innermost module with one that contains the submodule at `path`."""
+    """The configuration for the submodule at `path`: that of the innermost module around it that has one."""
     names = path.split(".")
     for end in range(len(names) - 1, -1, -1):
         config = getattr(module.get_submodule(".".join(names[:end])), "config", None)
@@ -322,8 +323,8 @@ def _max_seq_len(config: Any) -> int | None:
 
 
 def _original_max_seq_len(config: Any) -> int | None:
-    """The length at which longrope and dynamic ropes change their frequencies; above it a step allocates one more table of a few
-    kilobytes. None for other ropes.
+    """The sequence length above which longrope and dynamic ropes change their frequencies, for which a step allocates one more table of
+    a few kilobytes. None for other ropes.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("default", "linear", "yarn", "llama3", "proportional"):

@@ -16,10 +16,10 @@ from fsdp_advisor.recording.step_events import StepEvents
 
 
 class UnitHooks:
-    """The hooks of one unit, which report to a step's events as the engine's own hooks run.
+    """The hooks of one unit. They report to `StepEvents` at the same points at which the engine's own hooks run.
 
-    A layer that is recomputed runs its forward again in the backward. FSDP gathers it before that, with the hooks of the backward; so in
-    a recomputation only units within a layer mark their forward.
+    A checkpointed layer runs its forward again in backward. FSDP has then already gathered it in a backward hook, so in a recomputation
+    only units within a layer mark their forward.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class UnitHooks:
         of_adapter = self._of_fsdp2 and key.mixed and key.wrap == "peft" and place.number is not None
         self._shards = AdapterShards(place.module) if of_adapter else None
         before, after = self._before_forward, self._after_forward
-        if key.compiles_whole:  # the graph breaks at hooks as it does at FSDP2's
+        if key.compiles_whole:  # a hook breaks the graph, as FSDP2's hooks do
             from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable
 
             before, after = _dynamo_disable(before), _dynamo_disable(after)
@@ -44,7 +44,7 @@ class UnitHooks:
         recomputes = self._events.phase == "backward"
         if not recomputes:
             self._begin_forward()
-        if self._of_fsdp2 and self._cast is not None:  # before it gathers: FSDPState._pre_forward
+        if self._of_fsdp2 and self._cast is not None:  # FSDPState._pre_forward casts before it gathers
             args, kwargs = cast_floating((args, kwargs), self._cast)
         if not recomputes or self._place.is_within_layer:
             self._events.mark(Op.PRE_FORWARD, self._place.mark)
@@ -59,7 +59,7 @@ class UnitHooks:
         return args, kwargs
 
     def _begin_forward(self) -> None:
-        """Begin the segment of a layer, or of the root where it has none yet in this phase."""
+        """Begin the segment of a layer, or of the root if it has none yet in this phase."""
         events, place = self._events, self._place
         if place.is_root and events.segment.phase != events.forward_phase:
             events.begin_root()
@@ -67,12 +67,12 @@ class UnitHooks:
             events.begin(events.forward_phase, place.stack, place.layer)
 
     def _use_views(self) -> None:
-        """Let the parameters of an FSDP1 unit be views of its flat parameter."""
+        """Replace the parameters of an FSDP1 unit by views of its flat parameter."""
         if self._flat is not None and (torch.is_grad_enabled() or not self._flat.has_views):
             self._flat.use_views(self._view_gradient)
 
     def _view_gradient(self, grad: torch.Tensor | None) -> None:
-        """Count the gradient of a view of a flat parameter. A packed weight has none."""
+        """Set the category of the gradient of a view of a flat parameter. The view of a packed weight has no gradient."""
         if grad is not None and (storage := self._events.storage_of(grad)) is not None:
             storage.category = Category.PARTIAL_GRADIENT
 

@@ -1,8 +1,8 @@
-"""Values of small tensors under fake tensors, for models whose step depends on them: grids of images, placeholders, lengths.
+"""Values for small fake tensors, for models whose step depends on them: grids of images, placeholders, lengths.
 
-A fake tensor has no values. For each storage of few elements whose content follows from known numbers, this mode keeps a second, real
-storage, and repeats on it every operator. So `item`, `nonzero` and an index by a mask have the results that they have in training.
-Nothing that follows from weights or pixels has values, and only storages of fake tensors are recorded.
+A fake tensor has no values. For each small storage whose content follows from known numbers, this mode keeps a second, real storage, and
+repeats every operator on it. So `item`, `nonzero` and an index by a mask have the same results as in training. Tensors computed from
+weights or pixels have no values. Only storages of fake tensors are recorded.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from fsdp_advisor.recording.experts import chosen_experts
 from fsdp_advisor.recording.storages import tensors_in
 
 LARGEST = 256 << 20
-"""Bytes of a storage whose values are kept. Gemma 4's one-hot numbers of 2,520 patches for 280 tokens are 5.4 MiB for each image."""
+"""Bytes of the largest storage whose values are kept. Gemma 4's one-hot matrix of 2,520 patches and 280 tokens has 5.4 MiB per image."""
 
 _aten: Any = torch.ops.aten
 _ITEM = _aten._local_scalar_dense.default
 _INDEX, _SELECT = _aten.index.Tensor, _aten.masked_select.default
 _FALSE = (_aten.eq.Scalar, _aten.isinf.default)
-"""Of numbers that are not known, as of pixels or weights: none of them equals the number or is infinite. Idefics looks so for tiles that
-are padding, and VB-LoRA for weights that a checkpoint lacks.
+"""Comparisons whose result on unknown numbers (pixels or weights) is assumed to be False: no number equals the given one or is
+infinite. Idefics finds padding tiles in this way, and VB-LoRA weights that a checkpoint lacks.
 """
 _SIZED_BY_VALUES = (
     _INDEX, _SELECT, _aten.nonzero.default, _aten.repeat_interleave.Tensor, _aten._unique2.default,
     _aten.unique_consecutive.default, _aten.unique_dim.default, _aten.bincount.default,
 )  # fmt: skip
-"""Operators whose results have as many elements as the values say."""
+"""Operators whose number of result elements depends on values."""
 _CHOICE = _aten.topk.default
-"""By which routers choose experts."""
+"""The operator with which routers choose experts."""
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -48,8 +48,8 @@ class KnownValues(TorchDispatchMode):
     """Keeps the values of small tensors. Enter it within a FakeTensorMode."""
 
     def __init__(self, expert_imbalance: float | None = None) -> None:
-        """`expert_imbalance`: the tokens of the busiest expert as a multiple of the mean, where a router chooses by numbers that are not
-        known; None: its choices are not known either.
+        """`expert_imbalance`: the tokens of the busiest expert as a multiple of the mean, for routers that choose by unknown numbers;
+        None: their choices are unknown too.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._expert_imbalance = expert_imbalance
@@ -73,7 +73,7 @@ class KnownValues(TorchDispatchMode):
         return self._call_with_known(func, args, kwargs, values)
 
     def _call_with_unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an operator of which an argument is unknown. What it writes is unknown afterwards."""
+        """The result of an operator with an argument whose values are unknown. The tensors that it writes are unknown afterwards."""
         if func is _INDEX:
             args = (args[0], self._places(args[1]))
         if func is _SELECT and (mask := self.value_of(args[1])) is not None:
@@ -91,8 +91,8 @@ class KnownValues(TorchDispatchMode):
     def _call_with_known(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[int, torch.Tensor]
     ) -> Any:
-        """The result of an operator whose arguments are known: `values` by the `id` of each tensor among them. Its own values are kept,
-        unless it is a large tensor or a view, which has those of its storage.
+        """The result of an operator whose arguments are known: `values` are theirs, by the `id` of each tensor. The values of the
+        result are kept too, unless it is large, or a view, whose storage has them already.
         """
         leaves, tree = tree_flatten((args, kwargs))
         hosted = [values[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -141,7 +141,7 @@ class KnownValues(TorchDispatchMode):
             return known[1].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _learn(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-        """Keep the values of a tensor whose storage is new; None: zero, or False."""
+        """Keep the values of a tensor whose storage is new. `value` None means all zeros, or False."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -159,7 +159,7 @@ class KnownValues(TorchDispatchMode):
         return func in _FALSE or (func is _CHOICE and self._expert_imbalance is not None)
 
     def _choose(self, indices: torch.Tensor, scores: torch.Size, dim: int) -> None:
-        """Keep the choices of a router in the dimension `dim` of its scores."""
+        """Keep the assumed choices of a router, `indices`. `scores`: the shape of its scores, whose dimension `dim` has the experts."""
         assert self._expert_imbalance is not None
         chosen = indices.shape[dim]
         rows = indices.movedim(dim, -1).shape
@@ -171,7 +171,7 @@ class KnownValues(TorchDispatchMode):
         self._known.pop(tensor.untyped_storage()._cdata, None)
 
     def _places(self, indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Indices with the places that masks mean instead of the masks.
+        """The indices of an indexing operator, with each mask replaced by the integer indices that it selects.
 
         Source: ATen/native/TensorAdvancedIndexingUtils.h, expandTensors, which does the same.
         """
@@ -205,7 +205,7 @@ _make_tensor = torch.tensor
 
 
 def _tensor(data: Any, **settings: Any) -> torch.Tensor:
-    """`torch.tensor`, which reads the values of tensors in a list past every mode."""
+    """Replaces `torch.tensor`, which bypasses every mode when it reads the values of tensors in a list."""
     if isinstance(data, (list, tuple)):
         data = tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, FakeTensor) else leaf, data)
     return _make_tensor(data, **settings)
@@ -219,7 +219,7 @@ def _on_host() -> Iterator[None]:
 
 
 def _selected(mask: torch.Tensor, shape: torch.Size) -> int:
-    """The number of elements that a real mask of this shape, or that is expanded to it, selects."""
+    """The number of elements that a real mask selects after it is expanded to `shape`."""
     with _on_host():
         return int(mask.expand(shape).sum())
 
@@ -240,7 +240,7 @@ def _are_few(tensors: list[torch.Tensor]) -> bool:
 
 
 def _makes_few(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator without tensors among its arguments makes a tensor of known content."""
+    """Whether an operator without tensor arguments makes a tensor of known content."""
     return not func._schema.name.startswith(("aten::empty", "prim::", "profiler::"))
 
 
