@@ -29,23 +29,6 @@ def clips_gradients(plan: Plan) -> bool:
     return plan.facts.clips_gradients and not optimizer_of(plan).backward_update
 
 
-def optimizer_bytes(profile: Profile, plan: Plan, elements: float, *, masters: bool = False) -> float:
-    """Bytes of GPU memory that the update of `elements` elements reads and writes: a mean over all trainable parameters.
-
-    Clipping reads the gradients for their norms, then reads and writes them. With `masters` it is part of MASTER_BYTES.
-    """
-    optimizer, n_bytes = optimizer_of(plan), 0
-    clips = clips_gradients(plan) and not masters
-    for unit, count in profile.counted_units():
-        for parameter in unit.parameters:
-            if parameter.trainable:
-                stored = stored_bytes(plan, parameter)
-                clipped = 3 * stored * parameter.elements if clips else 0
-                n_bytes += (optimizer.step_bytes(parameter, stored) + clipped) * count
-    per_element = n_bytes / max(1, profile.trainable_parameters)
-    return elements * (per_element + (MASTER_BYTES if masters else 0))
-
-
 def shards_of(plan: Plan) -> Shards:
     """The ranks over which FSDP2 splits a parameter. DTensor treats the GPUs of a node as one host."""
     return Shards(ranks=plan.shard_degree, ranks_per_node=plan.ranks_per_node)
@@ -106,16 +89,35 @@ def host_state_bytes(profile: Profile, plan: Plan) -> int:
     )
 
 
-def gpu_step(profile: Profile, plan: Plan, elements: float, shards: Shards = WHOLE) -> OptimizerStep:
-    """The update of `elements` elements on the GPU: memory traffic, matrix products and collectives."""
+def gpu_step(
+    profile: Profile, plan: Plan, elements: float, shards: Shards = WHOLE, *, masters: bool = False
+) -> OptimizerStep:
+    """The update of `elements` elements on the GPU: memory traffic, quantized states, matrix products and collectives.
+
+    Bytes and states are means over all trainable parameters. Clipping reads the gradients for their norms, then reads and writes them.
+    With DeepSpeed's `masters` it is part of MASTER_BYTES.
+    """
     optimizer, flops, collectives = optimizer_of(plan), 0, Collectives()
+    clips = clips_gradients(plan) and not masters
+    share = elements / max(1, profile.trainable_parameters)
+    n_bytes, quantized, quantizing = MASTER_BYTES * elements if masters else 0.0, 0.0, 0.0
     for unit, count in profile.counted_units():
         for parameter in unit.parameters:
             if parameter.trainable:
+                stored = stored_bytes(plan, parameter)
+                n_bytes += 3 * stored * parameter.elements * share * count if clips else 0
+                update = optimizer.step_bytes(parameter, stored) * share * count
+                if states := optimizer.quantized_states(parameter):
+                    quantized += states * share * count
+                    quantizing += update
+                else:
+                    n_bytes += update
                 flops += optimizer.step_flops(parameter, shards) * count
                 collectives += optimizer.step_collectives(parameter, shards) * count
     return OptimizerStep(
-        optimizer_bytes(profile, plan, elements),
+        n_bytes,
+        quantized_states=quantized,
+        quantizing_bytes=quantizing,
         host_elements=host_elements(profile, plan) * plan.ranks_per_node,
         host_kernel=optimizer.host_kernel,
         flops=flops,
@@ -150,11 +152,9 @@ def optimizer_temporaries(
     optimizer = optimizer_of(plan)
 
     def of_one(parameter: Parameter) -> Storages:
-        return optimizer.shard_temporaries(
-            parameter, shape_of(parameter), stored_bytes(plan, parameter), plan.framework, shards
-        )
+        return optimizer.shard_temporaries(parameter, shape_of(parameter), stored_bytes(plan, parameter), shards)
 
-    if optimizer.steps_one_by_one(plan.framework):
+    if optimizer.steps_one_by_one:
         each = (of_one(p) for _, unit, _ in recorded_units(profile) for p in unit.parameters if p.trainable)
         return max(each, key=lambda storages: storages.exact, default=NO_STORAGES)
     return total(profile, lambda unit: sum((of_one(p) for p in unit.parameters if p.trainable), NO_STORAGES))

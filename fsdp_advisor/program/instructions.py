@@ -163,8 +163,9 @@ class Copy(NamedTuple):
 class OptimizerStep(NamedTuple):
     """Step the optimizer: `n_bytes` read and written on the GPU, or `host_elements` elements updated by a node's host.
 
-    `flops`: of its matrix products. Over the ranks of the shards it sends `gathered_bytes` in `gathers` all-gathers and reduce-scatters,
-    and `reduced_bytes` in `reduces` all-reduces. Nothing runs at the same time.
+    `quantized_states`: the values of 8-bit states that it quantizes while it reads and writes `quantizing_bytes`, which `n_bytes` does
+    not contain. `flops`: of its matrix products. Over the ranks of the shards it sends `gathered_bytes` in `gathers` all-gathers and
+    reduce-scatters, and `reduced_bytes` in `reduces` all-reduces. Nothing else runs at the same time.
 
     `host_kernel`: whether the update on the CPU passes over host memory once or once per operation.
     """
@@ -172,6 +173,8 @@ class OptimizerStep(NamedTuple):
     n_bytes: float
     host_elements: float = 0.0
     host_kernel: HostKernel = "one_pass"
+    quantized_states: float = 0.0
+    quantizing_bytes: float = 0.0
     flops: float = 0.0
     gathered_bytes: float = 0.0
     gathers: float = 0.0

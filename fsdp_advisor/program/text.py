@@ -139,11 +139,11 @@ def _instruction(instruction: Instruction) -> str:
             return "the first step creates states here"
         case PythonHooks():
             return "Python hooks"
-        case OptimizerStep(n_bytes=n_bytes, host_elements=host_elements, flops=flops):
+        case OptimizerStep(n_bytes=n_bytes, quantizing_bytes=quantizing, host_elements=host_elements, flops=flops):
             if host_elements:
                 return f"optimizer step on the host, {round(host_elements):,} elements per node"
             products = f", {flops:.3g} FLOPs" if flops else ""
-            return f"optimizer step, {format_bytes(round(n_bytes))} read and written{products}"
+            return f"optimizer step, {format_bytes(round(n_bytes + quantizing))} read and written{products}"
         case _:
             assert_never(instruction)
 

@@ -125,6 +125,12 @@ LAUNCH_S = 25e-6
 for the CPU. Each of them implies 20 to 30 us, on servers of 2021 to 2023. A faster CPU needs less.
 """
 
+QUANTIZED_STATES_PER_S = 0.53e9
+"""Values of state per second and multiprocessor that a kernel of bitsandbytes' 8-bit optimizers updates: for each it searches a table of
+256 values, so memory does not limit it. Source: measured on an H100 (`tests/records/h100_trainers.csv`). AdamW, which has two per
+element: 15.3 ms for 537 million elements; Lion, which has one, takes half as long. The H200, whose memory is faster, takes the same time
+(`h200_libraries.csv`). As fast per multiprocessor on other boards: assumed."""
+
 BUS_SHARE: dict[LinkKind, float] = {
     "nvlink": 0.78, "xgmi": 0.70, "pcie": 0.60,
     "infiniband": 0.85, "roce": 0.85, "efa": 0.70, "slingshot": 0.75, "ethernet": 0.70,

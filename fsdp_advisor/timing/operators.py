@@ -15,6 +15,7 @@ from fsdp_advisor.job.choices import Attention
 from fsdp_advisor.job.fp8 import suits_fp8
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.timing.achieved import (
+    QUANTIZED_STATES_PER_S,
     SPLIT_K,
     TILES,
     Achieved,
@@ -27,7 +28,7 @@ class Device:
     """The rates that a GPU sustains at one precision.
 
     `achieved`: the shares of the datasheet's rates. `eager_bytes_per_s`: the memory rate of operators other than products and attention;
-    `update_bytes_per_s`: that of the optimizer's step.
+    `update_bytes_per_s`: that of the optimizer's step. `quantized_states_per_s`: values of bitsandbytes' 8-bit states that are updated.
     """
 
     achieved: Achieved
@@ -37,6 +38,7 @@ class Device:
     memory_bytes_per_s: float
     eager_bytes_per_s: float
     update_bytes_per_s: float
+    quantized_states_per_s: float
     multiprocessors: int
     element_bytes: int
     peak_flops: float
@@ -59,6 +61,7 @@ def device_of(gpu: Gpu, precision: str, attention: Attention = "sdpa", *, compil
         memory_bytes_per_s=gpu.memory_bytes_per_s * achieved.memory,
         eager_bytes_per_s=gpu.memory_bytes_per_s * ((None if compiled else achieved.eager) or achieved.memory),
         update_bytes_per_s=gpu.memory_bytes_per_s * (update or achieved.memory),
+        quantized_states_per_s=gpu.multiprocessors * QUANTIZED_STATES_PER_S,
         multiprocessors=gpu.multiprocessors,
         element_bytes=4 if precision == "fp32" else 2,
         peak_flops=peak,

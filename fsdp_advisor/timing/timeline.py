@@ -322,6 +322,10 @@ def optimizer_time(program: StepProgram, rates: Rates) -> OptimizerTime:
     for instruction in program.optimizer.instructions:
         if isinstance(instruction, OptimizerStep):
             update += instruction.n_bytes / rates.device.update_bytes_per_s
+            update += max(
+                instruction.quantizing_bytes / rates.device.update_bytes_per_s,
+                instruction.quantized_states / rates.device.quantized_states_per_s,
+            )
             update += instruction.flops / rates.device.matmul_flops
             gather += _collectives_s(instruction, rates.groups["shard"])
             host_update += instruction.host_elements / rates.host_updates_per_s[instruction.host_kernel]

@@ -178,9 +178,9 @@ def test_torchao_quantizes_whole_blocks(name: OptimizerName, state: int, of_a_ma
     optimizer = optimizer_named(name)
     matrix, vector = Parameter(name="m", shape=(64, 128)), Parameter(name="v", shape=(8192,))
     assert optimizer.state_storages(matrix, matrix.shape, 4).exact == state
-    assert optimizer.step_temporaries(matrix, matrix.shape, 4, "torch").exact == of_a_matrix
-    assert optimizer.step_temporaries(vector, vector.shape, 4, "torch").exact == of_a_vector
-    assert optimizer.step_temporaries(matrix, (63, 127), 4, "torch").exact == 0
+    assert optimizer.step_temporaries(matrix, matrix.shape, 4).exact == of_a_matrix
+    assert optimizer.step_temporaries(vector, vector.shape, 4).exact == of_a_vector
+    assert optimizer.step_temporaries(matrix, (63, 127), 4).exact == 0
 
 
 def test_muon_steps_the_matrices_of_layers_only() -> None:
@@ -190,7 +190,7 @@ def test_muon_steps_the_matrices_of_layers_only() -> None:
     assert muon.state_storages(MATRIX, MATRIX.shape, 4).exact == 4 * 6000
     for other in (embedding, VECTOR, expert):
         assert muon.state_storages(other, other.shape, 4) == fused.state_storages(other, other.shape, 4)
-        assert muon.step_flops(other) == muon.step_temporaries(other, other.shape, 4, "torch").exact == 0
+        assert muon.step_flops(other) == muon.step_temporaries(other, other.shape, 4).exact == 0
 
 
 @pytest.mark.parametrize(
@@ -348,10 +348,11 @@ def test_muon_needs_flops_and_collectives_under_fsdp2() -> None:
 
 
 def test_adafactor_of_transformers_updates_one_parameter_after_the_other() -> None:
-    adafactor = optimizer_named("adafactor")
-    assert adafactor.steps_one_by_one("trainer") and not adafactor.steps_one_by_one("accelerate")
-    assert adafactor.step_temporaries(MATRIX, MATRIX.shape, 2, "trainer").exact == 2 * 4 * MATRIX.elements
-    assert adafactor.step_temporaries(MATRIX, MATRIX.shape, 2, "torch").exact == 2 * MATRIX.elements
+    of_torch = optimizer_named("adafactor")
+    of_transformers = of_torch.made_by_trainer()
+    assert of_transformers.steps_one_by_one and not of_torch.steps_one_by_one
+    assert of_transformers.step_temporaries(MATRIX, MATRIX.shape, 2).exact == 2 * 4 * MATRIX.elements
+    assert of_torch.step_temporaries(MATRIX, MATRIX.shape, 2).exact == 2 * MATRIX.elements
 
 
 def test_a_projection_has_the_rank_and_the_targets_of_the_options() -> None:

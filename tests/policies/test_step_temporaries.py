@@ -30,9 +30,7 @@ SCALARS = 4
 @pytest.mark.parametrize("name", NAMES)
 def test_step_allocates_the_predicted_temporaries(name: OptimizerName) -> None:
     parameters, optimizer = stepped(name)
-    predicted = (
-        optimizer_named(name).step_temporaries(Parameter(name="p", shape=shape), shape, 4, "torch") for shape in SHAPES
-    )
+    predicted = (optimizer_named(name).step_temporaries(Parameter(name="p", shape=shape), shape, 4) for shape in SHAPES)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     with StorageMeter() as meter:

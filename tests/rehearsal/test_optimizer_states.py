@@ -55,18 +55,18 @@ def test_muon_allocates_what_is_predicted_for_each_layout(layout: str, of_muon: 
     shards, local = Shards(ranks=ranks, ranks_per_node=1), shard_shape(shape, ranks)
     assert muon.layout_of(parameter, shards) == layout
     assert of_muon[layout]["state"] == muon.MUON.state_storages(parameter, local, 4).exact
-    assert of_muon[layout]["temporaries"] == muon.MUON.shard_temporaries(parameter, local, 4, "torch", shards).exact
+    assert of_muon[layout]["temporaries"] == muon.MUON.shard_temporaries(parameter, local, 4, shards).exact
 
 
 def predicted(optimizer: Optimizer, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
     each = [(Parameter(name="p", shape=shape), shape) for shape in shapes]
     state = sum((optimizer.state_storages(p, shape, 4) for p, shape in each), optimizer.shared_state)
-    temporaries = [optimizer.step_temporaries(p, shape, 4, "torch").exact for p, shape in each]
+    temporaries = [optimizer.step_temporaries(p, shape, 4).exact for p, shape in each]
     paged = sum((optimizer.flat_paged_state_storages(prod(shape)) for shape in shapes), NO_STORAGES)
     return {
         "state": state.exact,
         "paged": paged.exact,
-        "temporaries": max(temporaries) if optimizer.steps_one_by_one("torch") else sum(temporaries),
+        "temporaries": max(temporaries) if optimizer.steps_one_by_one else sum(temporaries),
     }
 
 

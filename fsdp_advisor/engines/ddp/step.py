@@ -219,7 +219,7 @@ class DdpStep(StepHooks):
             step.free(gradient)
         step.transient(
             Account.TEMPORARIES,
-            self._optimizer.step_temporaries(parameter, parameter.shape, element, self._plan.framework),
+            self._optimizer.step_temporaries(parameter, parameter.shape, element),
         )
         step.free(converted if converts else gradient)
         self._complete = None

@@ -20,7 +20,7 @@ from fsdp_advisor.engines.deepspeed.coordinator import Gathered, gathered
 from fsdp_advisor.engines.deepspeed.gathering import Gathering
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import Settings, offloads_parameters, settings_of, stage
-from fsdp_advisor.engines.optimizer_work import host_step, optimizer_bytes
+from fsdp_advisor.engines.optimizer_work import gpu_step, host_step
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_of
 from fsdp_advisor.model.profile import Parameter, Profile
@@ -34,7 +34,6 @@ from fsdp_advisor.program.instructions import (
     Copy,
     CreateStates,
     HostTransfer,
-    OptimizerStep,
     PythonHooks,
     ReduceScatter,
     WaitFor,
@@ -333,7 +332,7 @@ class DeepspeedStep(StepHooks):
         plan, trainable = self._plan, self._profile.trainable_parameters
         own = trainable / plan.shard_degree
         if plan.offload == "none":
-            step.add(OptimizerStep(optimizer_bytes(self._profile, plan, own, masters=plan.mixed)))
+            step.add(gpu_step(self._profile, plan, own, masters=plan.mixed))
         else:
             step.add(host_step(plan, own))
         if plan.offload == "optimizer":

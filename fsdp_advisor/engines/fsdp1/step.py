@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from fsdp_advisor.engines.fsdp1.units import UnitBytes, fsdp1_units, total_bytes
-from fsdp_advisor.engines.optimizer_work import host_step, optimizer_bytes
+from fsdp_advisor.engines.optimizer_work import gpu_step, host_step
 from fsdp_advisor.engines.wrapping import marked_units
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, WHOLE, UnitId, module_mark, unit_at
@@ -28,7 +28,6 @@ from fsdp_advisor.program.instructions import (
     Buffer,
     Copy,
     HostTransfer,
-    OptimizerStep,
     PythonHooks,
     ReduceScatter,
     Start,
@@ -274,10 +273,10 @@ class Fsdp1Step(StepHooks):
             step.add(host_step(plan, own))
             return
         step.transient(Account.TEMPORARIES, self._optimizer_temporaries())
-        step.add(OptimizerStep(optimizer_bytes(self._profile, plan, own)))
+        step.add(gpu_step(self._profile, plan, own))
 
     def _optimizer_temporaries(self) -> Storages:
-        if optimizer_of(self._plan).steps_one_by_one(self._plan.framework):
+        if optimizer_of(self._plan).steps_one_by_one:
             each = (unit.optimizer_temporaries for unit in self._units.values())
             return max(each, key=lambda storages: storages.exact, default=NO_STORAGES)
         return total_bytes(self._profile, self._policy, self._units, "optimizer_temporaries")

@@ -86,8 +86,8 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
             norms += Storages.of(CLIP_NORM_BYTES)
             optimizer += stepping.state_storages(parameter, (piece,), stored)
             paged += stepping.paged_state_storages(parameter, (piece,))
-            update = stepping.step_temporaries(parameter, (piece,), stored, plan.framework)
-            if not stepping.steps_one_by_one(plan.framework):
+            update = stepping.step_temporaries(parameter, (piece,), stored)
+            if not stepping.steps_one_by_one:
                 temporaries += update
             elif update.exact > temporaries.exact:
                 temporaries = update

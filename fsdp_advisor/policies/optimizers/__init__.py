@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from fsdp_advisor.job.choices import OptimizerName
@@ -25,7 +24,6 @@ from fsdp_advisor.policies.optimizers import (
     stable_adamw,
     torchao,
 )
-from fsdp_advisor.policies.optimizers.bitsandbytes import Bitsandbytes
 from fsdp_advisor.policies.optimizers.interface import Optimizer
 from fsdp_advisor.policies.optimizers.low_rank import LowRank
 
@@ -78,6 +76,4 @@ def _with_settings(
     optimizer = optimizer_named(name)
     if isinstance(optimizer, LowRank):
         return optimizer.with_settings(optim_args, target_modules)
-    if isinstance(optimizer, Bitsandbytes) and by_trainer:
-        return replace(optimizer, quantizes_embeddings=False)
-    return optimizer
+    return optimizer.made_by_trainer() if by_trainer else optimizer

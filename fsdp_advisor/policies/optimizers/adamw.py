@@ -50,7 +50,7 @@ class AdamW(Optimizer):
     def textbook_bytes(self, element_bytes: int) -> int:
         return 2 * element_bytes
 
-    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         return self.flat_step_temporaries(prod(shape), element_bytes)
 
     def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:

@@ -46,6 +46,9 @@ class Bitsandbytes(Optimizer):
     eight_bit: bool
     quantizes_embeddings: bool = True
 
+    def made_by_trainer(self) -> Optimizer:
+        return replace(self, quantizes_embeddings=False)
+
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         return self._stepping(parameter).flat_state_storages(prod(shape), element_bytes)
 
@@ -70,7 +73,7 @@ class Bitsandbytes(Optimizer):
     def textbook_bytes(self, element_bytes: int) -> int:
         return sum(self.moments) * (1 if self.eight_bit else FP32_BYTES)
 
-    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         return NO_STORAGES
 
     def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
@@ -78,7 +81,12 @@ class Bitsandbytes(Optimizer):
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
         """Bytes to read p and g, write p, and read and write the states."""
-        return (3 * element_bytes + 2 * self.textbook_bytes(element_bytes)) * parameter.elements
+        states = self._stepping(parameter).textbook_bytes(element_bytes)
+        return (3 * element_bytes + 2 * states) * parameter.elements
+
+    def quantized_states(self, parameter: Parameter) -> int:
+        quantizes = self._stepping(parameter)._quantizes(parameter.elements)
+        return sum(self.moments) * parameter.elements if quantizes else 0
 
     def _stepping(self, parameter: Parameter) -> Bitsandbytes:
         """This optimizer with the states that it has for the parameter: in fp32 for an embedding that is not quantized."""

@@ -41,7 +41,7 @@ class CpuOffload(NotForDeepSpeed):
         """0, because the state is on the host."""
         return 0
 
-    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         return NO_STORAGES
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:

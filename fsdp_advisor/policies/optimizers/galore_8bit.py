@@ -74,6 +74,10 @@ class Galore8bit(Galore):
         whole = (1 + self.update_passes()) * element_bytes * parameter.elements
         return whole + ADAMW_8BIT.step_bytes(low, element_bytes) + 3 * element_bytes * low.elements
 
+    def quantized_states(self, parameter: Parameter) -> int:
+        """Only those of parameters that are not projected: a projected tensor's are few beside the traffic of the whole weight."""
+        return 0 if self.projects(parameter) else ADAMW_8BIT.quantized_states(parameter)
+
     def update_passes(self) -> int:
         """8 tensors: the weight is copied (2); the update is written (1), scaled (2) and added (3)."""
         return 8

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from fsdp_advisor.job.choices import Backend, OptimizerName
 from fsdp_advisor.job.optimizers import LIMITS
@@ -157,6 +157,8 @@ class Optimizer(ABC):
 
     # Fields with a default that fits most optimizers
 
+    steps_one_by_one: ClassVar[bool] = False
+    """Whether the temporaries of one parameter are freed before the next parameter is updated."""
     shared_state: Storages = NO_STORAGES
     """State on the GPU that exists once per process, independent of the number of parameters."""
     host_state_bytes: int = 0
@@ -177,6 +179,10 @@ class Optimizer(ABC):
     """Notes on the assumptions of every estimate."""
     deepspeed_notes: tuple[str, ...] = ()
     """Notes on the assumptions of an estimate for DeepSpeed."""
+
+    def made_by_trainer(self) -> Optimizer:
+        """The optimizer as transformers' Trainer makes it."""
+        return self
 
     def shard_failure(self, parameter: Parameter, shards: Shards) -> str | None:
         """Why the optimizer cannot step the parameter under FSDP2 on these ranks; None if it can."""
@@ -242,21 +248,15 @@ class Optimizer(ABC):
     # Temporaries of the step
 
     @abstractmethod
-    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         """The temporaries of one parameter's update at their peak.
 
         The temporaries of all parameters live at the same time, unless the optimizer `steps_one_by_one`.
         """
 
-    def shard_temporaries(
-        self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str, shards: Shards
-    ) -> Storages:
+    def shard_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, shards: Shards) -> Storages:
         """The temporaries of one parameter's update at their peak, for rank 0's rows of it under FSDP2."""
-        return self.step_temporaries(parameter, shape, element_bytes, framework)
-
-    def steps_one_by_one(self, framework: str) -> bool:
-        """Whether the temporaries of one parameter are freed before the next parameter is updated."""
-        return False
+        return self.step_temporaries(parameter, shape, element_bytes)
 
     def loop(self, tensors: Sequence[Stepped]) -> Variables | None:
         """The allocations of the optimizer's loop over all tensors, which are in the order of `model.parameters()`.
@@ -274,6 +274,10 @@ class Optimizer(ABC):
     @abstractmethod
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
         """Bytes of GPU memory that the update of the whole parameter reads and writes."""
+
+    def quantized_states(self, parameter: Parameter) -> int:
+        """The values of the parameter's state that an update looks up in bitsandbytes' table of 256 values to store them in 8 bits."""
+        return 0
 
     def step_flops(self, parameter: Parameter, shards: Shards = WHOLE) -> int:
         """Floating-point operations of matrix products that a rank computes for the parameter's update."""
@@ -300,14 +304,13 @@ class NotForDeepSpeed(Optimizer):
 class PlainLoop(NotForDeepSpeed):
     """An optimizer written in plain PyTorch that updates one parameter after the other. `loop` follows its local variables."""
 
+    steps_one_by_one: ClassVar[bool] = True
+
     @abstractmethod
     def loop(self, tensors: Sequence[Stepped]) -> Variables: ...
 
-    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         return self.loop([Stepped(parameter, shape, element_bytes)]).peak
-
-    def steps_one_by_one(self, framework: str) -> bool:
-        return True
 
 
 def engine_refusal(name: OptimizerName, backend: Backend) -> Refusal:

@@ -9,6 +9,7 @@ transformers 5.23, trainer_optimizer.py, `_get_lomo_optimizer`.
 from __future__ import annotations
 
 from math import prod
+from typing import ClassVar
 
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
@@ -29,18 +30,17 @@ _ACCUMULATION = "updates the weights after each micro-batch, and does not clip g
 class Lomo(NotForDeepSpeed):
     """LOMO, which has no state. The update of a 16-bit parameter needs fp32 copies of the parameter and of its gradient."""
 
+    steps_one_by_one: ClassVar[bool] = True
+
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         return NO_STORAGES
 
     def textbook_bytes(self, element_bytes: int) -> int:
         return 0
 
-    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         """The fp32 copy of a 16-bit parameter. The engine counts the fp32 copy of the gradient."""
         return Storages.of(FP32_BYTES * prod(shape)) if element_bytes != FP32_BYTES else NO_STORAGES
-
-    def steps_one_by_one(self, framework: str) -> bool:
-        return True
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
         """Bytes of the sum (3 tensors in fp32) and, for a 16-bit parameter, of two casts to fp32 and one back."""
@@ -61,7 +61,7 @@ class AdaLomo(Lomo):
             return NO_STORAGES
         return sum((Storages.of(FP32_BYTES * size) for size in shape), NO_STORAGES)
 
-    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         """Two fp32 tensors in addition to the fp32 gradient: its square, and the square plus epsilon, which the update later replaces."""
         return Storages.of(FP32_BYTES * prod(shape), 2)
 

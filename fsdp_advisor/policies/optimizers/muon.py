@@ -8,7 +8,7 @@ Source: torch/optim/_muon.py; torch/distributed/tensor/_collective_utils.py (`re
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers import adamw
@@ -44,6 +44,8 @@ matrix by columns with an all-to-all.
 class Muon(NotForDeepSpeed):
     """Muon: one momentum in the parameter's dtype for a matrix, AdamW's state for other parameters."""
 
+    steps_one_by_one: ClassVar[bool] = True
+
     def shard_failure(self, parameter: Parameter, shards: Shards) -> str | None:
         """Refuses a matrix with fewer rows than ranks, for which DTensor returns the update in another layout than the parameter's."""
         if (
@@ -64,12 +66,10 @@ class Muon(NotForDeepSpeed):
         """Bytes of state per parameter of a matrix. Matrices are most of a model; other parameters have AdamW's state."""
         return element_bytes
 
-    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
-        return self.shard_temporaries(parameter, shape, element_bytes, framework, WHOLE)
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
+        return self.shard_temporaries(parameter, shape, element_bytes, WHOLE)
 
-    def shard_temporaries(
-        self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str, shards: Shards
-    ) -> Storages:
+    def shard_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, shards: Shards) -> Storages:
         """The update, the matrix before and after an iteration in bf16, Gram matrices, and the tensors that DTensor gathers."""
         if not steps_by_muon(parameter) or not shape[0]:
             return NO_STORAGES
@@ -99,9 +99,6 @@ class Muon(NotForDeepSpeed):
                 copies = 3 + (element_bytes != BF16_BYTES) + (columns % shards.ranks > 0)
                 moments = (*reduced, Storages.of(update) + Storages.of(local, copies) + Storages.of(gram, 3))
         return max(moments, key=lambda storages: storages.exact)
-
-    def steps_one_by_one(self, framework: str) -> bool:
-        return True
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
         """Bytes of the update without Muon's matrix products: momentum, update, its cast and norm, weight decay and the step."""

@@ -38,7 +38,7 @@ class Sgd(Optimizer):
     def textbook_bytes(self, element_bytes: int) -> int:
         return element_bytes if self.momentum else 0
 
-    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         return NO_STORAGES
 
     def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:

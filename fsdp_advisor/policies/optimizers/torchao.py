@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
@@ -36,6 +37,8 @@ INT64_BYTES = 8
 class TorchaoAdamW(Optimizer):
     """Two moments, each with codes of `bits` bits, a scale per block and, unless they are `fp8`, a table of the codes' values."""
 
+    steps_one_by_one: ClassVar[bool] = True
+
     bits: int
     fp8: bool = False
 
@@ -57,7 +60,7 @@ class TorchaoAdamW(Optimizer):
     def textbook_bytes(self, element_bytes: int) -> int:
         return 2 * self.bits // 8
 
-    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int, framework: str) -> Storages:
+    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         """Scales and new moments in fp32; for 4-bit states also the new codes in int64.
 
         For the 8-bit states of a 1-D tensor one kernel computes scales and codes. For fp8 states the new moments are never stored.
@@ -70,17 +73,14 @@ class TorchaoAdamW(Optimizer):
         codes = NO_STORAGES if self.bits == 8 else Storages.of(INT64_BYTES * elements, 2)
         return _scales(elements) * 2 + Storages.of(FP32_BYTES * elements, 2) + codes
 
-    def steps_one_by_one(self, framework: str) -> bool:
-        return True
-
     def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
-        return self.step_temporaries(Parameter(name="flat", shape=(elements,)), (elements,), element_bytes, "deepspeed")
+        return self.step_temporaries(Parameter(name="flat", shape=(elements,)), (elements,), element_bytes)
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
         """Bytes to read p and g, write p, and read and write the moments. With temporaries, g and the moments are read twice."""
         moments = 2 * self.bits / 8
         per_element = 3 * element_bytes + 2 * moments
-        temporaries = self.step_temporaries(parameter, parameter.shape, element_bytes, "torch").exact
+        temporaries = self.step_temporaries(parameter, parameter.shape, element_bytes).exact
         if temporaries:
             per_element += element_bytes + moments
         return int(per_element * parameter.elements) + 2 * temporaries
