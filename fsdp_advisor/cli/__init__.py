@@ -17,13 +17,13 @@ _BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return the exit status. No input ends in a traceback."""
     if argv is None:
-        gc.set_threshold(50_000, 20, 20)  # a short process; collecting garbage would take 5 % of its time
+        gc.set_threshold(50_000, 20, 20)  # collects rarely: the process is short, and collections take 5 % of its time
     try:
         from fsdp_advisor.cli.app import run  # imported here, so that Ctrl-C during the import is caught too
 
         status = run(sys.argv[1:] if argv is None else list(argv))
         if argv is None:
-            gc.freeze()  # at its end the interpreter then searches no objects for garbage, 10 % of the time
+            gc.freeze()  # saves 10 % of the time: no garbage collection when the interpreter ends
         return status
     except BrokenPipeError:
         _discard_stdout()
@@ -39,4 +39,4 @@ def _discard_stdout() -> None:
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, AttributeError):
-        sys.stdout = None  # a replaced stream without a descriptor
+        sys.stdout = None  # the stream was replaced and has no descriptor

@@ -24,9 +24,9 @@ JOB = "--model MODEL [--gpus N] [--gpu GPU] [options]"
 class Command:
     """A command: `function` and the dataclass of its `options` are names in `module`, which is imported when it runs.
 
-    The function takes the options. A command about a job takes the job before them: a request, or with `partial` the
-    given fields of a request as text, which may lack the model. With `wraps` the function takes the words after `--` too. The
-    function's docstring is the command's help.
+    The function's last argument is the options. If the command is about a job, the job comes first: as a request, or with `partial` as the
+    given fields of a request, whose values are text and which may lack the model. With `wraps` the function also gets the words after
+    `--`. The function's docstring is the command's help.
     """
 
     summary: str

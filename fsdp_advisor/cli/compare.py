@@ -1,4 +1,4 @@
-"""`fsdp-advisor compare A B`: these settings fit there, but not here."""
+"""`fsdp-advisor compare A B`: which of two jobs fits, and what each difference between them costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration files on the command line: the job that they describe, and the report on what was read of them."""
+"""Configuration files on the command line: the job that they describe, and the report on the settings that were read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fsdp_advisor.job.request import EstimateRequest
 def request_of_files(
     files: Sequence[Path], given: Mapping[str, Any], kind: type[EstimateRequest], partial: bool, options: Any
 ) -> EstimateRequest | dict[str, Any]:
-    """The request that files and given options describe; options win. `partial`: return its fields, and print what the files gave.
+    """The request that files and given options describe; options win. `partial`: return only its fields, and print the settings that were
+    read.
 
     Raises UsageError for a file that cannot be read, and for a job that is incomplete.
     """

@@ -16,7 +16,7 @@ from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.units import format_gib
 
 DIAGNOSED = 0
-"""Exit status."""
+"""Exit status after a diagnosis."""
 
 
 @dataclass(frozen=True, kw_only=True)

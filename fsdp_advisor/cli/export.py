@@ -95,7 +95,9 @@ def _write_bundle(folder: Folder, consumer: Target, job: Job, *, quiet: bool) ->
 
 
 def _write_file(options: ExportOptions, consumer: Target, job: Job) -> None:
-    """Write the single file. Notes state the plan if the file cannot, and the line that uses the file."""
+    """Write the single file. Notes on standard error state the command that uses the file, and the plan if the file format has no
+    comments.
+    """
     from fsdp_advisor.export import export as exported_by
     from fsdp_advisor.export.header import summary
 
@@ -103,7 +105,7 @@ def _write_file(options: ExportOptions, consumer: Target, job: Job) -> None:
     quiet = options.quiet
     for remark in exported.notes:
         note(remark, quiet=quiet)
-    if exported.media_type == "application/json":  # without comments
+    if exported.media_type == "application/json":  # JSON has no comments
         for line in summary(job, *consumer.checked)[1:-1]:
             note(line, quiet=quiet)
     options.file.write(exported.text)

@@ -53,7 +53,7 @@ def _write_table(table: str, options: ListOptions, destination: Destination) -> 
 
 
 def models_table(found: Sequence[Entry], screen: Screen) -> str:
-    """The table of `models`; empty if nothing is found."""
+    """The table of `models`; empty if `found` is."""
     if not found:
         return ""
     from fsdp_advisor.render.sizes import NONE
@@ -70,7 +70,7 @@ def models_table(found: Sequence[Entry], screen: Screen) -> str:
 
 
 def gpus_table(found: Sequence[Gpu], screen: Screen) -> str:
-    """The table of `gpus`; empty if nothing is found."""
+    """The table of `gpus`; empty if `found` is."""
     if not found:
         return ""
     from fsdp_advisor.render.sizes import NONE

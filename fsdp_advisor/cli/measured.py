@@ -20,7 +20,7 @@ _FIGURES = (
     ("peak_device_bytes", "device"),
     ("peak_tensor_bytes", "tensors"),
 )
-"""Figures that a mode may measure. A record's prediction is for the attached GPU, and without NCCL for a stand-in."""
+"""Figures that a mode may measure. The prediction in a record is for the attached GPU; for a stand-in it is without NCCL."""
 
 
 def estimate_in_subprocess(estimate: Callable[[], Report]) -> Report:

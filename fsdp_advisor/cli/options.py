@@ -69,7 +69,9 @@ class ConfigFileOptions:
 
 
 class CommandParser:
-    """The options of one command. `usage` is what follows the command's name; the rest is text of the help."""
+    """The parser of one command's options. `usage` is the part of the usage line after the command's name; the other arguments are help
+    texts.
+    """
 
     def __init__(self, command: str, usage: str, description: str, epilog: str = "") -> None:
         self.name = f"{PROGRAM} {command}"
@@ -86,7 +88,7 @@ class CommandParser:
         )
 
     def add_fields(self, fields: Iterable[Field], searched: Sequence[str] = ()) -> None:
-        """Add an option or argument for each field, in the groups of their rules. `searched` names have a search as default."""
+        """Add an option or argument for each field, in the groups of their rules. Fields named in `searched` are searched by default."""
         groups: dict[str, Any] = {}
         for field in fields:
             if field.rule.positional:
@@ -103,9 +105,9 @@ class CommandParser:
             groups[field.rule.group].add_argument(*names, dest=field.name, help=text, **takes)
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any] | None:
-        """What is given, by field name, as text or True; None if the help is wanted. Raises UsageError.
+        """The given values by field name, as text or True; None if the user asked for help. Raises UsageError.
 
-        Underscores work like dashes and `name=value` like `--name=value`; a flag takes a value too, as in `--json=false`.
+        Underscores work like dashes and `name=value` like `--name=value`; a flag may have a value, as in `--json=false`.
         """
         words, off = self._spelled(arguments)
         given, rest = self._parser.parse_known_args(words)
@@ -124,7 +126,7 @@ class CommandParser:
         return self._parser.format_help()
 
     def _spelled(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, bool]]:
-        """The words of a command line in the one spelling that argparse knows, and the flags that are switched off."""
+        """(the words of a command line in argparse's spelling, the flags that are switched off)."""
         words: list[str] = []
         off: dict[str, bool] = {}
         is_value = False
@@ -164,7 +166,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _help_text(field: Field, searched: Sequence[str]) -> str:
-    """What the field is, its possible words, and its default."""
+    """The help text of a field: its description, possible words and default."""
     text = field.rule.about.removeprefix("the ")
     text = text[0].upper() + text[1:]
     if field.choices:

@@ -22,7 +22,7 @@ Format = Literal["text", "json", "markdown"]
 
 
 def form_of(format: Format, json: bool) -> Format:
-    """The format that `--format` and `--json` ask for together. Raises UsageError."""
+    """The format that `--format` and `--json` select. Raises UsageError if they contradict each other."""
     if json and format == "markdown":
         raise UsageError("--json contradicts --format markdown", hint="give one of them")
     return "json" if json else format
@@ -30,7 +30,7 @@ def form_of(format: Format, json: bool) -> Format:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """Standard output, or the file of `-o`. `force` allows to overwrite it."""
+    """Standard output, or the file of `-o`. `force` allows overwriting it."""
 
     path: Path | None = None
     force: bool = False
@@ -64,7 +64,9 @@ class Destination:
         return Screen(width=max(columns, 20), colour=colour, unicode=_takes_unicode())
 
     def write(self, text: str) -> None:
-        """Write the text with one newline at its end. Raises UsageError if that fails, BrokenPipeError if the reader has gone."""
+        """Write the text with one newline at its end. Raises UsageError if that fails, BrokenPipeError if the reader of a pipe has
+        ended.
+        """
         text = text.rstrip("\n") + "\n"
         if self.path is not None:
             try:
@@ -88,7 +90,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """A directory for several files, made if its parent exists. `force` allows to overwrite files."""
+    """A directory for several files. It is created if its parent exists. `force` allows overwriting files."""
 
     path: Path
     force: bool = False

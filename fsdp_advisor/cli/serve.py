@@ -1,4 +1,4 @@
-"""`serve`: the REST API and the page. The options are the server's settings, which environment variables give as well."""
+"""`serve`: the REST API and the page. The options are the server's settings, which can also be set by environment variables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "record_memory_bytes": ("BYTES", "4294967296", "Memory of the recording process."),
     "record_queue": ("N", "4", "Requests that may wait for the recording process."),
 }
-"""Of each setting: how its value is written, its default, its help. `server.settings` has them too, but is imported late."""
+"""Setting -> (form of its value, default, help). `server.settings` has them too, but importing it takes long."""
 
 
 def _rule(metavar: str, default: str, about: str) -> Rule:
@@ -83,5 +83,5 @@ def _settings(given: Mapping[str, Any]) -> Settings:
 
 def _announce(url: str) -> None:
     if sys.stdout is not None:
-        with suppress(OSError, ValueError):  # nobody reads it
+        with suppress(OSError, ValueError):  # standard output is closed
             print(f"fsdp-advisor answers on {url} (Ctrl-C stops it)", flush=True)

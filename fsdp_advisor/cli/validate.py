@@ -161,7 +161,7 @@ def validate(given: dict[str, Any], options: ValidateOptions) -> int:
 
 
 def _rehearsed(given: dict[str, Any], options: ValidateOptions) -> int:
-    """Run this command again, in stand-in mode, in a process that sees a simulated GPU. Returns its exit status."""
+    """Run this command again in stand-in mode, in a process with a simulated GPU. Returns its exit status."""
     from fsdp_advisor.hardware.lookup import find_gpu
     from fsdp_advisor.rehearsal.environment import environment
 
@@ -173,7 +173,7 @@ def _rehearsed(given: dict[str, Any], options: ValidateOptions) -> int:
 
 
 def _gpu_to_simulate(given: dict[str, Any], options: ValidateOptions) -> str:
-    """The name of the GPU that is asked for, by the option or by all cases of a campaign. Raises UsageError if they ask for several."""
+    """The name of the GPU that the option or the cases of a campaign name. Raises UsageError if they name several."""
     from fsdp_advisor.validation import campaign
 
     if "gpu" in given or options.campaign is None:
@@ -251,8 +251,8 @@ def _cases(requests: list[EstimateRequest], options: ValidateOptions) -> list[Ca
 
 
 def _run_cases(cases: list[Case], options: ValidateOptions) -> int:
-    """Run each case once, keep and show its record, and return the exit status. The error of a single case is raised; among several it
-    is in the record.
+    """Run each case once, keep and show its record, and return the exit status. If there is only one case, its error is raised;
+    otherwise errors are in the records.
     """
     from fsdp_advisor.validation import worker
 

@@ -17,7 +17,7 @@ DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # 
 
 
 def attached_gpu() -> Gpu | None:
-    """The first GPU that CUDA would use on this machine, with its measured memory; None if there is none.
+    """The first GPU that CUDA would use on this machine, with its actual memory; None if there is none.
 
     A GPU that is not in the table, or a MIG slice, has the driver's name and no rates. AMD GPUs are not detected, because
     they have no NVML. Needs the `pynvml` module of nvidia-ml-py and returns None without it. Never raises.
@@ -68,7 +68,7 @@ def _handle(nvml: Any, first: str | None) -> Any:
 
 
 def _describe(nvml: Any, device: Any) -> Gpu | None:
-    """The table's row with the measured memory; a GPU without rates if the table does not contain it."""
+    """The table's row with the memory that NVML reports; a GPU without rates if the table does not contain it."""
     name = nvml.nvmlDeviceGetName(device)
     if isinstance(name, bytes):  # pynvml before 11.5
         name = name.decode()

@@ -33,15 +33,15 @@ class Gpu:
     fp32_flops: float | None = None
     memory_bytes_per_s: float | None = None
     architecture: Architecture | None = None
-    runtime: Literal["cuda", "rocm", "other"] = "cuda"  # other: not modelled outside of tensors
+    runtime: Literal["cuda", "rocm", "other"] = "cuda"  # other: only tensors are modelled
     unified_memory: bool = False  # the GPU has no memory of its own: it uses the processor's
     compute_capability: tuple[int, int] | None = None
     multiprocessors: int | None = None  # streaming multiprocessors; compute units on AMD
     intra_node: Link | None = None
     inter_node: Link | None = None  # this GPU's share of the node's network adapters
     gpus_per_node: int | None = None  # in the node that node_source names
-    node_source: str = ""  # begins with "assumed" if no node of a maker or a cloud is known
-    host_memory_bytes: int | None = None  # of that node
+    node_source: str = ""  # begins with "assumed" if no vendor's or cloud's node is known
+    host_memory_bytes: int | None = None  # of the node in node_source
     source: str
 
     @property
@@ -67,15 +67,15 @@ class Gpu:
 
     @property
     def threads_per_multiprocessor(self) -> int:
-        """The number of threads that are resident on one multiprocessor."""
+        """The number of threads that one multiprocessor runs at once."""
         return _THREADS_BY_CAPABILITY.get(self.compute_capability or (0, 0), _MAX_THREADS)
 
     @property
     def resident_threads(self) -> int:
-        """The number of threads that are resident on the GPU. An unknown GPU counts as many multiprocessors as an H100."""
+        """The number of threads that the GPU runs at once. If its multiprocessors are unknown, as many as an H100's are assumed."""
         return (self.multiprocessors or _H100_MULTIPROCESSORS) * self.threads_per_multiprocessor
 
     @property
     def node_is_assumed(self) -> bool:
-        """Whether no node of a maker or a cloud is known, so that the table assumes one."""
+        """Whether the table assumes the node, because no vendor's or cloud's node with this GPU is known."""
         return self.node_source.startswith("assumed")

@@ -12,8 +12,8 @@ is published.
 `host_memory_bytes` is the specification of the machine that `node_source` names. A DGX is sold with 2 TB (1 TB with the A100
 40GB) and can be extended. None: the machine is assumed, or the buyer chooses its memory.
 
-The memory of a row with `unified_memory` is the processor's too: the operating system and the job's host memory take their part
-of it. Accelerators with a runtime of their own (`runtime` "other") are only memory sizes, as they are advertised.
+The memory of a row with `unified_memory` is shared with the processor: the operating system and the job's host memory use a part of it.
+For accelerators with another runtime (`runtime` "other") only the advertised memory size is known.
 """
 
 from fsdp_advisor.hardware import links as via

@@ -9,7 +9,8 @@ USUAL_GPUS_PER_NODE = 8
 def usual_gpus_per_node(gpu: Gpu) -> int:
     """GPUs of the GPU's typical node, and USUAL_GPUS_PER_NODE if that is unknown.
 
-    Cards whose node is only assumed are also sold in servers of eight, as an RTX 4090 is.
+    If the table only assumes a GPU's node, as for an RTX 4090, the number is USUAL_GPUS_PER_NODE too: such cards are sold in servers of
+    eight.
 
     >>> from fsdp_advisor.hardware import find_gpu
     >>> [usual_gpus_per_node(find_gpu(name)) for name in ("H100", "GB200", "RTX 4090", "24GiB")]
@@ -21,7 +22,7 @@ def usual_gpus_per_node(gpu: Gpu) -> int:
 
 
 def usual_nodes(gpus: int, gpu: Gpu) -> int:
-    """The number of nodes that so many GPUs imply: the fewest of equal size with at most the usual number of GPUs each.
+    """The assumed number of nodes of `gpus` GPUs: the fewest equal nodes with at most the usual number of GPUs each.
 
     >>> from fsdp_advisor.hardware import find_gpu
     >>> [usual_nodes(n, find_gpu("H100")) for n in (1, 8, 9, 12, 16, 64)]

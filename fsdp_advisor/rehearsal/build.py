@@ -48,8 +48,9 @@ _WORKSPACE_ARGUMENTS = {
     "cusparseSpSM_bufferSize": (10,), "cusparseSpMV_bufferSize": (9,), "cusparseSpSV_bufferSize": (9,),
     "cufftXtMakePlanMany": (12,),
 }  # fmt: skip
-"""Which arguments, from 0, point to the size of a workspace in functions that ask for one (`..._bufferSize`), without the letter of
-the element type. Source: the manuals of cuSOLVER, cuSPARSE and cuFFT (CUDA 13)."""
+"""Name of a function that returns the size of a workspace (`..._bufferSize`), without the letter of the element type -> indices of the
+arguments that point to sizes. Source: the manuals of cuSOLVER, cuSPARSE and cuFFT (CUDA 13).
+"""
 HEADERS = ("cuda_runtime_api.h", "cuda.h")
 ARCHITECTURES = ("x86_64", "aarch64")
 _QUERY = """
@@ -58,14 +59,14 @@ torch = importlib.util.find_spec("torch")
 folders = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages") and os.path.isdir(path)]
 print(json.dumps([torch and torch.origin, folders]))
 """
-"""What an interpreter is asked: where torch is, and the folders of installed packages."""
+"""The code that an interpreter runs to print the path of torch and the folders of installed packages."""
 _INCLUDES = "#include <stdio.h>\n#include <stdlib.h>\n"
 
 
 @dataclass(frozen=True)
 class Installation:
     """The Python environment in which the script runs: its interpreter, the folder of its torch package, and the folders in which the
-    interpreter looks for installed packages: several with --system-site-packages.
+    interpreter searches for installed packages (several with --system-site-packages).
     """
 
     python: Path
@@ -85,7 +86,7 @@ class Installation:
 
 @dataclass
 class Imports:
-    """What the shared objects of an environment import from CUDA's libraries."""
+    """The functions that the shared objects of an environment import from CUDA's libraries."""
 
     versioned: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     plain: set[str] = field(default_factory=set)
@@ -135,7 +136,7 @@ def libraries_for(installation: Installation) -> Path:
 
 
 def _key(installation: Installation) -> str:
-    """A name for everything that the libraries depend on."""
+    """A hash of everything that the compiled libraries depend on."""
     packages = sorted(path.name for folder in installation.folders for path in folder.glob("*.dist-info"))
     sources = [path.read_bytes() for path in sorted(NATIVE.rglob("*.[ch]"))]
     digest = hashlib.sha256(b"\0".join([*sources, *map(str.encode, packages), Path(__file__).read_bytes()]))
@@ -170,7 +171,7 @@ def _build(installation: Installation, into: Path) -> None:
 
 
 def _architectures(torch: Path) -> list[int]:
-    """The architectures for which PyTorch's kernels are compiled, such as 86 for sm_86; empty if it does not say.
+    """The architectures for which PyTorch's kernels are compiled, such as 86 for sm_86; empty if they are unknown.
 
     `torch.cuda.get_arch_list` returns the same text: "sm_75 sm_80 sm_86".
     """
@@ -183,7 +184,7 @@ def _architectures(torch: Path) -> list[int]:
 
 
 def _imports(folders: Sequence[Path]) -> Imports:
-    """What PyTorch, and every other package with libraries for the same CUDA version, imports.
+    """The imports of PyTorch and of every other package with libraries for the same CUDA version.
 
     A file for another version (bitsandbytes has one per version) is left out: two runtimes would count memory separately.
     """
@@ -205,7 +206,7 @@ def _imports(folders: Sequence[Path]) -> Imports:
 
 
 def _shared_objects(folders: Sequence[Path]) -> Iterator[Path]:
-    """The shared objects of all packages but NVIDIA's, PyTorch's first. A package hides those of the same name in later folders."""
+    """The shared objects of all packages except NVIDIA's, PyTorch's first. A package hides packages of the same name in later folders."""
     packages = {
         path.name: path for folder in reversed(folders) for path in folder.iterdir() if "nvidia" not in path.name
     }
@@ -250,7 +251,7 @@ def _symbol_version(library: str, imports: Imports) -> str:
 
 
 def _wanted(base: str, version: str, imports: Imports) -> set[str]:
-    """The functions of a library that somebody imports."""
+    """The functions of a library that at least one shared object imports."""
     prefix = PREFIXES[base]
     longer = tuple(other for other in PREFIXES.values() if other != prefix and other.startswith(prefix))
     plain = {name for name in imports.plain if name.startswith((prefix, f"__{prefix}"))}
@@ -258,8 +259,9 @@ def _wanted(base: str, version: str, imports: Imports) -> set[str]:
 
 
 def _stub(name: str) -> str:
-    """A C function that returns success. Functions that create something also return a handle, and those that say how large a
-    workspace must be say 0."""
+    """The C source of a function that returns success. Functions that create something also return a handle, and functions that return
+    the size of a workspace return 0.
+    """
     sizes = _WORKSPACE_ARGUMENTS.get(re.sub(r"(?<=cusolverDn)[SDCZ](?=[a-z])", "", name))
     if sizes is not None:
         kind = "int" if re.match(r"cusolverDn[SDCZ]", name) else "size_t"
@@ -272,7 +274,9 @@ def _stub(name: str) -> str:
 
 
 def _runtime_functions(headers: Path) -> set[str]:
-    """The functions of CUDA's runtime. Libraries from outside of the environment, such as kernels of the hub, can call any."""
+    """The functions of CUDA's runtime. All are needed, because libraries from outside the environment, such as kernels of the hub, can
+    call any of them.
+    """
     return set(re.findall(r"\bCUDARTAPI +(cuda\w+)\(", (headers / HEADERS[0]).read_text()))
 
 

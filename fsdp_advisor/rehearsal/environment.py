@@ -13,7 +13,7 @@ from fsdp_advisor.memory.device import NCCL_KERNEL_BYTES, communicator_range, co
 from fsdp_advisor.rehearsal.build import find_installation, libraries_for
 
 SITE = Path(__file__).parent / "inside" / "site"
-"""The folder that Python finds first in a rehearsed process. Its sitecustomize.py runs before the script."""
+"""The first folder of a rehearsed process's module path. Its sitecustomize.py runs before the script."""
 MOST_GPUS = 16
 """GPUs of a node. Source: MOST_DEVICES in native/runtime.c."""
 _SHARED_KIB = {7: 96, 8: 163, 9: 227, 10: 227, 12: 99}
@@ -93,7 +93,7 @@ def environment(
         "TRITON_LIBCUDA_PATH": str(libraries),
     }
     kept = {name: value for name, value in outside.items() if name.startswith("REHEARSAL_")}
-    hidden = {"CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"}  # of the real machine
+    hidden = {"CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"}  # variables about the real machine
     return {name: value for name, value in outside.items() if name not in hidden} | found | kept
 
 

@@ -35,7 +35,8 @@ class Ended:
 
 
 def interpreter_of(command: Sequence[str], path: str | None = None) -> Path:
-    """The Python that runs the command's script: itself, the one in the launcher's first line, or `python` of the PATH.
+    """The Python that runs the command's script: the command itself if it is one, the one in the launcher's first line, or the PATH's
+    `python`.
 
     Raises RehearsalError if the program does not exist.
     """
@@ -96,7 +97,7 @@ def run(command: Sequence[str], variables: Mapping[str, str], *, timeout_s: floa
 
 
 def _marked(mark: str) -> list[int]:
-    """The processes of this rehearsal, also those in sessions of their own and those whose parents have ended."""
+    """The processes of this rehearsal, including those in other sessions and those whose parents have ended."""
     wanted = f"{RUN}={mark}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

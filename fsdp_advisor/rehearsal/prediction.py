@@ -1,4 +1,4 @@
-"""The estimate of a rehearsed job: its options as the script's own objects show them, and the figures of `estimate`."""
+"""The estimate of a rehearsed job: options derived from the script's own objects, and the figures of `estimate` for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_BITSANDBYTES = {
     ("AdEMAMix", 32, True): "paged_ademamix_32bit", ("AdEMAMix", 8, True): "paged_ademamix_8bit",
     ("RMSprop", 32, False): "rmsprop_bnb_32bit", ("RMSprop", 8, False): "rmsprop_bnb_8bit",
 }  # fmt: skip
-"""By class without `Paged` and bits, bits of the states, and whether they are paged."""
+"""(class without `Paged` and bits, bits of the states, whether they are paged) -> optimizer."""
 
 
 _LOW_RANK = {
@@ -39,11 +39,11 @@ _LOW_RANK = {
     ("galore_torch", "Adafactor"): "galore_adafactor",
     ("apollo_torch", "AdamW"): "apollo_adamw",
 }
-"""By package and class."""
+"""(package, class) -> optimizer."""
 
 
 class NotRecognized(Exception):
-    """The job is not one that `estimate` describes. The message is the reason."""
+    """`estimate` has no options for this job. The message is the reason."""
 
 
 def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[str, str]:
@@ -106,7 +106,7 @@ def _compile(model: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _loss(model: Mapping[str, Any], framework: str, task: str) -> dict[str, str]:
-    """The options for the loss and Liger's other kernels. A Trainer with the kernels alone has the model's own loss."""
+    """The options for the loss and Liger's other kernels. A Trainer that uses only the other kernels has the model's own loss."""
     loss = model["loss"]
     kernels = LIGER_KERNELS.get(model["config"].get("model_type", "")) if model.get("liger_kernels") else None
     if kernels is None or task != "sft":
@@ -157,7 +157,7 @@ def _offload(engine: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _adapter(adapter: Mapping[str, Any] | None, folder: Path) -> dict[str, str]:
-    """The option for the adapter, if there is one, whose configuration is written into `folder`."""
+    """The option for the adapter; empty without one. Writes its configuration into `folder`."""
     if adapter is None:
         return {}
     path = folder / "adapter_config.json"
@@ -166,7 +166,7 @@ def _adapter(adapter: Mapping[str, Any] | None, folder: Path) -> dict[str, str]:
 
 
 def _quantization(config: Mapping[str, Any]) -> dict[str, str]:
-    """The options for a base that bitsandbytes quantizes, from the model's configuration; empty for another one."""
+    """The options for a base that bitsandbytes quantizes, from the model's configuration; empty for another base."""
     settings = config.get("quantization_config") or {}
     if settings.get("load_in_8bit"):
         return {"load-in-8bit": "true"}
@@ -191,7 +191,9 @@ def _task(task: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _generation(given: Mapping[str, Any]) -> dict[str, str]:
-    """The options for how GRPO generates: without those of vLLM if transformers does, or of its own GPUs if a server does."""
+    """The options of GRPO's generation. vLLM's are left out if transformers generates; those of colocated vLLM are left out if a server
+    does.
+    """
     if not given["use_vllm"]:
         kept = {name: value for name, value in given.items() if "vllm" not in name}
     elif given["vllm_mode"] == "server":

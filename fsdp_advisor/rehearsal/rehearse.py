@@ -1,4 +1,4 @@
-"""Rehearse a command: prepare the simulated machine, run the command on it, read what its processes measured."""
+"""Rehearse a command: prepare the simulated machine, run the command on it, and read the measurements of its processes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a rehearsal simulates and how long it runs.
+    """The settings of a rehearsal: what it simulates and how long it runs.
 
-    `steps`: optimizer steps, 0 for the whole script. `snapshot`: a folder for one allocator snapshot per rank. `ranks`: run only
-    these, each alone; the others are answered in their place. `empty_weights`: `from_pretrained` builds from the configuration.
-    `random_data`: random tokens take the place of data sets.
+    `steps`: optimizer steps, 0 for the whole script. `snapshot`: a folder for one allocator snapshot per rank. `ranks`: run only these,
+    each alone, with simulated answers of the others. `empty_weights`: `from_pretrained` reads empty checkpoints. `random_data`: random
+    texts replace data sets.
     """
 
     gpu: str
@@ -79,7 +79,7 @@ def _rehearsed(command: Sequence[str], settings: Settings) -> Rehearsal:
 
 
 def _variables_of(settings: Settings, folder: Path) -> dict[str, str]:
-    """What the processes of the script are asked to do."""
+    """The environment variables with the settings for the processes of the script."""
     per_node = settings.gpus // settings.nnodes
     found = {
         "REHEARSAL_FOLDER": str(folder),
@@ -102,7 +102,7 @@ def _variables_of(settings: Settings, folder: Path) -> dict[str, str]:
 
 
 def _with_diagnosis(rank: RankResult) -> RankResult:
-    """The rank with what was alive when it first ran out of memory."""
+    """The rank, with the tensors that were alive when it first ran out of memory."""
     if not rank.out_of_memory or rank.out_of_memory[0].snapshot is None:
         return rank
     first, *rest = rank.out_of_memory
@@ -122,7 +122,7 @@ def _prediction(rank: RankResult, settings: Settings, folder: Path, variables: d
 
 
 def _with_kept_snapshots(ranks: Sequence[RankResult], folder: Path, kept: Path | None) -> tuple[RankResult, ...]:
-    """The ranks with the paths of their snapshots in the folder that stays; without paths if none stays."""
+    """The ranks with the paths of their snapshots after they were moved to the folder `kept`; without paths if it is None."""
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
         for path in folder.glob("*.pickle"):

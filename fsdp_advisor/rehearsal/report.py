@@ -1,4 +1,4 @@
-"""What a rehearsal found: the files of the processes, read and summed up."""
+"""The results of a rehearsal, read from the files of its processes and summed up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PhasePeak:
 class OutOfMemory:
     """An allocation that failed. `frames` are places in the script, innermost first; `snapshot` is a file for `diagnose`.
 
-    `alive`: bytes by category, such as activations, at that moment. `changes`: what would free memory, the cheapest first.
+    `alive`: bytes by category, such as activations, at that moment. `changes`: changes that would free memory, the cheapest first.
     """
 
     device: int
@@ -56,7 +56,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """What one rank used. `status`: completed, failed, or running if its process was ended from outside."""
+    """The memory use of one rank. `status`: completed, failed, or running if its process was ended from outside."""
 
     rank: int
     world_size: int
@@ -90,7 +90,7 @@ class RankResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What `estimate` says of the job. `options` are those of its command line; `figures` has PEAKS, or is empty with a reason."""
+    """The estimate of the job. `options`: those of the command line. `figures`: the values of PEAKS, or empty with a `reason`."""
 
     options: Mapping[str, str]
     figures: Mapping[str, int]

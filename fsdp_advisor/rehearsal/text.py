@@ -23,11 +23,11 @@ _HEADERS = {
     "peak_device_bytes": "device memory",
 }
 _RANKS = {"peak_allocated_bytes": None, "peak_reserved_bytes": 2, "peak_device_bytes": 3}
-"""Which columns a narrow screen lacks; see `Column`."""
+"""Figure -> `Column.rank`: the higher, the earlier its column is dropped on a narrow screen; None: never."""
 
 
 def rehearsal_text(found: Rehearsal, screen: Screen) -> str:
-    """The answer in one sentence, the peaks of the ranks and phases, the timeline, and what to know about them."""
+    """The answer in one sentence, the peaks of the ranks and phases, the timeline, and notes on them."""
     blocks = [wrap(_answer(found), screen)]
     worst = found.worst
     if worst is not None:
@@ -136,7 +136,9 @@ def _out_of_memory(rank: RankResult) -> Iterator[str]:
 
 
 def _decisions(rank: RankResult) -> Iterator[str]:
-    """Where the script read values from the GPU, and what it got: only integers and scalars are computed there."""
+    """Lines about the places where the script read values from the GPU, and the values that it got. Only integers and scalars are
+    computed.
+    """
     if rank.decisions:
         places = "; ".join(
             f"{each['place']} ({each['operation']}: {each['value']})" for each in rank.decisions[:_MOST_DECISIONS]

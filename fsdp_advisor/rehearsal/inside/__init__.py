@@ -12,7 +12,7 @@ from fsdp_advisor.rehearsal.inside.weights import use_empty_weights
 
 
 def start() -> None:
-    """Register what happens when the script imports a library. Called once, before the script."""
+    """Register the hooks that run when the script imports certain libraries. Called once, before the script."""
     after_import("torch", answer_values)
     after_import("torch", meter.install)
     use_empty_weights()

@@ -1,4 +1,6 @@
-"""Data sets that are not on this machine: `datasets.load_dataset` returns random texts in the columns that the script asks for."""
+"""Random data sets: `datasets.load_dataset` returns random texts in the columns that the script uses if a data set is not on this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from fsdp_advisor.rehearsal.inside.tokenizers import word
 
 ROWS = 512
 WORDS = int(os.environ.get("REHEARSAL_DATA_WORDS") or 4096)
-"""Words of a text: enough that truncation to the usual maximum lengths fills them. Longer ones need the variable."""
+"""Words of a text: enough to fill the usual maximum sequence lengths. For longer sequences set the variable."""
 TURNS = 4
 MARK = "random data of a rehearsal"
 SPLITS = ("train", "validation", "test")
@@ -28,11 +30,13 @@ COLUMNS = {
     "metamathqa": ("type", "query", "original_question", "response"), "sst2": ("sentence", "label", "idx"),
     "samsum": ("id", "dialogue", "summary"), "code_alpaca": ("prompt", "completion"),
 }  # fmt: skip
-"""Columns of well-known data sets, by a part of their name. Source: their pages on the hub. Others begin with `text`."""
+"""A part of a well-known data set's name -> its columns. Source: the data sets' pages on the hub. Other data sets begin with the column
+`text`.
+"""
 
 
 def use_random_data() -> None:
-    """Answer data sets of the hub with random ones, if the rehearsal asks for it."""
+    """Replace data sets of the hub by random ones, if the rehearsal's settings say so."""
     if os.environ.get("REHEARSAL_RANDOM_DATA") == "1":
         after_import("datasets", _answer_datasets)
 
@@ -91,12 +95,12 @@ def _value(column: str, draw: random.Random) -> Any:
 
 
 def _text(draw: random.Random, words: int) -> str:
-    """Words, each followed by a space: texts that a script joins stay words."""
+    """Random words, each followed by a space, so that texts that a script joins still consist of separate words."""
     return "".join(f"{word(i)} " for i in draw.choices(range(_WORDS_FROM, _WORDS_TO), k=words))
 
 
 class _Probe(dict[str, Any]):
-    """A row, or a batch of one row, that notes which columns a function asks for."""
+    """A row, or a batch of one row, that notes the columns that a function reads from it."""
 
     def __init__(self, row: dict[str, Any], batched: bool) -> None:
         super().__init__(row)
@@ -110,7 +114,7 @@ class _Probe(dict[str, Any]):
 
 
 def _add_missing_columns(dataset: Any) -> None:
-    """Let the methods that name columns add those that a random data set lacks."""
+    """Patch the data set's methods that name columns, so that they add columns that the random data set lacks."""
     columns_of: dict[str, Callable[..., Iterable[str]]] = {
         "map": _columns_of_function, "filter": _columns_of_function,
         "remove_columns": _named, "select_columns": _named,
@@ -145,12 +149,12 @@ def _columns_of_function(
     if function is None or kwargs.get("input_columns") or not len(self):
         return named
     row = self[:1] if batched else self[0]
-    if not isinstance(row, dict):  # a data set in Arrow's or NumPy's format is the script's own work already
+    if not isinstance(row, dict):  # the script has already converted the data set to Arrow's or NumPy's format
         return named
     probe = _Probe(row, batched)
     first = [[0] if batched else 0] if with_indices else []
     try:
         function(probe, *first, **(kwargs.get("fn_kwargs") or {}))
-    except Exception:  # the real call reports it
+    except Exception:  # the real call will raise it again
         return [*named, *probe.missing]
     return [*named, *probe.missing]

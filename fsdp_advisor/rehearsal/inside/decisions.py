@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 MOST_PLACES = 50
-"""Places that are kept: the first ones."""
+"""The largest number of places that are kept: the first ones."""
 _HERE = "/rehearsal/inside/"
 _LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python")
 
@@ -28,7 +28,7 @@ class Decision:
     caller: str
     """The script's own line that led there, as file:line."""
     value: Any
-    """What the first reading returned: a number, or a description."""
+    """The result of the first reading: a number, or a description."""
     count: int = 1
 
 
@@ -41,7 +41,7 @@ def decisions() -> list[dict[str, Any]]:
 
 
 def note(operation: str, value: Any, *, in_torch: bool = True) -> None:
-    """Count one reading of a value. `value` is what the script got; the first one of a place is kept.
+    """Count one reading of a value. `value` is the result that the script got; only the first one of each place is kept.
 
     `in_torch` says whether to keep a reading by PyTorch's own Python code, such as a copy of a state to the host.
     """
@@ -49,7 +49,7 @@ def note(operation: str, value: Any, *, in_torch: bool = True) -> None:
     if innermost is not None and not in_torch and _is_torch(innermost.f_code.co_filename):
         return
     frame = _outside(innermost, _is_torch)
-    if frame is None:  # the backward pass runs in a thread of its own
+    if frame is None:  # the backward pass runs in a separate thread
         return
     key = frame.f_code.co_filename, frame.f_lineno, operation
     known = _found.get(key)

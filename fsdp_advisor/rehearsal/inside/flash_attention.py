@@ -1,7 +1,7 @@
-"""Provides flash-attn where it is not installed, and its CUDA extension where that cannot be loaded.
+"""Provides flash-attn if it is not installed, and its CUDA extension if that cannot be loaded.
 
-The extension needs CUDA's compiler or a wheel for the same PyTorch. `stand_ins/flash_attn_2_cuda.py` allocates what it does;
-`stand_ins/flash_attn` has the functions of attention. A package that is installed is used as it is.
+The extension needs CUDA's compiler or a wheel for the same PyTorch. `stand_ins/flash_attn_2_cuda.py` makes the same allocations;
+`stand_ins/flash_attn` has the functions of attention. An installed package is used unchanged.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 STAND_INS = Path(__file__).with_name("stand_ins")
 PACKAGE, EXTENSION = "flash_attn", "flash_attn_2_cuda"
 VERSION = "2.8.3"
-"""The release of flash-attn whose allocations these are."""
+"""The release of flash-attn whose allocations are reproduced."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the two modules, and the package's metadata, after all other finders."""
+    """Finds the two modules and the package's metadata if no other finder does."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -59,7 +59,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _ExtensionFinder(importlib.abc.MetaPathFinder):
-    """Finds the installed extension if it can be loaded; else none, so that the last finder is asked."""
+    """Finds the installed extension if it can be loaded; else finds nothing, so that `_Finder` provides it."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -12,7 +12,7 @@ Hook = Callable[[ModuleType], object]
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules that have a hook with the finders after it, and calls the hook when the module is ready."""
+    """Finds modules that have a hook, by the finders that follow it, and calls the hook after the module is loaded."""
 
     def __init__(self) -> None:
         self.hooks: dict[str, list[Hook]] = {}
@@ -31,7 +31,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module with its own loader, then runs its hooks. Finding it (`importlib.util.find_spec`) runs none."""
+    """Loads a module with its own loader, then runs its hooks. Only finding a module (`importlib.util.find_spec`) runs no hook."""
 
     def __init__(self, loader: importlib.abc.Loader, hooks: dict[str, list[Hook]]) -> None:
         self.loader = loader

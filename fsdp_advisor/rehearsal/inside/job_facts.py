@@ -1,4 +1,4 @@
-"""The facts about the script's job that its own objects show, from which the job is estimated."""
+"""Facts about the script's job, read from its own objects. The job's estimate is made from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ GENERATION = (
 
 
 def collect(facts: dict[str, Any], module: Any, torch: ModuleType) -> bool:
-    """Add the facts that this call of a module shows. Returns whether all are known: the first layer has been called.
+    """Add the facts that can be read in this call of a module. Returns whether all facts are known, which is so once the first layer is
+    called.
 
     The outermost module shows the engine and the model, the first module without children the batch and the precision.
     """
@@ -50,7 +51,7 @@ def collect(facts: dict[str, Any], module: Any, torch: ModuleType) -> bool:
 
 
 def _inputs(depth: int) -> Iterator[Any]:
-    """The inputs of the module call in progress, from its frame: hooks of all modules are not given keyword arguments."""
+    """The inputs of the module call in progress. They are read from its frame, because global module hooks get no keyword arguments."""
     frame = sys._getframe(depth)
     while frame is not None and "kwargs" not in frame.f_locals:
         if frame.f_back is None:
@@ -108,8 +109,8 @@ def framework_of() -> str:
 
 
 def task_of() -> dict[str, Any]:
-    """The task of the trainer of TRL that runs (`sft` without one), whether its batches have the reference's log-probabilities, and
-    how it generates.
+    """Facts about TRL's running trainer: its task (`sft` if there is none), whether its batches have the reference's log-probabilities,
+    and its settings of generation.
     """
     trainer = running_trainer()
     name = _task_of(trainer) or "sft"
@@ -145,7 +146,7 @@ def _task_of(trainer: Any) -> str | None:
 
 
 def optimizer_facts(optimizer: Any) -> dict[str, Any]:
-    """The class of an optimizer and those of its settings that change memory."""
+    """The class of an optimizer, and its settings that affect memory."""
     settings = optimizer.param_groups[0]
     kept = {name: settings[name] for name in ("fused", "foreach", "momentum") if name in settings}
     if type(optimizer).__module__.startswith("bitsandbytes"):
@@ -178,7 +179,7 @@ def model_of(module: Any) -> dict[str, Any] | None:
 
 
 def checkpointing_of(model: Any) -> str:
-    """The policy of activation checkpointing, as `--activation-checkpointing` names it; `other` for one that it does not describe."""
+    """The policy of activation checkpointing as a value of `--activation-checkpointing`; `other` if it has no such value."""
     layers = _checkpointed_layers(model)
     keywords = [_checkpointing_keywords(module) for module in model.modules()]
     contexts = [each["context_fn"] for each in keywords if "context_fn" in each]
@@ -195,10 +196,11 @@ def checkpointing_of(model: Any) -> str:
 
 
 def _checkpointed_layers(model: Any) -> list[bool]:
-    """For each layer, whether its activations are checkpointed: by PyTorch's wrapper, as accelerate's FSDP has it, or by transformers,
-    which checkpoints the first of each `every_n_layers`. Code of a model that checkpoints by itself has one flag for all layers.
+    """For each layer, whether its activations are checkpointed. PyTorch's wrapper (used by accelerate's FSDP) checkpoints them, or
+    transformers, which checkpoints the first of each `every_n_layers`. A model with its own checkpointing code has one flag for all
+    layers.
     """
-    # FSDP2 derives a class of its own for each module
+    # FSDP2 replaces the class of each module by a derived one
     named = [(each, {kind.__name__ for kind in type(each).__mro__}) for each in model.modules()]
     wrapped = {each for each, names in named if "CheckpointWrapper" in names}
     lists = [list(each) for each, names in named if "ModuleList" in names]
@@ -209,7 +211,7 @@ def _checkpointed_layers(model: Any) -> list[bool]:
 
 
 def _checkpointing_keywords(module: Any) -> dict[str, Any]:
-    """The keywords with which a module calls PyTorch's `checkpoint`; of transformers, or of PyTorch's wrapper."""
+    """The keywords with which transformers or PyTorch's wrapper calls `checkpoint` for a module."""
     functions: list[Any] = [getattr(module, name, None) for name in ("_gradient_checkpointing_func", "checkpoint_fn")]
     return next((function.keywords for function in functions if hasattr(function, "keywords")), {})
 
@@ -228,7 +230,9 @@ def _offloads(module: Any) -> bool:
 
 
 def _compiled(module: Any, model: Any) -> str:
-    """What is compiled: each layer by itself, the model, other parts, or nothing. Layers are the modules of lists."""
+    """The compiled part of the model: each layer separately, the whole model, other parts, or nothing. Layers are the modules in
+    ModuleLists.
+    """
     found = {each for each in module.modules() if hasattr(each, "_orig_mod") or each._compiled_call_impl is not None}
     layers = {layer for each in model.modules() if type(each).__name__ == "ModuleList" for layer in each}
     if not found:
@@ -239,13 +243,13 @@ def _compiled(module: Any, model: Any) -> str:
 
 
 def _memory_budget() -> float:
-    """The memory budget of AOTAutograd's partitioner; 1 if nothing imported it."""
+    """The memory budget of AOTAutograd's partitioner; 1 if it was not imported."""
     config = sys.modules.get("torch._functorch.config")
     return float(config.activation_memory_budget) if config is not None else 1.0
 
 
 def _experts_of(model: Any, config: Any) -> str | None:
-    """The code for routed experts; None for a model whose code transformers does not choose."""
+    """The implementation of routed experts; None if transformers does not choose it for this model."""
     can_set = getattr(model, "_can_set_experts_implementation", None)
     return getattr(config, "_experts_implementation", None) if can_set is not None and can_set() else None
 
@@ -256,7 +260,7 @@ def _by_liger(module: Any) -> bool:
 
 
 def _adapter_of(module: Any) -> dict[str, Any] | None:
-    """The adapter_config.json of the active adapter around a model; None if the module is no model of PEFT."""
+    """The adapter_config.json of the active adapter around a model; None if the module is not a PeftModel."""
     configurations = vars(module).get("peft_config")
     if not isinstance(configurations, dict) or not configurations:
         return None
@@ -265,7 +269,9 @@ def _adapter_of(module: Any) -> dict[str, Any] | None:
 
 
 def parameters_of(module: Any) -> dict[str, Any]:
-    """Elements of all and of trainable parameters as this rank sees them, and the dtypes of all and of frozen ones."""
+    """Numbers of elements of all parameters and of the trainable ones on this rank, and the dtypes of all parameters and of the frozen
+    ones.
+    """
     parameters = list(module.parameters())
     return {
         "parameters": sum(p.numel() for p in parameters),

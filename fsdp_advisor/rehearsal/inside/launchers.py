@@ -1,7 +1,7 @@
-"""The launchers of a script, when not all ranks of one node run: some ranks of the job alone, or all ranks of several nodes.
+"""Replacements for launchers, used if only some ranks of the job run, or all ranks of several nodes run on this machine.
 
-The launcher's own rendezvous between nodes does not happen: this machine has all of them. Each rank gets the variables of the whole
-job.
+The launcher's rendezvous between nodes is skipped, because this machine has all nodes. Each rank gets the environment variables of the
+whole job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.05
 
 
 def starts_all_nodes() -> bool:
-    """Whether this machine plays several nodes, so that the launcher must start the ranks of all of them."""
+    """Whether this machine simulates several nodes, so that the launcher must start the ranks of all nodes."""
     return int(os.environ.get(WORLD_SIZE) or 0) > int(os.environ.get(GPUS_PER_NODE) or 0)
 
 
@@ -78,7 +78,7 @@ _USE = "start it with torchrun, accelerate launch or deepspeed, or rehearse all 
 
 
 def start_ranks(command: Any, world_size: int, per_node: int) -> int:
-    """Start the selected ranks, or all, wait for them, and return the first exit status that is not 0.
+    """Start the selected ranks (or all), wait for them, and return the first exit status that is not 0.
 
     `command(local_rank)` is the command of a rank. `world_size` and `per_node` are the launcher's; the rehearsal's own have precedence.
     The other ranks are ended when one fails.

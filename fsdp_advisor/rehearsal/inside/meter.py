@@ -1,4 +1,4 @@
-"""Counts steps, notes the peaks of each phase, and writes what one process used to a file."""
+"""Counts steps, notes the peaks of each phase, and writes the memory use of one process to a file."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Figures = dict[str, int]
 
 PEAKS = {"peak_allocated_bytes": "allocated_bytes.all.peak", "peak_reserved_bytes": "reserved_bytes.all.peak"}
 HISTORY_ENTRIES = 1_000_000
-"""Allocations and frees that PyTorch remembers, for the timeline and for what is alive when memory runs out."""
+"""The number of allocations and frees that PyTorch records, for the timeline and for the tensors that are alive when memory runs out."""
 
 
 class Meter:
-    """One process of the script. It changes no result of `torch.cuda.max_memory_allocated` and no allocation.
+    """Measures one process of the script. It changes neither allocations nor the results of `torch.cuda.max_memory_allocated`.
 
     A phase ends where the next one begins: at the first forward with gradients of a step, at the outermost `backward`, after it
     (the optimizer phase: clipping, the optimizer's step, zero_grad, until the next forward), and at a forward without gradients.
-    A step ends with the first `Optimizer.step` after a backward. PyTorch's peak counters are reset at each phase; what the script
-    reads is the maximum since its own last reset.
+    A step ends with the first `Optimizer.step` after a backward. PyTorch's peak counters are reset at each phase; the script still reads
+    the maximum since its own last reset.
     """
 
     def __init__(self, torch: ModuleType, folder: Path, steps: int, snapshot: bool) -> None:
@@ -124,10 +124,10 @@ class Meter:
             self.forward_hook.remove()
 
     def _knows_job(self, module: Any) -> bool:
-        """Whether all facts about the job are known, or cannot be read. The script goes on either way."""
+        """Whether all facts about the job are known or reading them failed. The script continues in both cases."""
         try:
             return job_facts.collect(self.facts, module, self.torch)
-        except Exception as error:  # of a wrapper or model that is unlike those of the versions that are known
+        except Exception as error:  # an unknown wrapper, model or version
             self.facts["unreadable"] = f"{type(error).__name__}: {error}"
             return True
 
@@ -184,7 +184,7 @@ class Meter:
         found = [(i, self.torch._C._cuda_memoryStats(i)) for i in range(self.torch.cuda.device_count())]
         return [(i, stats) for i, stats in found if _leaf(stats, "reserved_bytes.all.peak")]
 
-    # What the script reads
+    # Answers to the script
 
     def stats(self, device: Any = None) -> dict[str, Any]:
         """The answer to the script's `torch.cuda.memory_stats_as_nested_dict`: with the peaks since its own last reset."""

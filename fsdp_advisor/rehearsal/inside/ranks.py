@@ -1,7 +1,7 @@
-"""Run one rank of a large job alone: the other ranks are answered in its place, as if each had this rank's data.
+"""Run one rank of a large job alone: all communication returns as if each other rank had this rank's data.
 
-Collectives on GPUs go through native/nccl.c, which answers them. This file does the same for what waits for other ranks elsewhere:
-the rendezvous, PyTorch's stores, gloo, and pickled objects.
+native/nccl.c does so for collectives on GPUs. This file does it for all other code that waits for other ranks: the rendezvous, PyTorch's
+stores, gloo, and pickled objects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RANKS = "REHEARSAL_RANKS"
 """The environment variable with the ranks that run, such as `0` or `0,7`. Each of them runs alone. Unset: all ranks run together."""
 _GLOO = "gloo"
 _ANSWERED = "rehearsal"
-"""The backend that takes gloo's place: PyTorch's fake process group."""
+"""The name of the backend that replaces gloo: PyTorch's fake process group."""
 _COMMUNICATORS = 8
 """Communicators that one process group may make for a device: PyTorch makes one, and another after it aborts one."""
 _SETTLED_STEPS = 2
@@ -31,8 +31,8 @@ def selected_ranks() -> tuple[int, ...]:
 def let_nccl_settle(optimizer: ModuleType) -> None:
     """Pause after the first optimizer steps. `optimizer` is torch.optim.optimizer.
 
-    A thread of PyTorch looks every 100 ms for collectives that are complete, and frees their tensors. DDP gives up its first buckets
-    before its second step. On a GPU the first step takes longer than 100 ms, here it may not.
+    Every 100 ms a thread of PyTorch frees the tensors of completed collectives. DDP drops its first buckets before the second step. On a
+    GPU the first step takes longer than 100 ms, so these buckets are freed in time; in a rehearsal it may be shorter.
     Source: ProcessGroupNCCL.cpp (torch 2.13), kWatchdogThreadSleepMillis; Reducer::rebuild_buckets.
     """
     steps = 0
@@ -85,7 +85,7 @@ def answer_process_groups(c10d: ModuleType) -> None:
 
     Subgroups get new communicators, because a split needs a call of every rank.
     """
-    # one unique id for all communicators of a group; with several, rank 128 would ask another rank for one
+    # one unique id for all communicators of a group; with several, rank 128 would wait for another rank's id
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(2**30)
     c10d._store_based_barrier = _nothing  # type: ignore[attr-defined]
     c10d.monitored_barrier = _nothing  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ def _new_group_of_part(
     c10d: Any, parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, pg_options: Any = None,
     group_desc: str | None = None, **others: Any,
 ) -> Any:  # fmt: skip
-    """The group of the part that has this rank, made like any other group; None if no part has it."""
+    """A new group for the part of `split_ranks` that contains this rank; None if no part does."""
     parent = parent_pg or c10d._get_default_group()
     ranks = c10d.get_process_group_ranks(parent)
     for part in split_ranks:
@@ -117,7 +117,9 @@ def _new_group_of_part(
 
 
 def _without_gloo(c10d: Any, original: Any) -> Any:
-    """A function that makes process groups like `original`, with PyTorch's fake process group instead of gloo, under gloo's name."""
+    """A function that makes process groups as `original` does, but uses PyTorch's fake process group, under gloo's name, instead of
+    gloo.
+    """
 
     def create(options: Any, _: Any) -> Any:
         from torch._C._distributed_c10d import FakeProcessGroup
@@ -140,10 +142,10 @@ def _without_gloo(c10d: Any, original: Any) -> Any:
 
 
 def _give_unique_ids(store: Any, size: int) -> None:
-    """Store what a rank waits for before it makes an NCCL communicator whose first rank is another one.
+    """Store the unique ids for which a rank waits before it makes an NCCL communicator whose first rank is another one.
 
-    Source: ProcessGroupNCCL::broadcastUniqueNCCLID and getKeySendRecv (torch 2.13): the number of the communicator, or both ranks
-    of a message. native/nccl.c does not read an id when a rank runs alone.
+    Their keys are the number of the communicator, or both ranks of a message. native/nccl.c does not read an id when a rank runs alone.
+    Source: ProcessGroupNCCL::broadcastUniqueNCCLID and getKeySendRecv (torch 2.13).
     """
     me = int(os.environ.get("RANK", "0"))
     pairs = [f"{min(me, other)}:{max(me, other)}" for other in range(size) if me < size]
@@ -152,7 +154,7 @@ def _give_unique_ids(store: Any, size: int) -> None:
 
 
 def _own_objects(c10d: Any, original: Any) -> Any:
-    """A function that takes pickled objects from another rank and leaves this rank's own list as it is."""
+    """A replacement for a function that receives pickled objects from another rank. It leaves this rank's own list unchanged."""
 
     @functools.wraps(original)
     def take(*arguments: Any, src: Any = None, group: Any = None, group_src: Any = None, **named: Any) -> Any:
@@ -173,7 +175,9 @@ def _given(**named: Any) -> dict[str, Any]:
 
 
 def _sum_of_equal(c10d: Any, original: Any) -> Any:
-    """all_reduce or reduce, of which the fake process group leaves a tensor of the CPU as it is: multiply a sum."""
+    """A replacement for all_reduce or reduce that multiplies a summed CPU tensor by the number of ranks. The fake process group leaves
+    it unchanged.
+    """
 
     @functools.wraps(original)
     def reduce(tensor: Any, *arguments: Any, **named: Any) -> Any:

@@ -13,9 +13,9 @@ USE_INSTEAD = {
     "transformer_engine": 'use torch.nn\'s modules (mixed_precision="bf16" instead of fp8)',
     "apex": "use torch.optim.AdamW(fused=True), torch.nn's norms and torch.autocast",
 }
-"""Packages, and what to use instead."""
+"""Package -> what to use instead."""
 _KERNELS = {"xformers": ("ops", "_C"), "transformer_engine": ("pytorch", "jax")}
-"""The modules that need kernels, if not all do."""
+"""Package -> its modules that need kernels. All modules of packages that are not listed do."""
 
 
 def message_of(package: str) -> str:
@@ -23,7 +23,7 @@ def message_of(package: str) -> str:
 
 
 def hint_of(error: BaseException) -> str | None:
-    """What to disable if the error is that one of these packages is not installed."""
+    """The hint about what to disable, if the error says that one of these packages is not installed; else None."""
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
     package = error.name.partition(".")[0]
@@ -43,5 +43,5 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def refuse_other_kernels() -> None:
-    """Refuse these libraries where they are installed."""
+    """Make imports of these libraries' kernels fail if the libraries are installed."""
     sys.meta_path.insert(0, _Finder())

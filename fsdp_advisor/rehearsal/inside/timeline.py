@@ -10,11 +10,11 @@ POINTS = 240
 
 
 def timeline(torch: ModuleType, before: Mapping[int, int]) -> list[list[int]]:
-    """Points of [microseconds since the first, bytes] of the busiest GPU, at most POINTS: the highest of equal parts of the history.
+    """At most POINTS points [microseconds since the first, bytes] of the busiest GPU. Each is the highest of an equal part of the history.
 
     `before`: the bytes that were alive on each GPU when the history began.
 
-    Bytes are those that tensors requested, as PyTorch's history has them: the allocator's rounding is not included.
+    Bytes are those that tensors requested, without the allocator's rounding, because PyTorch's history records these.
     """
     history = torch._C._cuda_memorySnapshot(None)["device_traces"]
     device = max(range(len(history)), key=lambda index: len(history[index]), default=0)

@@ -1,4 +1,4 @@
-"""A tokenizer for a model whose own one is not on this machine: one token per word, with the vocabulary's size of the model."""
+"""A tokenizer for a model whose own tokenizer is not on this machine: one token per word, and the model's vocabulary size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def word(index: int) -> str:
 def write_tokenizer(folder: Path, config: dict[str, Any]) -> None:
     """Write tokenizer.json and tokenizer_config.json for a configuration of transformers.
 
-    A word is one token, also an unknown one. Texts of words `w0`, `w1`, ... are their own tokens.
+    Every word is one token, even if it is unknown. The words `w0`, `w1`, ... have tokens of their own.
     """
     text = config.get("text_config") or config
     size = int(text.get("vocab_size") or _DEFAULT_VOCABULARY)

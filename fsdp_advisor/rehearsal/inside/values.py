@@ -1,8 +1,8 @@
 """Values on the simulated GPU. Kernels do nothing, so operators on few or integer elements are repeated on the host.
 
 Device memory is host memory. After PyTorch's own CUDA kernel, which allocates what a GPU would, the CPU's kernel runs on the same
-addresses: masks, counts, indices, positions and scalars are true where their inputs are. Nothing is allocated on the device for it.
-Values that follow from large floating-point tensors are unknown; `_assume` writes what lets training continue.
+addresses: masks, counts, indices, positions and scalars are correct if their inputs are. This allocates nothing on the device. Values that
+follow from large floating-point tensors are unknown; `_assume` writes values with which training continues.
 
 Source of the method: torch.library.get_kernel (torch/library.py), which exists to call the kernel that another one replaces.
 """
@@ -26,11 +26,13 @@ LARGEST_BOOLS = 1 << 20
 LARGEST_FLOATS = 4 << 10
 """Bytes of a floating-point tensor whose operators are repeated: scalars, and sums over experts or samples."""
 LARGEST_MASKS = 256 << 10
-"""Bytes of a floating-point tensor that is filled, drawn, compared or converted: one number for each of 8 x 8,192 tokens."""
+"""Bytes of the largest floating-point tensor for which filling, drawing, comparing and converting are repeated: one number for each of
+8 x 8,192 tokens.
+"""
 MOST_EXPERTS = 4096
-"""The largest dimension whose choices are taken for experts of a router. Longer ones are vocabularies."""
+"""The largest dimension in which a choice is assumed to be a router's choice of experts. Larger dimensions are vocabularies."""
 UNKNOWN = 1.5
-"""The value of a loss or a norm that is not known: a plausible loss of a language model, because scripts check theirs."""
+"""The value of an unknown loss or norm: a plausible loss of a language model, because scripts check their loss."""
 
 COMPARISONS = (
     "eq",
@@ -79,8 +81,9 @@ COPIES = ("aten::copy_",)
 """Operators without a CUDA kernel of their own: they call another one, below the dispatcher."""
 
 WITH_DEVICE_NUMBERS = ("aten::pow.Tensor_Tensor", "aten::pow.Tensor_Tensor_out")
-"""Operators that PyTorch calls with a number wrapped as a tensor of the GPU, which has no form in Python. Source: pow.Scalar in
-aten/src/ATen/native/Pow.cpp (2.13)."""
+"""Operators that PyTorch calls with a number wrapped as a GPU tensor, which cannot be passed to Python. Source: pow.Scalar in
+aten/src/ATen/native/Pow.cpp (2.13).
+"""
 
 torch: Any = None
 _host_generator: Any = None
@@ -123,7 +126,8 @@ def _makers() -> dict[str, Callable[[Any, Kernel], Kernel]]:
 def _taking_numbers(operator: Any, kernel: Kernel) -> Kernel:
     """A kernel that also takes Python numbers for tensors: PyTorch's wrapped numbers are unwrapped on their way to Python.
 
-    A tensor of the type that results from the number and the other tensor takes part in type promotion as the number does.
+    The number is converted to a tensor of the type that promotion of the number and the other tensor gives, so the result's type is the
+    same.
     """
     places = [i for i, argument in enumerate(operator._schema.arguments) if str(argument.type) == "Tensor"]
     if len(places) < 2:
@@ -149,8 +153,8 @@ def _taking_numbers(operator: Any, kernel: Kernel) -> Kernel:
 
 
 def _repeated(operator: Any, kernel: Kernel) -> Kernel:
-    """A kernel whose result has values. The CUDA kernel launches nothing; so the CPU's kernel runs afterwards on the same memory, which
-    is host memory in a rehearsal. If the tensors are too large for that, values are assumed.
+    """A kernel whose result has values. The CUDA kernel launches nothing, so the CPU's kernel runs afterwards on the same memory, which
+    is host memory in a rehearsal. If the tensors are too large, values are assumed instead.
     """
     name = operator._schema.name.removeprefix("aten::")
     largest = LARGEST_MASKS if name in (*COMPARISONS, *RANDOM, *FILLS) else LARGEST_FLOATS
@@ -211,8 +215,8 @@ def _is_or_are_small(result: Any, largest_floats: int) -> bool:
 
 
 def _repeat(operator: Any, args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether the CPU's kernel ran on the memory of the arguments, and its result is that of the CUDA kernel."""
-    with torch._C.DisableTorchFunction(), contextlib.suppress(Exception):  # an unknown index may lie outside
+    """Run the CPU's kernel on the memory of the arguments and of the CUDA kernel's result. Returns whether it could run."""
+    with torch._C.DisableTorchFunction(), contextlib.suppress(Exception):  # an unknown index may be out of range
         made = _on_host(operator, args, kwargs)
         for to, value in zip(_tensors((result,)), _tensors((made,)), strict=True):
             host = _host(to)
@@ -228,7 +232,7 @@ def _on_host(operator: Any, args: Any, kwargs: Any) -> Any:
         hosted["device"] = "cpu"
     if any(argument.name == "generator" for argument in operator._schema.arguments):
         hosted["generator"] = _host_generator
-    if operator._schema.name == "aten::histc":  # the CPU has none for integers
+    if operator._schema.name == "aten::histc":  # the CPU has no kernel for integers
         return torch.histc(_host(args[0]).double(), *args[1:])
     return operator(*map(_host_argument, args), **hosted)
 
@@ -253,7 +257,9 @@ def _host(tensor: Any) -> Any:
 
 
 def _assume(name: str, args: Any, result: Any) -> None:
-    """Write to a small result that follows from unknown values: losses and norms are one, comparisons find nothing unusual."""
+    """Write assumed values to a small result that follows from unknown values: UNKNOWN for losses and norms, and for comparisons the
+    usual outcome (no number is infinite or NaN).
+    """
     if name not in ASSUMED:
         return
     for tensor in _tensors((result,)):
@@ -270,10 +276,10 @@ def _assume(name: str, args: Any, result: Any) -> None:
 
 
 def _chosen(operator: Any, kernel: Kernel) -> Kernel:
-    """The CUDA kernel; then indices that are spread evenly, where the values to choose by are unknown.
+    """A kernel that runs the CUDA kernel and then, if the values to choose by are unknown, writes evenly spread indices.
 
-    Rows (tokens) choose experts in turn. In a dimension of more than MOST_EXPERTS elements the choice is from its middle, where
-    a vocabulary has no special tokens.
+    Rows (tokens) choose experts in turn. In a dimension of more than MOST_EXPERTS elements the choice is from its middle, where a
+    vocabulary has no special tokens.
     """
     name = operator._schema.name.removeprefix("aten::")
 
@@ -322,7 +328,7 @@ def _read(operator: Any, kernel: Kernel) -> Kernel:
 
 
 def _copied(operator: Any, kernel: Kernel) -> Kernel:
-    """A copy. Between types or layouts it is a kernel; to the host it is a reading."""
+    """A kernel for copies. A copy between types or layouts is repeated on the host; a copy to the host counts as a reading."""
 
     def run(keys: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
         result = kernel(keys, to, source, non_blocking)
@@ -355,7 +361,7 @@ def _equal(operator: Any, kernel: Kernel) -> Kernel:
 
 
 def _nonzero(operator: Any, kernel: Kernel) -> Kernel:
-    """The CUDA kernel, which reads back the number of elements that the host counted, and their indices."""
+    """A kernel for `nonzero`: the host counts the elements, the CUDA kernel reads this number back, and the host writes their indices."""
     answer_next = ctypes.CDLL(None).rehearsal_answer_next
 
     def run(keys: Any, tensor: Any, **kwargs: Any) -> Any:
@@ -377,7 +383,9 @@ def _nonzero(operator: Any, kernel: Kernel) -> Kernel:
 
 
 def _unique(operator: Any, kernel: Kernel) -> Kernel:
-    """The results of the CPU's kernel in new tensors on the GPU. The CUDA kernel would read sizes back that nobody computed."""
+    """A kernel that copies the CPU kernel's results to new tensors on the GPU. The CUDA kernel would read back sizes that were never
+    computed.
+    """
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_small(args[0]):

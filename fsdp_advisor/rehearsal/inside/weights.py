@@ -1,7 +1,7 @@
-"""Models without their weights: `from_pretrained` of transformers reads a checkpoint that has the right tensors and no data.
+"""Empty checkpoints for models whose weights are not on this machine: the right tensors without data, for transformers' `from_pretrained`.
 
-The checkpoint is a safetensors file with a header and a hole: it takes no space on the disk. transformers' own loader reads it, so
-dtypes, device maps, quantization and sharded loading allocate on the GPU what they do with real weights.
+A checkpoint is a safetensors file with a header and a hole, which takes no space on the disk. transformers' own loader reads it, so
+dtypes, device maps, quantization and sharded loading make the same GPU allocations as with real weights.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 HUB_TIMEOUT_S = 2.0
 CATALOG_DTYPE = "bfloat16"
-"""The dtype of catalogued models; the catalog has none."""
+"""The dtype assumed for catalogued models. The catalog does not contain their dtypes."""
 SHARD_BYTES = 5_000_000_000
-"""The size of one file, as most published checkpoints have it. Linux refuses to map a file that is larger than its memory."""
+"""The size of one file, as in most published checkpoints. (Linux refuses to map a file that is larger than the machine's memory.)"""
 CLASSES = {
     "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "speech-seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
@@ -42,13 +42,13 @@ _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
     "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
-"""Names in a safetensors header. Source: safetensors/torch.py, _TYPES."""
+"""dtype -> its name in a safetensors header. Source: safetensors/torch.py, _TYPES."""
 
 
 def use_empty_weights() -> None:
-    """Answer `from_pretrained` without weights and without the hub, if the rehearsal asks for it.
+    """Make `from_pretrained` work without weights and without the hub, if the rehearsal's settings say so.
 
-    Random data come with tokenizers for models that have none on this machine.
+    With random data, also provide tokenizers for models that have none on this machine.
     """
     if "1" in (os.environ.get("REHEARSAL_EMPTY_WEIGHTS"), os.environ.get("REHEARSAL_RANDOM_DATA")):
         after_import("huggingface_hub.constants", _notice_offline)
@@ -59,7 +59,7 @@ def use_empty_weights() -> None:
 
 
 def _notice_offline(constants: Any) -> None:
-    """Turn the hub's offline mode on where the hub cannot be reached: no file is waited for."""
+    """Turn the hub's offline mode on if the hub cannot be reached, so that no download has to time out."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return
     address = urlsplit(constants.ENDPOINT)
@@ -70,7 +70,7 @@ def _notice_offline(constants: Any) -> None:
 
 
 def _answer_files(hub: Any) -> None:
-    """Configurations and tokenizers that are not on this machine come from a folder of their own."""
+    """Redirect reads of configurations and tokenizers that are not on this machine to a generated folder."""
     original = hub.cached_files
 
     def cached_files(path_or_repo_id: Any, filenames: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def _answer_files(hub: Any) -> None:
 
 
 def _answer_tokenizers(auto: Any) -> None:
-    """AutoTokenizer takes a tokenizer of ours as it is; the class of some models would rebuild it."""
+    """Make AutoTokenizer load a generated tokenizer unchanged; the tokenizer classes of some models would rebuild it."""
     original = auto.AutoTokenizer.from_pretrained.__func__
 
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ def _config_folder(name: str, cached_files: Any) -> Path | None:
 
 @cache
 def _tokenizer_folder(name: str, cached_files: Any) -> Path | None:
-    """A folder with a tokenizer for a model whose own one is neither on this machine nor on a hub that can be reached."""
+    """A folder with a generated tokenizer. None if the model's own tokenizer is on this machine or on a hub that can be reached."""
     if not name or any(_local(name, file, cached_files) for file in TOKENIZERS):
         return None
     with contextlib.suppress(Exception):
@@ -143,7 +143,8 @@ def _local(name: str, file: str, cached_files: Any) -> str | None:
 @cache
 def folder_of(name: str) -> Path:
     """The folder for the files of a model that are not on this machine, such as checkpoint and tokenizer. If the catalog has the model, it
-    starts with its config.json."""
+    starts with its config.json.
+    """
     key = hashlib.sha256(str(Path(name).resolve() if Path(name).is_dir() else name).encode()).hexdigest()[:12]
     folder = Path(os.environ.get("REHEARSAL_FOLDER") or tempfile.gettempdir()) / f"empty-{os.getpid()}-{key}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -203,7 +204,7 @@ def write_checkpoint(cls: Any, config: Any, folder: Path) -> None:
         model = cls(plain)
     seen: set[int] = set()
     states = {}
-    tied = getattr(model, "all_tied_weights_keys", {})  # of transformers 5, which ties them after loading
+    tied = getattr(model, "all_tied_weights_keys", {})  # transformers 5 ties them after loading
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen and name not in tied:  # tied parameters are stored once
             seen.add(id(tensor))

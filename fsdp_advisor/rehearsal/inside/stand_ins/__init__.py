@@ -1,1 +1,1 @@
-"""Modules that a rehearsal provides in the place of packages that need CUDA's compiler to be built: they allocate, and compute nothing."""
+"""Modules that replace packages which can only be built with CUDA's compiler. They make the same allocations and compute nothing."""

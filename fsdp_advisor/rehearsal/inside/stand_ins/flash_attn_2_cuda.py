@@ -1,7 +1,7 @@
 """The allocations of flash-attn's CUDA extension: forward and backward, dense and of sequences of several lengths, and with a cache.
 
 B sequences of T tokens (S of keys) have H heads (G of keys) of D elements; `total` is the number of tokens of all sequences. Names and
-order of the arguments are those of the extension, because flash-attn's Python code passes most of them by place.
+order of the arguments are the extension's, because flash-attn's Python code passes most of them by position.
 
 Source: csrc/flash_attn/flash_api.cpp (flash-attn 2.8.3): mha_fwd, mha_varlen_fwd, mha_bwd, mha_varlen_bwd, mha_fwd_kvcache,
 set_params_splitkv and num_splits_heuristic.
@@ -17,7 +17,7 @@ import torch
 Tensor = torch.Tensor
 
 BLOCK = 128
-"""Rows of queries and keys are rounded to these."""
+"""The numbers of rows of queries and keys are rounded up to multiples of this."""
 MOST_SPLITS = 128
 SPLIT_BLOCK = 64
 """Rows of queries that one block of the kernel with splits computes."""
@@ -45,7 +45,7 @@ def fwd(
     unlimited = not is_causal or t == 1
     limited = 0 <= window_size_left < keys or (0 <= window_size_right < keys) or not unlimited
     swapped = t == 1 and h > groups and not limited and p_dropout == 0 and alibi_slopes is None
-    if swapped:  # the heads of a group become its queries
+    if swapped:  # a group's query heads become query rows of one head
         q, t, h = q.reshape(b, groups, h // groups, d).transpose(1, 2), h // groups, groups
     result = torch.empty_like(q) if out is None else out
     sums = q.new_empty((b, h, t), dtype=torch.float32)
@@ -82,7 +82,7 @@ def varlen_fwd(
     return_softmax: bool,
     generator: Any,
 ) -> list[Tensor]:
-    """As `fwd`, of sequences one after the other: q has the shape (total, H, D)."""
+    """As `fwd`, for sequences that are concatenated in one row: q has the shape (total, H, D)."""
     _check(q, k, v)
     (total, h, d), groups, b = q.shape, k.shape[-2], cu_seqlens_q.numel() - 1
     limited = window_size_left >= 0 or window_size_right >= 0 or (is_causal and max_seqlen_q > 1)
@@ -155,7 +155,7 @@ def varlen_bwd(
     generator: Any,
     rng_state: Tensor | None,
 ) -> list[Tensor]:
-    """As `bwd`, of sequences one after the other. Between two sequences there is room for a block of rows."""
+    """As `bwd`, for sequences that are concatenated in one row. The scratch has a block of additional rows per sequence."""
     sequences = cu_seqlens_q.numel() - 1
     rows = q.shape[0] + BLOCK * sequences
     return _gradients(q, k, v, (dq, dk, dv), (q.shape[1], rows), (rows,), deterministic, sequences)
@@ -183,7 +183,7 @@ def fwd_kvcache(
     is_rotary_interleaved: bool,
     num_splits: int,
 ) -> list[Tensor]:
-    """The output and the log-sum-exp of queries over a cache of keys and values. The cache stays as it is."""
+    """The output and the log-sum-exp of queries over a cache of keys and values. The cache is not changed."""
     _check(q, kcache, vcache)
     b, t, h, d = q.shape
     groups = kcache.shape[2]
@@ -204,7 +204,7 @@ def fwd_kvcache(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise what the extension raises for other dtypes, heads and GPUs."""
+    """Raise the extension's errors for dtypes, heads and GPUs that it does not support."""
     if torch.cuda.get_device_capability(q.device)[0] < 8:
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -225,7 +225,7 @@ def _gradients(
     deterministic: bool,
     sequences: int,
 ) -> list[Tensor]:
-    """The gradients, with the scratch of the kernel: an fp32 copy of dq, and dk, dv of each query's head."""
+    """The gradients of q, k and v. The kernel's scratch is allocated and freed: an fp32 copy of dq, and dk and dv for each query head."""
     h, groups = q.shape[-2], k.shape[-2]
     dq, dk, dv = (
         torch.empty_like(of) if gradient is None else gradient for of, gradient in zip((q, k, v), given, strict=True)
@@ -248,7 +248,9 @@ def _gradients(
 
 
 def _partial_results(q: Tensor, b: int, h: int, t: int, keys: int, head: int, splits: int = 0) -> tuple[Tensor, ...]:
-    """The log-sum-exp and the output of each part of the keys, if few blocks of queries make the kernel divide them."""
+    """The log-sum-exp and the output of each part of the keys. Empty unless the kernel divides the keys, because there are few blocks
+    of queries.
+    """
     block = 256 if head <= 64 else 128 if head <= 128 else 64
     splits = splits or _splits(b * h * -(-t // SPLIT_BLOCK), 2 * _multiprocessors(q), -(-keys // block))
     if splits <= 1:
@@ -260,7 +262,7 @@ def _partial_results(q: Tensor, b: int, h: int, t: int, keys: int, head: int, sp
 
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
-    """The fewest parts of the keys that keep the GPU at least 85 % as busy as the best number of them.
+    """The number of parts of the keys: the fewest that keep the GPU at least 85 % as busy as the best number does.
 
     >>> _splits(blocks=48, slots=108, key_blocks=16)
     2

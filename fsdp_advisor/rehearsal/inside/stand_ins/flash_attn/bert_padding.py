@@ -1,4 +1,4 @@
-"""The functions of flash_attn.bert_padding: they take the tokens of a padded batch out, and put them back.
+"""The functions of flash_attn.bert_padding: they extract the tokens of a padded batch, and insert them again.
 
 Forward of `index_first_axis` gathers rows, and its backward scatters them into zeros. Source: flash_attn/bert_padding.py (2.8.3).
 """
@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 def _expanded(indices: Tensor, width: int) -> Tensor:
-    """The index of each element, as a view."""
+    """The row indices expanded to `width` elements per row, as a view."""
     return indices.unsqueeze(1).expand(-1, width)
 
 
@@ -56,7 +56,7 @@ index_put_first_axis: Callable[[Tensor, Tensor, int], Tensor] = _PutRows.apply
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of a padded batch, their places, the cumulative lengths, the longest length, and the lengths in use."""
+    """The tokens of a padded batch, their indices, the cumulative lengths, the longest length, and the lengths without unused tokens."""
     taken = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = taken.sum(dim=-1, dtype=torch.int32)
     in_use = attention_mask.sum(dim=-1, dtype=torch.int32)
@@ -68,6 +68,6 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The padded batch of the shape (batch, seqlen, ...): tokens at their places, and zeros."""
+    """The padded batch of shape (batch, seqlen, ...): tokens at their indices, and zeros elsewhere."""
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.reshape(batch, seqlen, *hidden_states.shape[1:])

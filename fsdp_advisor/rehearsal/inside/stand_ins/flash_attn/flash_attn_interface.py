@@ -1,4 +1,4 @@
-"""The functions of flash_attn.flash_attn_interface: what they save for backward, and which gradients they allocate.
+"""The functions of flash_attn.flash_attn_interface. They save the same tensors for backward and allocate the same gradients.
 
 Forward saves queries, keys and values (heads padded to a multiple of 8), the output, the log-sum-exp and the state of the random
 numbers. Backward allocates a gradient for each tensor that was given, a packed one for packed tensors.
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """The arguments of a call that are no queries, keys or values. `lengths`: of sequences one after the other."""
+    """The arguments of a call other than queries, keys and values. `lengths`: cumulative lengths of sequences in one row."""
 
     dropout: float
     scale: float | None
@@ -76,7 +76,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, tensors: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients to allocate for as many given tensors, and those of queries, keys and values in them."""
+    """(the gradients of the given tensors, views of them for queries, keys and values). `tensors`: the number of given tensors, 1 to 3."""
     if tensors == 3:
         allocated = [torch.empty_like(each) for each in (q, k, v)]
         return allocated, allocated
@@ -115,7 +115,7 @@ def _run_backward(
 
 
 def _attention(call: _Call, *given: Tensor) -> Any:
-    """The output, or also the log-sum-exp and the probabilities if the call returns them."""
+    """The output; or (output, log-sum-exp, probabilities) if the call returns probabilities."""
     return _Attention.apply(call, torch.is_grad_enabled(), *given)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
@@ -164,7 +164,7 @@ def flash_attn_varlen_func(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """Attention within sequences one after the other, whose cumulative lengths are given: q has the shape (total, H, D)."""
+    """Attention within sequences that are concatenated in one row: q has the shape (total, H, D), and cumulative lengths are given."""
     call = _Call(
         dropout=dropout_p, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, slopes=alibi_slopes,
         deterministic=deterministic, returns_probabilities=return_attn_probs, block_table=block_table,
@@ -208,7 +208,7 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0, return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
-    """Attention over a cache of keys and values, without backward. The cache stays as it is."""
+    """Attention over a cache of keys and values, without backward. The cache is not changed."""
     lengths = cache_seqlens
     if isinstance(lengths, int):
         lengths = torch.full((k_cache.shape[0],), lengths, dtype=torch.int32, device=k_cache.device)
