@@ -1,7 +1,7 @@
 """Readers of users' configuration files: accelerate, DeepSpeed, Trainer, TRL, axolotl, LLaMA-Factory, torchtune, torchtitan.
 
-One module per consumer; `fsdp_advisor.export` has the writers. A reader turns a file into options of a request and says which
-keys it read, which it ignored, which describe something that is not modelled, and what it assumed.
+One module per consumer; `fsdp_advisor.export` has the writers. A reader turns a file into options of a request. It reports which keys it
+read, which it ignored, which describe something that is not modelled, and what it assumed.
 
 >>> found = from_texts({"ds.json": '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}'})
 >>> found.options["strategy"], found.options["micro_batch_size"]
@@ -22,7 +22,7 @@ from fsdp_advisor.job.fields import fields_of, read_fields
 from fsdp_advisor.job.request import AnyRequest
 
 ConfigFiles = str | Path | Sequence[str | Path]
-"""Paths of configuration files, or of directories that have them."""
+"""Paths of configuration files, or of directories that contain them."""
 
 __all__ = ["ConfigFiles", "Configuration", "complete", "from_paths", "from_texts", "request_with_files"]
 

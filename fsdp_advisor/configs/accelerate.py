@@ -71,7 +71,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
 
 
 def _precision(found: Collector) -> None:
-    """Without mixed precision, arguments of the Trainer may still switch it on."""
+    """Set the precision. If the file has no mixed precision, the Trainer's arguments may still switch it on."""
     mixed = found.take("mixed_precision")
     if mixed == "fp8":
         found.omits(
@@ -86,7 +86,7 @@ def _precision(found: Collector) -> None:
 
 
 def _kind_of_flags(found: Collector) -> str:
-    """The kind of distribution that flags of a command line ask for."""
+    """The type of distributed training that the flags of a command line select."""
     for flag, kind in (("use_fsdp", "FSDP"), ("use_deepspeed", "DEEPSPEED"), ("multi_gpu", "MULTI_GPU")):
         if found.flag(flag):
             return kind
@@ -117,7 +117,7 @@ def _deepspeed(found: Collector) -> None:
 
 
 def set_stage(found: Collector, stage: int | None, default: int) -> None:
-    """Set the strategy from DeepSpeed's ZeRO stage. None: the file does not say it.
+    """Set the strategy from DeepSpeed's ZeRO stage. None: the file has no stage, so `default` is assumed.
 
     Raises UsageError for a stage that does not exist.
     """
@@ -137,8 +137,9 @@ STAGE_0 = (
     "ZeRO stage 0: DeepSpeed keeps everything on each rank, as DDP does, of which the estimate is; its masters are copies of weights in"
     " bf16 or fp16, and it reduces gradients in flat copies after the backward"
 )
-"""What DDP lacks of DeepSpeed without ZeRO. Source: deepspeed 0.19.8, runtime/engine.py, _do_optimizer_sanity_check,
-_configure_fp16_optimizer, buffered_allreduce_fallback."""
+"""Note on the differences between DeepSpeed without ZeRO and DDP, by which it is estimated. Source: deepspeed 0.19.8, runtime/engine.py,
+_do_optimizer_sanity_check, _configure_fp16_optimizer, buffered_allreduce_fallback.
+"""
 
 
 def set_offload(found: Collector, states: str, parameters: str) -> None:

@@ -22,12 +22,14 @@ METHODS = {
     "RandLoraConfig": "RANDLORA", "PrefixTuningConfig": "PREFIX_TUNING", "PromptTuningConfig": "PROMPT_TUNING",
     "PromptEncoderConfig": "P_TUNING",
 }  # fmt: skip
-"""PEFT's name of a method, by the class of its configuration."""
+"""Class of a PEFT configuration -> PEFT's name of the method."""
 _EXPRESSION = re.compile(r"[*+?^$()\[\]|\\]")
 
 
 def set_lora(found: Collector, config: Mapping[str, Any]) -> None:
-    """Set the options of a LoRA adapter from keywords of LoraConfig. A configuration that has no options becomes a `peft_config`."""
+    """Set the options of a LoRA adapter from keywords of LoraConfig. If no options can express the configuration, set `peft_config` to
+    it.
+    """
     values = {name: value for name, value in config.items() if value is not None and name not in _ASIDE}
     values = {name: value for name, value in values.items() if LORA_USUAL.get(name) != value}
     expression = isinstance(values.get("target_modules"), str) and _EXPRESSION.search(values["target_modules"])

@@ -18,7 +18,9 @@ from fsdp_advisor.configs.trainer import read_embedded, read_words
 from fsdp_advisor.job.tiled_mlp import AXOLOTL_WITH_FSDP2
 
 ADAPTER_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
-"""Switches of axolotl's own code for adapters. Without any of them it is on (utils/schemas/config.py, `check_auto_enable_lora_kernels`)."""
+"""Switches of axolotl's own code for adapters. If a file has none of them, the code is on (utils/schemas/config.py,
+`check_auto_enable_lora_kernels`).
+"""
 _TOPICS = {
     "LoRA restarts": ("relora",),
     "kernels of adapters": ADAPTER_KERNELS,
@@ -112,11 +114,11 @@ _WITHOUT_EFFECT = (
     "wandb_project",
     "wandb_name",
 )
-"""Options of the command that change neither memory nor time. Others may."""
+"""Options of the command that change neither memory nor time."""
 
 
 def _batches(found: Collector) -> None:
-    """Packing and flattening. Source: core/builders/causal.py: with other attention than flash attention each row is packed by itself."""
+    """Set packing and flattening. Source: core/builders/causal.py: without flash attention each row of the batch is packed separately."""
     flash = found.options.get("attention") == "flash_attention_2"
     if found.flag("sample_packing"):
         found.options["packing"] = "bfd"
@@ -130,7 +132,7 @@ def _batches(found: Collector) -> None:
 
 
 def _images(found: Collector) -> None:
-    """The size of images. A number is the side of a square. Source: utils/schemas/multimodal.py."""
+    """Set the size of images. A single number is the side of a square. Source: utils/schemas/multimodal.py."""
     size = found.take("image_size")
     if size is not None:
         sides = size if isinstance(size, (list, tuple)) else (size, size)
@@ -143,7 +145,7 @@ _LOSS_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")
 
 
 def _loss(found: Collector) -> None:
-    """The losses of axolotl's plugins. Source: integrations/{liger,cut_cross_entropy}/args.py; the latter's default is true."""
+    """Set the loss from axolotl's plugins. Source: integrations/{liger,cut_cross_entropy}/args.py; cut_cross_entropy's default is true."""
     plugins = [str(name).rpartition(".")[2] for name in found.peek("plugins") or ()]
     has_kernels = all(truth(found.peek(name)) for name in _LIGER_KERNELS)
     if has_kernels:
@@ -161,7 +163,7 @@ def _loss(found: Collector) -> None:
 
 
 def _tiled_mlp(found: Collector) -> None:
-    """Feed-forward networks in shards. Source: utils/schemas/config.py; monkeypatch/tiled_mlp/{patch,base}.py."""
+    """Set the shards of feed-forward networks. Source: utils/schemas/config.py; monkeypatch/tiled_mlp/{patch,base}.py."""
     if not active(found.peek("tiled_mlp")):
         return
     if found.options.get("backend") == "fsdp2":
@@ -215,7 +217,9 @@ def _sharding(found: Collector) -> None:
 
 
 def _adapters(found: Collector) -> None:
-    """`adapter` with the keys that begin with lora_ and peft_. axolotl nests the scales of 4 bits, which it stores as bf16."""
+    """Set the adapter from `adapter` and the keys that begin with lora_ and peft_. In 4 bits axolotl uses nested quantization and
+    stores bf16.
+    """
     adapter = found.peek("adapter")
     if adapter in (None, "", False):
         return

@@ -1,4 +1,4 @@
-"""The keyword `use_reentrant` of activation checkpointing, which several consumers pass on."""
+"""The keyword `use_reentrant` of activation checkpointing, which several consumers' files have."""
 
 from __future__ import annotations
 

@@ -13,22 +13,22 @@ from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.unknown_options import topic_of
 
 INACTIVE: tuple[Any, ...] = (None, False, "", "none", "None", "no", "false", "auto", "default", 0, 1, [], {})
-"""Values with which a key switches nothing on. 1 is the degree of a parallelism that is not used."""
+"""Values with which a key switches nothing on. 1 is the degree of an unused parallelism."""
 
 MISSPELT = 0.92
-"""The least similarity (difflib's ratio) of a key that nobody reads to one that a reader asks for, to be taken for its misspelling."""
+"""The least similarity (difflib's ratio) with which an unread key is taken for a misspelling of a key that a reader knows."""
 
 UNRESOLVED = re.compile(r"\$[\w{@*]")
-"""Begins a variable whose value is not known: of a shell, or of an interpolation in YAML."""
+"""Matches the beginning of a variable with unknown value, in a shell script or in YAML."""
 
 
 class Collector:
-    """The settings of one file, by key, as a reader takes them.
+    """The settings of one file, by key, from which a reader collects options.
 
-    A reader takes each key that it knows and sets options of a request; `defaults` hold where no file sets the option, and
-    `guesses` where no file has a default either.
-    `mixed` and `dtype` are two options that together are a request's precision. `references` are other configuration files
-    that a setting names, by key. A consumer drops `optional_prefix` from keys that begin with it; reports have whole keys.
+    A reader takes each key that it knows and sets options of a request. `defaults` apply to options that no file sets, and `guesses` to
+    options for which no file has a default either. `mixed` and `dtype` are two options that together are a request's precision.
+    `references` are other configuration files that a setting names, by key. The prefix `optional_prefix` of keys may be left out, as the
+    consumer allows; reports name keys with it.
     """
 
     def __init__(self, file: str, format: str, keys: Mapping[str, Any], optional_prefix: str = "") -> None:
@@ -52,7 +52,7 @@ class Collector:
         return key in self._pending
 
     def _written(self, key: str) -> str:
-        """A key as the file writes it."""
+        """A key with the spelling that the file has."""
         return self._whole.get(key, key)
 
     def peek(self, key: str) -> Any:
@@ -61,7 +61,7 @@ class Collector:
         return None if self.is_unknown(key) else self._pending.get(key)
 
     def is_unknown(self, key: str) -> bool:
-        """Whether the value of a key is a variable of unknown value. A reading reports it if a reader asked for it."""
+        """Whether the value of a key is a variable of unknown value. The reading reports such a variable if a reader asked for its key."""
         value = self._pending.get(key)
         return isinstance(value, str) and UNRESOLVED.search(value) is not None
 
@@ -113,9 +113,9 @@ class Collector:
         self._pending[key] = value
 
     def section(self, key: str, optional_prefix: str = "") -> dict[str, Any]:
-        """The keys of a section, moved up as `section.key`; empty if there is no such section.
+        """The keys of a section, which are then also keys of the file as `section.key`; empty if there is no such section.
 
-        A consumer drops `optional_prefix` from keys of the section that begin with it.
+        `optional_prefix`: a prefix that keys of the section may have, and that the consumer ignores.
         """
         value = self.peek(key)
         if not isinstance(value, Mapping):
@@ -137,12 +137,12 @@ class Collector:
         self.guesses.setdefault(option, (value, why))
 
     def lacks(self, key: str, what: str) -> None:
-        """Report the key, if the file has it, as not modelled. `what` names its subject in the message."""
+        """Report a key as not modelled if the file has it. `what` names the key's subject in the message."""
         if key in self._pending:
             self._not_modelled.append(f"{self._written(key)}: {brief(self._pending.pop(key))} ({what})")
 
     def lacks_active(self, what: str, *keys: str) -> None:
-        """Report each of the keys as not modelled that the file has and switches on. `what` names their subject."""
+        """Report those of the keys as not modelled that the file switches on. `what` names their subject in the message."""
         for key in keys:
             if key in self._pending and active(self._pending[key]):
                 self.lacks(key, what)
@@ -162,7 +162,7 @@ class Collector:
             self.references.append(name)
 
     def reading(self, assumed: tuple[str, ...] = ()) -> ConfigReading:
-        """What was read. The keys that nobody read are not modelled if `topic_of` knows them, else ignored."""
+        """The result of the reading. Keys that were not read are reported as not modelled if `topic_of` knows them, else as ignored."""
         for key, value in self._pending.items():
             if key in self._asked and self.is_unknown(key):
                 self._not_modelled.append(f"{self._written(key)}: {brief(value)} (a variable whose value is not known)")
@@ -206,7 +206,9 @@ _BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother = 3, 100, 100
 
 
 def brief(value: Any) -> str:
-    """A value as text of at most 60 characters. Aliases in YAML may make a container exponentially long."""
+    """A value as text of at most 60 characters. It avoids writing whole containers, because aliases in YAML can make them exponentially
+    long.
+    """
     whole = str(value) if isinstance(value, str | int | float | bool) or value is None else _BRIEF.repr(value)
     text = "".join(c if c.isprintable() else "?" for c in whole[:100])
     return text if len(text) <= 60 else text[:57] + "..."

@@ -23,7 +23,7 @@ _BUCKETS = {
     "stage3_max_live_parameters": DEFAULTS.max_live_parameters,
     "stage3_max_reuse_distance": DEFAULTS.max_reuse_distance,
 }
-"""The sizes that an estimate assumes, in elements."""
+"""Key of a bucket size -> the size that an estimate assumes, in elements."""
 _HIERARCHIES = ("zero_hpz_partition_size", "mics_shard_size", "zero_quantized_weights", "zero_quantized_gradients")
 _TOPICS = {
     "zero_optimization.ratio": "partial offload",
@@ -71,8 +71,10 @@ def read_into(found: Collector, keys: Mapping[str, Any]) -> None:
 
 
 def _checkpoints(found: Collector) -> None:
-    """The section on checkpoints of DeepSpeed's own `deepspeed.checkpointing.checkpoint`. It reads the section where the code calls
-    `deepspeed.checkpointing.configure`; the engine does not, and transformers' layers call `torch.utils.checkpoint`.
+    """Report the section on DeepSpeed's own `deepspeed.checkpointing.checkpoint`.
+
+    The section has an effect only if the code calls `deepspeed.checkpointing.configure`. The engine does not call it, and transformers'
+    layers use `torch.utils.checkpoint`.
 
     Source: runtime/activation_checkpointing/checkpointing.py, `_configure_using_config_file`; transformers 5.23, modeling_layers.py.
     """
@@ -88,7 +90,7 @@ def _checkpoints(found: Collector) -> None:
 
 
 def _fused(found: Collector, arguments: Any) -> None:
-    """DeepSpeed's AdamW on the GPU is a fused kernel; with `torch_adam` it is torch's, which takes torch's arguments.
+    """The optimizer for DeepSpeed's AdamW on the GPU: a fused kernel, or with `torch_adam` torch's AdamW, which takes torch's arguments.
 
     Source: deepspeed/runtime/engine.py, _configure_basic_optimizer.
     """

@@ -1,4 +1,4 @@
-"""Finds, recognizes and reads configuration files: given ones, those in a folder, and those that a setting names."""
+"""Finds, recognizes and reads configuration files: those that the user names, those in a folder, and those that a setting names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fsdp_advisor.configs.merge import Configuration, merge
 from fsdp_advisor.errors import UsageError
 
 MAX_BYTES = 1_000_000
-"""A larger file is no configuration."""
+"""The size of the largest file that is read."""
 _FORMATS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[str, Mapping[str, Any]], Collector]], ...] = (
     (adapters.is_adapter_config, adapters.read),
     (accelerate.is_accelerate, accelerate.read),
@@ -45,11 +45,11 @@ _SCRIPTS_OF_A_FOLDER = ("train.py", "lines_to_add.py", "training_arguments.py")
 _HOST = re.compile(r"^\S+\s+slots=(\d+)", re.MULTILINE)
 
 Find = Callable[[str], "tuple[str, str] | None"]
-"""The name and the text of a file that another one names; None if it cannot be found."""
+"""A function that returns the name and the text of a file that another file names; None if it cannot be found."""
 
 
 def from_paths(paths: Sequence[Path]) -> Configuration:
-    """The merged options of the files. A directory stands for the configurations in it.
+    """The merged options of the files. A directory means all configurations in it.
 
     Raises UsageError for a file that cannot be read or recognized.
     """
@@ -72,12 +72,12 @@ def from_paths(paths: Sequence[Path]) -> Configuration:
 
 
 def from_texts(texts: Mapping[str, str]) -> Configuration:
-    """The options that texts, by file name, state together: `from_paths` without a disk. A file that a setting names must be among them."""
+    """`from_paths` for texts by file name, without reading a disk. A file that a setting names must be among them."""
     return _combined(texts, lambda name: None)
 
 
 def _roots(folder: Path) -> tuple[Path, ...]:
-    """The root of the repository that has the folder, if it is in one: paths in scripts often begin there."""
+    """The root of the repository that contains the folder, if there is one. Paths in scripts are often relative to it."""
     parents = (folder.resolve(), *folder.resolve().parents)
     return tuple(parent for parent in parents if (parent / ".git").exists())[:1]
 
@@ -127,7 +127,9 @@ def _combined(texts: Mapping[str, str], find: Find) -> Configuration:
                 else:
                     pending.append(other)
     named = {_base(reference) for part in parts for reference in part.references}
-    return merge(sorted(parts, key=lambda part: _base(part.file) not in named))  # what names a file overrides it
+    return merge(
+        sorted(parts, key=lambda part: _base(part.file) not in named)
+    )  # a file overrides the files that it names
 
 
 def _base(name: str) -> str:
@@ -139,7 +141,7 @@ def read_text(name: str, text: str) -> list[Collector]:
     try:
         return _read_text(name, text)
     except (ValueError, TypeError, ArithmeticError, AttributeError, RecursionError, MemoryError) as error:
-        # a value of another type than its key has in the consumer
+        # a value has another type than the consumer expects for its key
         raise UsageError(
             f"{name}: a setting has an impossible value ({type(error).__name__})", hint="correct the file"
         ) from error

@@ -19,18 +19,19 @@ SHARDING = {
     "5": "hsdp",
 }
 """FSDP1's sharding strategies by name, and by the number that accelerate also accepts. Source: accelerate/utils/constants.py,
-FSDP_SHARDING_STRATEGY."""
+FSDP_SHARDING_STRATEGY.
+"""
 HYBRID_ZERO2 = ("hybrid_shard_zero2", "5")
-"""Those that keep gathered parameters after forward."""
+"""The sharding strategies that keep gathered parameters after forward."""
 PREFETCH = {"backward_pre": "pre", "backward_post": "post", "no_prefetch": "none"}
 NO_SHARD = ("no_shard", "3")
 OF_ACCELERATE = "fsdp_"
-"""How the keys of accelerate's own configuration begin."""
+"""The prefix of the FSDP keys in accelerate's own configuration."""
 WRAP = ("transformer_based_wrap", "no_wrap")
 
 
 def is_section(keys: Mapping[str, Any]) -> bool:
-    """Whether the keys are those of a file that `--fsdp_config` of the Trainer names."""
+    """Whether the keys are those of a file for the Trainer's `--fsdp_config`."""
     plain = {str(key).removeprefix("fsdp_") for key in keys}
     return bool(plain & _OF_A_SECTION) and not any(isinstance(value, Mapping) for value in keys.values())
 
@@ -42,7 +43,7 @@ _OF_A_SECTION = {
 
 
 def read_section(file: str, keys: Mapping[str, Any]) -> Collector:
-    """The settings of the Trainer's `fsdp_config` in a file of its own."""
+    """The settings of a file for the Trainer's `fsdp_config`."""
     found = Collector(file, "the Trainer's fsdp_config", keys, optional_prefix="fsdp_")
     read_fsdp(found, "", found.number("version") or 2)
     return found
@@ -51,9 +52,9 @@ def read_section(file: str, keys: Mapping[str, Any]) -> Collector:
 def read_fsdp(found: Collector, prefix: str, version: int, units: str = "layer") -> None:
     """Set strategy, backend, offload, checkpointing, wrapping and prefetching from the keys that begin with `prefix`.
 
-    `units`: how the consumer wraps if the file names no policy. An unknown key is reported as ignored, which is also what
-    accelerate does with it. Source of the defaults: accelerate 1.15, commands/launch.py and utils/dataclasses.py,
-    FullyShardedDataParallelPlugin; transformers 5.23, training_args.py, _process_fsdp_args.
+    `units`: the consumer's wrap policy if the file names none. An unknown key is reported as ignored, because accelerate ignores it too.
+    Source of the defaults: accelerate 1.15, commands/launch.py and utils/dataclasses.py, FullyShardedDataParallelPlugin; transformers
+    5.23, training_args.py, _process_fsdp_args.
     """
     options = found.options
     options["backend"] = "fsdp2" if version == 2 else "fsdp1"
@@ -77,7 +78,8 @@ def read_fsdp(found: Collector, prefix: str, version: int, units: str = "layer")
 
 
 def _checkpoints(found: Collector, prefix: str, version: int) -> None:
-    """Checkpoints of the units, and their inputs in host memory, which accelerate has with FSDP2. The Trainer passes on only the former.
+    """Set checkpointing of the units, and offload of their inputs to host memory, which accelerate has with FSDP2. The Trainer passes only
+    the former to accelerate.
 
     Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_apply_ac`; utils/dataclasses.py, FullyShardedDataParallelPlugin; transformers
     5.23, training_args.py, _process_fsdp_args.
@@ -95,7 +97,7 @@ def _checkpoints(found: Collector, prefix: str, version: int) -> None:
 
 
 def _prefetch(found: Collector, prefix: str, version: int) -> None:
-    """FSDP1's prefetching, which accelerate and the Trainer leave off by default. FSDP2 always prefetches."""
+    """Set FSDP1's prefetching, which is off by default in accelerate and the Trainer. FSDP2 always prefetches."""
     if version != 1:
         return
     name = str(found.peek(f"{prefix}backward_prefetch") or "").lower()
@@ -121,7 +123,7 @@ def _original_parameters(found: Collector, key: str, version: int) -> None:
 
 
 def _strategy(found: Collector, prefix: str, version: int) -> str | None:
-    """The strategy that the file states; None if it states none. FSDP1 follows `sharding_strategy` alone."""
+    """The strategy in the file; None if there is none. FSDP1 uses only `sharding_strategy`."""
     reshard_key, name_key = f"{prefix}reshard_after_forward", f"{prefix}sharding_strategy"
     return _strategy_1(found, name_key, reshard_key) if version == 1 else _strategy_2(found, name_key, reshard_key)
 
@@ -146,7 +148,9 @@ def _strategy_1(found: Collector, name_key: str, reshard_key: str) -> str | None
 
 
 def _strategy_2(found: Collector, name_key: str, reshard_key: str) -> str | None:
-    """FSDP2 has `reshard_after_forward`, and ignores accelerate's `sharding_strategy`."""
+    """The strategy of FSDP2, from `reshard_after_forward`; None if the file does not have it. FSDP2 ignores accelerate's
+    `sharding_strategy`.
+    """
     reshard = found.peek(reshard_key)
     if str(found.peek(name_key)).lower() in ("none", "full_shard", "1"):
         found.take(name_key)
@@ -190,7 +194,7 @@ def wrap_of(classes: Any) -> str:
 
 
 def read_replicas(found: Collector, replicas: Any, shards: Any) -> None:
-    """Turn the degrees of a device mesh into HSDP or DDP. An estimate has one replica per node."""
+    """Set HSDP or DDP from the degrees of a device mesh. An estimate of HSDP has one replica per node."""
     replicas, shards = int(replicas or 1), int(shards or 1)
     if replicas > 1:
         if shards > 1 and found.options.get("strategy") == "zero2":

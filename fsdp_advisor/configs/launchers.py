@@ -26,7 +26,7 @@ _FLAGS = {
     "python": "b B d E h i I m O OO P q s S u v V x",
 }
 FLAGS = {program: frozenset(names.split()) for program, names in _FLAGS.items()}
-"""The options of each launcher that take no value. `use_env` is of torch.distributed.launch."""
+"""The options of each launcher that take no value. `use_env` belongs to torch.distributed.launch."""
 _VERBS = {
     "accelerate": ("launch",),
     "axolotl": ("train",),
@@ -50,13 +50,13 @@ _WRAPPERS = {
     "nsys", "ncu", "singularity", "apptainer", "docker", "podman", "enroot", "ssh", "pdsh", "timeout", "stdbuf", "taskset", "nice",
     "bash", "sh", "zsh", "sky", "ray", "modal", "jobset", "dlprof", "kernprof", "screen", "tmux", "unbuffer", "sbatch", "bsub", "oarsub",
 }  # fmt: skip
-"""Programs that run another command, whose name follows somewhere among their words."""
+"""Programs that run another command. That command's name follows after the program's own options."""
 _NAMED = ("-n", "-p", "--name", "-J", "--job-name", "--comment", "-p", "--partition", "--container-name")
 """Options of wrappers whose value may be the name of a launcher."""
 _SHELL = re.compile(r"(?:ba|z|da)?sh")
 _PYTHON = re.compile(r"python(?:\d(?:\.\d+)?)?")
 _LISTS = {"lora_target_modules", "lora_target_parameters", "lora_modules_to_save"}
-"""Options that take several words, which together are one value."""
+"""Options whose value is all the words up to the next option."""
 _NUMBER = re.compile(r"-\.?\d")
 
 
@@ -73,12 +73,12 @@ class Launch:
 
     @property
     def rank(self) -> int:
-        """How surely the command is the training: a launcher, a plain script with arguments, or any script."""
+        """How likely the command is the training: 2 for a launcher, 1 for a plain script with arguments, 0 for any other script."""
         return 2 if self.program != "python" else 1 if self.arguments else 0
 
 
 def inner_script(words: list[str]) -> str | None:
-    """The script that a shell of the command gets with -c, or `eval`; None if there is none."""
+    """The script that the command passes to a shell with -c, or to `eval`; None if there is none."""
     if words[:1] == ["eval"]:
         return " ".join(words[1:])
     for shell, option, script in zip(words, words[1:], words[2:], strict=False):
@@ -239,7 +239,7 @@ def _name(word: str) -> tuple[str, bool, str]:
 
 
 def _of_accelerate(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """TRL's command hands the options of `accelerate launch` over to it."""
+    """(the options for `accelerate launch`, the remaining words) of TRL's command, which passes these options on to accelerate."""
     options: dict[str, Any] = {}
     rest: list[str] = []
     position = 0
@@ -291,7 +291,7 @@ def named_values(words: Sequence[str], flags: frozenset[str] = frozenset()) -> I
 
 
 def _structured(text: str) -> Any:
-    """The dictionary that a value is as JSON, or the text itself."""
+    """The dictionary in a text that is a JSON object; any other text unchanged."""
     if not text.startswith("{"):
         return text
     try:

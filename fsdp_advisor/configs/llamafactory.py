@@ -41,7 +41,7 @@ def is_llamafactory(keys: Mapping[str, Any]) -> bool:
 def read(file: str, keys: Mapping[str, Any], *, replaces: bool = False) -> Collector:
     """The settings of a configuration of LLaMA-Factory, which trains through the Trainer.
 
-    `replaces`: whether the keys only replace some of a file's.
+    `replaces`: whether the keys only override some keys of a file.
     """
     found = Collector(file, "LLaMA-Factory", keys)
     if not replaces or "finetuning_type" in found:
@@ -55,7 +55,7 @@ def read(file: str, keys: Mapping[str, Any], *, replaces: bool = False) -> Colle
     found.default("seq_len", 2048, "2048 tokens, LLaMA-Factory's default of cutoff_len")
     set_attention(found, "flash_attn")
     if not replaces or "use_reentrant_gc" in found or "disable_gradient_checkpointing" in found:
-        checkpointing = "full" if found.flag("use_reentrant_gc") is False else "reentrant"  # its default
+        checkpointing = "full" if found.flag("use_reentrant_gc") is False else "reentrant"  # reentrant by default
         if found.flag("disable_gradient_checkpointing"):
             checkpointing = "none"
         found.default(
@@ -79,7 +79,7 @@ def read(file: str, keys: Mapping[str, Any], *, replaces: bool = False) -> Colle
     _images(found)
     has_engine = found.peek("fsdp") or found.peek("deepspeed")
     read_into(found)
-    if found.flag("use_adam_mini"):  # in place of `optim`
+    if found.flag("use_adam_mini"):  # replaces `optim`
         found.options["optim"] = "adam_mini"
     if not has_engine:
         found.guess("strategy", "ddp", "DDP, because neither fsdp nor deepspeed is set")
@@ -90,7 +90,7 @@ _TOWER_KEYS = ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_la
 
 
 def _images(found: Collector) -> None:
-    """The size of images, of which the file does not say how many a sample has. Source: hparams/{model,finetuning}_args.py."""
+    """Set the size of images. The file does not contain their number per sample. Source: hparams/{model,finetuning}_args.py."""
     pixels = found.number("image_max_pixels")
     found.take("image_min_pixels")
     if pixels is not None:

@@ -14,25 +14,27 @@ from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 
 _FRAMEWORKS = ("torch", "deepspeed", "accelerate", "trainer", "trl", "axolotl", "torchtitan")
-"""From the least to the most specific: TRL and axolotl run on the Trainer, that on accelerate, which runs DeepSpeed."""
+"""The frameworks from the least to the most specific: TRL and axolotl run on the Trainer, the Trainer on accelerate, and accelerate may
+run DeepSpeed.
+"""
 
 
 _LAUNCHERS = ("accelerate", "accelerate command", "trl command")
-"""Formats whose defaults count only where the script's arguments have none."""
+"""Formats whose defaults apply only to options for which the script's arguments have no default."""
 _UNSHARDED_ALONE = {"torchtune", "torchtitan"}
 """Formats whose trainers do not shard on a single GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """The options that files say or imply, by the names of a request's fields, and what was read of each file."""
+    """The options that files state or imply, by the names of a request's fields, and the reading of each file."""
 
     options: Mapping[str, Any]
     readings: tuple[ConfigReading, ...] = field(default=())
 
 
 def merge(parts: Sequence[Collector]) -> Configuration:
-    """One request's options from all files. A later file wins over an earlier one, which the reading then says."""
+    """One request's options from all files. A later file wins over an earlier one, and the reading reports it."""
     options: dict[str, Any] = {}
     source: dict[str, Collector] = {}
     for part in parts:
@@ -52,7 +54,9 @@ def merge(parts: Sequence[Collector]) -> Configuration:
                     part.assume(why)
     for part in parts:
         for name, (value, why) in part.guesses.items():
-            if name not in options and not (name == "strategy" and "backend" in options):  # of a file that is missing
+            if name not in options and not (
+                name == "strategy" and "backend" in options
+            ):  # a default of a format whose file is missing
                 options[name] = value
                 part.assume(why)
     _resolve_torchtitan(options, parts)
@@ -62,7 +66,7 @@ def merge(parts: Sequence[Collector]) -> Configuration:
 
 
 def _resolve_torchtitan(options: dict[str, Any], parts: Sequence[Collector]) -> None:
-    """Let PyTorch's own loop stand for torchtitan where a setting is modelled only there."""
+    """Replace torchtitan by PyTorch's own loop if a setting is modelled only with that."""
     if options.get("framework") != "torchtitan" or (what := unmodelled(options)) is None:
         return
     options["framework"] = "torch"
@@ -78,7 +82,7 @@ UNCOMPILED = "compile.enable: torch.compile with selective checkpointing; the es
 
 
 def _drops_compile(options: dict[str, Any]) -> bool:
-    """Drop compilation that is modelled with torchtitan alone. Returns whether there was one."""
+    """Drop compilation if it is modelled only with torchtitan. Returns whether it was dropped."""
     drops = "compile" in options and options.get("activation_checkpointing") == "selective"
     if drops:
         del options["compile"]
@@ -86,18 +90,18 @@ def _drops_compile(options: dict[str, Any]) -> bool:
 
 
 def _resolve_precision(options: dict[str, Any], parts: Sequence[Collector]) -> None:
-    """`mixed`, as accelerate calls it, and the dtype of the weights, as a request's precision.
+    """Set a request's precision from accelerate's `mixed_precision` (`mixed`) and the dtype of the weights.
 
-    DeepSpeed's own section decides where there is one. FSDP2 through accelerate keeps fp32 masters under mixed precision,
+    DeepSpeed's own section decides if there is one. FSDP2 through accelerate keeps fp32 masters under mixed precision,
     whatever the dtype (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model).
     """
     mixed, dtype = options.pop("mixed", None), options.pop("dtype", None)
     adapters = has_adapters(options)
-    if dtype == "auto":  # the checkpoint's, which is taken to be in half precision where it is frozen
+    if dtype == "auto":  # the checkpoint's dtype, which is assumed to be half precision for a frozen base
         dtype = "bfloat16" if adapters else None
     sharded = options.get("backend") in ("fsdp1", "fsdp2")
     if (adapters or sharded) and mixed in ("bf16", "fp16") and dtype in ("bfloat16", "bf16"):
-        if not is_quantized(options):  # the dtypes of what is not packed are then fixed
+        if not is_quantized(options):  # otherwise the dtypes of unpacked weights are fixed
             options["dtype"] = "bfloat16"
         dtype = None
     elif adapters and mixed in ("bf16", "fp16") and dtype == "float32":
@@ -118,7 +122,7 @@ def _resolve_precision(options: dict[str, Any], parts: Sequence[Collector]) -> N
 
 
 def _resolve_engine(options: dict[str, Any]) -> None:
-    """Drop what contradicts the backend that the files decided on."""
+    """Drop options that contradict the backend that the files selected."""
     if options.get("strategy") == "ddp" and options.get("backend") not in ("ddp", None):
         options["backend"] = "ddp"
     if options.get("backend") == "deepspeed":
@@ -151,8 +155,9 @@ def _grouped(parts: Iterable[Collector]) -> tuple[ConfigReading, ...]:
 def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[str] = ()) -> Configuration:
     """Merge the given options with those of the files. Given options win.
 
-    A given strategy or backend replaces both of the files; their backend is kept if it has the given strategy. Options in
-    `searched` are not taken from the files, because a search finds them; the files' global batch size is kept instead.
+    A given strategy or backend replaces both the strategy and the backend of the files; the files' backend is kept if it supports the
+    given strategy. Options in `searched` are not taken from the files, because a search finds them; the files' global batch size is kept
+    instead.
     """
     options = dict(found.options)
     if {"strategy", "backend"} & set(given):
@@ -183,12 +188,14 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
 
 
 def _backends(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The backends with which the framework of the files trains."""
+    """The backends that the framework of the files supports."""
     return FRAMEWORKS[options.get("framework", "torch")].backends
 
 
 def _without(options: dict[str, Any], dropped: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The options without those that are searched, but with the global batch size that they give; and a sentence on it."""
+    """(the options without `dropped`, a sentence). The options keep the global batch size that the dropped ones gave, as the sentence
+    says.
+    """
     kept = {name: value for name, value in options.items() if name not in dropped}
     decides = {"micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "find"}
     if decides & set(given) or not {"micro_batch_size", "gpus"} <= set(options):

@@ -41,10 +41,11 @@ _OPTIMIZERS: dict[str, OptimizerName] = {
     "stableadamw": "stable_adamw",
 }
 """The Trainer's other names, and classes of torch, bitsandbytes and DeepSpeed. `adamw_8bit` is `adamw_bnb_8bit`, `rmsprop_bnb` the
-32-bit one. Source: transformers/training_args.py, OptimizerNames (5.23)."""
+32-bit one. Source: transformers/training_args.py, OptimizerNames (5.23).
+"""
 
 _OF_TORCHAO: dict[str, OptimizerName] = {"adamw8bit": "adamw_torch_8bit", "adamw4bit": "adamw_torch_4bit"}
-"""Classes of torchao. bitsandbytes has one of the same name, which takes no `block_size`."""
+"""Classes of torchao. bitsandbytes has a class of the same name, whose arguments have no `block_size`."""
 
 _OF_BITSANDBYTES = {"rmsprop": "rmsprop_bnb_32bit", "adagrad": "adagrad of bitsandbytes"}
 """Classes of bitsandbytes that have the name of torch's. Its Adagrad is not modelled."""
@@ -62,11 +63,11 @@ _OWNERS = {
     "llama-": "meta-llama", "meta-llama-": "meta-llama", "qwen": "Qwen", "mistral": "mistralai", "mixtral": "mistralai",
     "gemma": "google", "phi-": "microsoft", "deepseek": "deepseek-ai", "codellama": "codellama",
 }  # fmt: skip
-"""Owners of models on the Hugging Face hub, by the beginning of the model's name in lower case."""
+"""Beginning of a model's name in lower case -> its owner on the Hugging Face hub."""
 
 
 def hub_name(folder: str) -> str:
-    """The hub's name of a model whose checkpoint is in a folder of that name; the folder's name if its owner is unknown.
+    """The hub's name of the model whose checkpoint is in the folder `folder`; the folder's name if the owner is unknown.
 
     >>> hub_name("Llama-3.1-8B"), hub_name("my-model")
     ('meta-llama/Llama-3.1-8B', 'my-model')
@@ -91,7 +92,7 @@ def set_optimizer(found: Collector, key: str, arguments: Mapping[str, Any] | str
 
 
 def _set_projection(found: Collector, optim: OptimizerName, arguments: Mapping[str, Any] | str | None) -> None:
-    """Set what GaLore and APOLLO project, and report settings that are not modelled."""
+    """Set the options about the projection of GaLore and APOLLO, and report settings that are not modelled."""
     settings = {name: str(value) for name, value in _read(arguments).items()}
     while (unknown := unknown_setting(settings)) is not None:
         name, value = unknown

@@ -31,13 +31,13 @@ _OF_TRL = {
     "SFTConfig": "sft", "DPOConfig": "dpo", "KTOConfig": "kto", "GRPOConfig": "grpo", "RewardConfig": "reward",
     "ORPOConfig": "orpo", "CPOConfig": "cpo", "RLOOConfig": "rloo",
 }  # fmt: skip
-"""TRL's configurations, and the tasks of their trainers."""
+"""Class of a TRL configuration -> task of its trainer."""
 
 
 def read(file: str, text: str, function: str | None = None) -> Collector:
     """The settings of a Python file. `function` selects a configuration function of torchtitan.
 
-    Raises UsageError if the file is no Python or has no settings of a known kind.
+    Raises UsageError if the file is not Python or has no settings of a known kind.
     """
     try:
         tree = ast.parse(text)
@@ -80,7 +80,7 @@ def _calls(tree: ast.Module) -> dict[str, list[ast.Call]]:
 
 
 def _variables(tree: ast.Module) -> dict[str, Any]:
-    """The literals that the code assigns once to a name, wherever it does."""
+    """The literals by variable name, for variables that are assigned only once in the whole file."""
     found: dict[str, Any] = {}
     assigned: set[str] = set()
     for node in ast.walk(tree):
@@ -100,11 +100,13 @@ def _variables(tree: ast.Module) -> dict[str, Any]:
 
 
 _HAS_BF16 = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available")
-"""Functions that say whether the GPU has bf16, which every GPU since Ampere has."""
+"""Functions that return whether the GPU has bf16. They count as true, because every GPU since Ampere has it."""
 
 
 def _literal(node: ast.expr, variables: Mapping[str, Any]) -> Any:
-    """The value of a literal, of a name that stands for one, of dict(...), or the text of an attribute; None for anything else."""
+    """The value of a literal, of a variable with a literal, or of dict(...); for an attribute such as torch.bfloat16 its text; None for
+    others.
+    """
     match node:
         case ast.Name(id=name):
             return variables.get(name)
@@ -183,19 +185,19 @@ def _arguments(file: str, tree: ast.Module) -> Collector | None:
 
 
 def _loading(call: ast.Call, variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of `from_pretrained`, whose dtype is that of the checkpoint if none is given. Source: transformers 5.23."""
+    """The keywords of `from_pretrained`, with the checkpoint's dtype if none is given. Source: transformers 5.23."""
     names = {keyword.arg for keyword in call.keywords}
     return ({} if names & {"dtype", "torch_dtype", None} else {"dtype": "auto"}) | _keywords(call, variables)
 
 
 def _loads_a_model(call: ast.Call) -> bool:
-    """Whether `from_pretrained` is that of a model, and not of a tokenizer, a processor or an adapter."""
+    """Whether a call of `from_pretrained` loads a model, and not a tokenizer, a processor or an adapter."""
     name = ast.unparse(call.func)
     return not any(word in name for word in ("Tokenizer", "Processor", "Config.", "FeatureExtractor", "Peft"))
 
 
 def _model(nodes: Mapping[str, Sequence[ast.Call]], variables: Mapping[str, Any]) -> str | None:
-    """The name of the model that the code loads, or that it gives to a trainer of TRL."""
+    """The name of the model that the code loads, or that it passes to a TRL trainer."""
     candidates = [call.args[0] for call in nodes.get("from_pretrained", ()) if call.args and _loads_a_model(call)]
     trainers = [call for name, calls in nodes.items() if name.endswith("Trainer") for call in calls]
     candidates += [keyword.value for call in trainers for keyword in call.keywords if keyword.arg == "model"]
@@ -211,12 +213,12 @@ _LOADING = ("dtype", "torch_dtype", "attn_implementation", "experts_implementati
 
 
 def _computed(call: ast.Call, variables: Mapping[str, Any]) -> list[str]:
-    """The keywords of a call whose values are no literals."""
+    """The keywords of a call whose values are not known literals."""
     return [k.arg or f"**{ast.unparse(k.value)}" for k in call.keywords if not _known([k], variables)]
 
 
 _OFFLOADS = "offload=torch.cuda.is_available()"
-"""What an exported script writes for activation offload."""
+"""The text in an exported script that switches activation offload on."""
 
 
 def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector:
@@ -345,7 +347,9 @@ def _adapted_constants(found: Collector, constants: Mapping[str, Any]) -> None:
 
 
 def _adapted_calls(found: Collector, calls: Mapping[str, Mapping[str, Any]]) -> None:
-    """The configurations that Python code makes of PEFT and bitsandbytes. `calls` are literal keywords by the name of the class."""
+    """Set options from configurations of PEFT and bitsandbytes that the code creates. `calls`: class -> the literal keywords of its
+    call.
+    """
     name = next((name for name in METHODS if name in calls), None)
     if name == "LoraConfig":
         set_lora(found, {"r": 8, "lora_alpha": 8, **calls[name]})

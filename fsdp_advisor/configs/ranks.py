@@ -15,7 +15,9 @@ _VARIABLES = {
     "llamafactory-cli": {"NPROC_PER_NODE": "nproc_per_node", "NNODES": "nnodes"},
     "run_train.sh": {"NGPU": "nproc_per_node"},
 }
-"""Variables that are options. Source: torch/distributed/argparse_util.py; LLaMA-Factory 0.9.5, launcher.py; torchtitan, run_train.sh."""
+"""Environment variable -> option of a launcher. Source: torch/distributed/argparse_util.py; LLaMA-Factory 0.9.5, launcher.py;
+torchtitan, run_train.sh.
+"""
 _EVERY = ("gpu", "auto")
 """Values with which torchrun starts a rank on every GPU of a node."""
 _ONE_RANK = ("torchrun", "tune")
@@ -25,7 +27,7 @@ _ONE_RANK = ("torchrun", "tune")
 def set_ranks(found: Collector, launch: Launch, allocation: Allocation | None) -> None:
     """Set `gpus` and `nnodes` from a launcher's options, whose keys `found` has, its environment and Slurm's directives.
 
-    Raises UsageError for a value that is no whole number.
+    Raises UsageError for a value that is not an integer.
     """
     for variable, option in _VARIABLES.get(launch.program, {}).items():
         if launch.environment.get(variable) and option not in found:
@@ -54,7 +56,7 @@ def set_ranks(found: Collector, launch: Launch, allocation: Allocation | None) -
         )
     elif launch.program == "torchrun":
         found.options |= {"gpus": per_node, "nnodes": 1}
-    else:  # a host file may name more nodes
+    else:  # one node is assumed; a host file may name more
         found.default("gpus", per_node, f"{per_node} GPUs on one node")
 
 
@@ -73,7 +75,7 @@ def _devices(launch: Launch) -> int | None:
 
 
 def _visible(launch: Launch, allocation: Allocation | None) -> int | None:
-    """The GPUs of a node that the launcher can see, as far as the script says."""
+    """The number of GPUs of a node that the launcher can see; None if the script does not say."""
     return _devices(launch) or (allocation.gpus_per_node if allocation else None)
 
 

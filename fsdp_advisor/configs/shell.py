@@ -19,7 +19,7 @@ _CONFIGURATION = re.compile(r".+\.(ya?ml|json|toml|conf)$")
 _LOOPS_OF_ACCELERATE = re.compile(r"no_trainer|open_instruct[/.](finetune|dpo)")
 """Scripts that take the Trainer's arguments and have their own loop on accelerate."""
 _DEPTH = 3
-"""How deep a shell may run scripts of a shell."""
+"""The depth to which scripts within scripts (`bash -c`, `eval`) are read."""
 
 
 def read(file: str, text: str) -> list[Collector]:
@@ -87,7 +87,7 @@ def _launches(text: str, variables: dict[str, str], depth: int = 0) -> tuple[lis
 
 
 def _parts(file: str, launch: Launch, allocation: slurm.Allocation | None) -> list[Collector]:
-    """The parts of one command: what the launcher takes, and what the script takes."""
+    """The settings of one command: of the launcher's options, and of the script's arguments."""
     found = _launcher(file, launch)
     set_ranks(found, launch, allocation)
     for word in launch.unknown:
@@ -126,7 +126,7 @@ def _launcher(file: str, launch: Launch) -> Collector:
             found = accelerate.read(file, keys)
             if isinstance(reference, str):
                 found.references.append(reference)
-                found.defaults.pop("mixed", None)  # the file decides
+                found.defaults.pop("mixed", None)  # the named file decides
             else:
                 found.guess("strategy", "ddp", "DDP, because no file configures sharding")
         found.format = f"{launch.program} command"
@@ -137,7 +137,9 @@ def _launcher(file: str, launch: Launch) -> Collector:
 def _arguments(
     file: str, launch: Launch, launcher: Collector, keys: dict[str, Any], overrides: Mapping[str, Any]
 ) -> Collector | None:
-    """The settings of the script's arguments; None if they are not known, which is then reported. `overrides` are `name=value`."""
+    """The settings of the script's arguments. If the script is unknown, reports that and returns None. `overrides`: arguments
+    `name=value`.
+    """
     keys.pop("launcher", None)
     paths = [keys.pop("deepspeed_config", None)]  # a script's own option
     if set(keys) <= {"deepspeed"}:

@@ -1,6 +1,6 @@
 """Divides shell scripts into commands and words without running them.
 
-Variables are replaced by the values that the script assigns to them. What only a running shell knows stays as it is written.
+Variables are replaced by the values that the script assigns to them. Expressions that need a running shell stay as they are written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ARRAY = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
 _ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
 _UNKNOWN = "$unknown"
-"""Stands for the output of a command."""
+"""Replaces the unknown output of a command."""
 _HEREDOC = re.compile(r"(?<!<)<<-?\s*[\"']?(\w+)[\"']?")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:>>?|<)(&?\d*-?)(.*)")
@@ -33,13 +33,13 @@ def commands(text: str) -> Iterator[str]:
     ['a   b', 'd', "e 'f; g'", 'h']
     """
     found, complete = _divided(text)
-    if not complete:  # a quotation mark without its partner
+    if not complete:  # a quotation mark is not closed
         found = [part for line in re.sub(r"\\\n", " ", text).splitlines() for part in _divided(line)[0]]
     yield from found
 
 
 def _divided(text: str) -> tuple[list[str], bool]:
-    """The commands, and whether every quotation ends."""
+    """(the commands, whether every quotation mark is closed)."""
     found: list[str] = []
     command: list[str] = []
     quote, depth, position = "", 0, 0
@@ -108,7 +108,7 @@ def _after_heredocs(text: str, position: int, tags: list[str]) -> int:
 
 
 def assignment(command: str, variables: Mapping[str, str]) -> dict[str, str] | None:
-    """The variables that a command assigns, which has only assignments; None for other commands. `None` values are unknown.
+    """The variables assigned by a command that consists only of assignments; None for other commands. Unknown values stay as written.
 
     >>> assignment("export N=2 M=$((N * 8))", {"N": "2"})
     {'N': '2', 'M': '16'}
@@ -138,14 +138,14 @@ def expanded(command: str, variables: Mapping[str, str]) -> str:
         known = variables.get(name or plain)
         return known if known else default if default is not None else match[0]
 
-    for _ in range(4):  # values in default values
+    for _ in range(4):  # nested default values
         before = command
         command = _ARRAY.sub(lambda match: variables.get(match[1], f"${match[1]}"), command)
         command = _VARIABLE.sub(value, command)
         if command == before:
             break
     command = _ARITHMETIC.sub(lambda match: _computed(match[1], variables), command)
-    for _ in range(3):  # commands in commands
+    for _ in range(3):  # nested command substitutions
         command = _COMMAND.sub(_UNKNOWN, command)
     return command
 

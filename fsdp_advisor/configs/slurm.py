@@ -10,12 +10,12 @@ from fsdp_advisor.configs.collect import Collector
 _DIRECTIVE = re.compile(r"^#SBATCH\s+(.*?)\s*$", re.MULTILINE)
 _OPTION = re.compile(r"(?:^|\s)(--[\w-]+|-[A-Za-z])(?:\s*=\s*|\s+|(?<=-[A-Za-z]))([^\s#-]\S*)")
 _LONG = {"N": "nodes", "n": "ntasks", "G": "gpus"}
-"""The options that have a letter and say how many GPUs there are."""
+"""Short options that affect the number of GPUs -> their long names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What a batch script asks for. None: not known. `variables` are those that Slurm sets."""
+    """The resources that a batch script requests; None: unknown. `variables`: environment variables that Slurm sets."""
 
     found: Collector
     nodes: int | None = None
@@ -24,7 +24,7 @@ class Allocation:
 
 
 def read(file: str, text: str) -> Allocation | None:
-    """Nodes and GPUs of the directives; None for a script without any. The launcher in the script decides how many it uses."""
+    """Nodes and GPUs in the directives; None for a script without directives. The launcher in the script may use fewer."""
     lines = _DIRECTIVE.findall(text)
     if not lines:
         return None

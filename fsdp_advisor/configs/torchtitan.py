@@ -29,10 +29,11 @@ _TOPICS = {
     "precisions below bf16, but float8 of linear layers": ("model.converters",),
 }
 _FLOAT8 = "quantize.linear.float8"
-"""torchtitan 0.2's section on torchao's float8, and the name of its converter; until 0.1 both were ``float8``."""
+"""The name of torchtitan 0.2's section on torchao's float8 and of its converter. Until 0.1 both were called ``float8``."""
 _MEMORY_BUDGET = 0.5
-"""The compiler's memory budget if a file asks for one without naming it. Source: torchtitan 0.3.0, distributed/activation_checkpoint.py,
-`MemoryBudgetAC`."""
+"""The compiler's memory budget if a file enables it without a value. Source: torchtitan 0.3.0, distributed/activation_checkpoint.py,
+`MemoryBudgetAC`.
+"""
 
 
 def is_torchtitan(keys: Mapping[str, Any]) -> bool:
@@ -42,13 +43,13 @@ def is_torchtitan(keys: Mapping[str, Any]) -> bool:
 
 
 def is_option(name: str) -> bool:
-    """Whether the name of a command's option is that of a key in a section."""
+    """Whether a command's option has the form `section.key` of torchtitan's options."""
     section, dot, _ = name.partition(".")
     return bool(dot) and section in SECTIONS
 
 
 def read(file: str, keys: Mapping[str, Any]) -> Collector:
-    """The settings of a TOML file, of torchtitan 0.2, whose loss is that of whole logits."""
+    """The settings of a TOML file for torchtitan 0.2. Its loss uses whole logits."""
     found = _sections(file, keys, selective_option="2")
     found.options["loss"] = "full"
     if "activation_checkpoint" not in keys:
@@ -59,7 +60,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
 
 
 def read_function(file: str, keys: Mapping[str, Any]) -> Collector:
-    """The settings of a configuration function, of torchtitan 0.3. `keys` are the literal arguments of `Trainer.Config`."""
+    """The settings of a configuration function for torchtitan 0.3. `keys` are the literal arguments of `Trainer.Config`."""
     found = _sections(file, keys)
     _loss(found)
     if "activation_checkpoint" not in keys:
@@ -84,7 +85,7 @@ def read_command(file: str, environment: Mapping[str, str], arguments: Mapping[s
 
 
 def _sections(file: str, keys: Mapping[str, Any], selective_option: str = "op") -> Collector:
-    """What the sections state. torchtitan shards with FSDP2, one unit per layer."""
+    """The settings of the sections. torchtitan shards with FSDP2, one unit per layer."""
     found = Collector(file, "torchtitan", keys)
     found.options["framework"] = "torchtitan"
     for section in (*SECTIONS, "quantize.linear", _FLOAT8):
@@ -102,7 +103,7 @@ def _sections(file: str, keys: Mapping[str, Any], selective_option: str = "op") 
 
 
 def _completed(found: Collector) -> Collector:
-    """The settings of a whole configuration: what it leaves out has torchtitan's defaults."""
+    """The settings of a complete configuration: missing values are set to torchtitan's defaults."""
     found.default("micro_batch_size", 8, "micro-batch 8, torchtitan's default of local_batch_size")
     found.default("seq_len", 2048, "2048 tokens, torchtitan's default of seq_len")
     found.default("precision", "bf16-mixed")
@@ -114,7 +115,7 @@ def _completed(found: Collector) -> Collector:
 
 
 def unmodelled(options: Mapping[str, Any]) -> str | None:
-    """What torchtitan does with these options that is modelled only in PyTorch's own loop; None for nothing."""
+    """The setting among the options, as words, that is not modelled with torchtitan but with PyTorch's own loop; None if there is none."""
     lacking = {
         "DDP": options.get("strategy") == "ddp",
         "checkpoints of some layers": str(options.get("activation_checkpointing")).startswith("every"),
@@ -156,7 +157,7 @@ def _training(found: Collector) -> None:
 
 
 def _loss(found: Collector) -> None:
-    """The loss: in chunks, or of whole logits. Source: torchtitan 0.3.0, components/loss.py, ChunkedLossWrapper."""
+    """Set the loss: in chunks, or with whole logits. Source: torchtitan 0.3.0, components/loss.py, ChunkedLossWrapper."""
     words = str(found.peek("loss") or "")
     if "Chunked" in words:
         chunks = re.search(r"num_chunks=(\d+)", words)
@@ -170,7 +171,7 @@ def _loss(found: Collector) -> None:
 
 
 def _hub_model(name: str, flavor: str) -> str | None:
-    """The model of transformers that has torchtitan's module and flavor."""
+    """The hub's name of the model for torchtitan's module `name` and flavor; None if it is unknown."""
     if name.startswith("llama3") and flavor in ("8B", "70B", "405B"):
         return f"meta-llama/Llama-3.1-{flavor}"
     return f"Qwen/Qwen3-{flavor}" if name.startswith("qwen3") and flavor else None
@@ -208,7 +209,9 @@ def _checkpointing(found: Collector, selective_option: str) -> None:
 
 
 def _compile(found: Collector) -> None:
-    """torch.compile of each layer, and of the loss. Source: torchtitan 0.3.0, distributed/compile.py; config/configs.py, CompileConfig."""
+    """Set torch.compile, of each layer and of the loss. Source: torchtitan 0.3.0, distributed/compile.py; config/configs.py,
+    CompileConfig.
+    """
     if found.flag("training.compile") or found.flag("compile.enable"):
         components = found.take("compile.components") or ["model", "loss"]
         if "model" in components:
@@ -220,7 +223,7 @@ def _compile(found: Collector) -> None:
 
 
 def _fp8(found: Collector) -> None:
-    """torchao's float8 of linear layers, which a converter switches on.
+    """Set torchao's float8 for linear layers, which a converter switches on.
 
     Source: torchtitan 0.2.2, components/quantization/float8.py, `Float8LinearConverter`; config/job_config.py, Float8Linear.
     """
@@ -246,7 +249,7 @@ def _fp8(found: Collector) -> None:
 
 
 def _selective(found: Collector, usual: str) -> str:
-    """The policy of torchtitan 0.2's `selective_ac_option`: its operators (`op`), or one of N layers."""
+    """The policy that torchtitan 0.2's `selective_ac_option` selects: selective by operators (`op`), or one of N layers."""
     option = str(found.take("activation_checkpoint.selective_ac_option") or usual)
     if not option.isdecimal() or int(option) < 2:
         return "selective" if option == "op" else "full"
@@ -266,7 +269,7 @@ def _optimizer(found: Collector) -> None:
 
 
 def _parallelism(found: Collector) -> None:
-    """-1 shards over all ranks that the other degrees leave."""
+    """Set the strategy from the degrees of parallelism. A degree of -1 means all ranks that the other degrees leave."""
     options = found.options
     replicas = found.number("parallelism.data_parallel_replicate_degree") or 1
     shards = found.number("parallelism.data_parallel_shard_degree") or -1
@@ -311,7 +314,9 @@ def _name(node: ast.expr) -> str:
 
 
 def _value(node: ast.expr) -> Any:
-    """A literal as it is, a call as the dictionary of its arguments or its name, and anything else as its source."""
+    """The value of an expression: of a literal its value, of a call the dictionary of its arguments or its name, of others the source
+    text.
+    """
     if isinstance(node, ast.Call):
         arguments = {k.arg: _value(k.value) for k in node.keywords if k.arg}
         name = _name(node.func)

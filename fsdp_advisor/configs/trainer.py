@@ -26,12 +26,12 @@ KEYS = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir", "num_train_epochs", "learning_rate", "bf16", "fp16",
     "model_name_or_path", "fsdp", "deepspeed", "gradient_checkpointing", "optim", "per_gpu_train_batch_size",
 }  # fmt: skip
-"""Keys of which a file of arguments has at least one."""
+"""Keys by which a file of arguments is recognized: it has at least one of them."""
 _OF_TRL = {
     "use_peft", "dataset_name", "packing", "max_length", "lora_r", "lora_target_modules", "completion_only_loss", "max_prompt_length",
     "beta", "num_generations", "dataset_text_field", "assistant_only_loss", "precompute_ref_log_probs", "center_rewards_coefficient",
 }  # fmt: skip
-"""Keys of TRL's arguments that the Trainer's lack."""
+"""Keys that only TRL's arguments have, not the Trainer's."""
 _WITHOUT_EFFECT = (
     "desirable_weight",
     "undesirable_weight",
@@ -42,9 +42,9 @@ _WITHOUT_EFFECT = (
     "disable_dropout",
     "center_rewards_coefficient",
 )
-"""Keys of a loss of pairs or of log-probabilities, whatever their values."""
+"""Keys without effect on memory and time, whatever their values: they belong to losses of pairs or of log-probabilities."""
 PROMPT_LENGTH = 512
-"""Tokens of a prompt that a configuration does not limit, as in most data sets of TRL's examples."""
+"""The assumed tokens of a prompt if a configuration does not limit them, as in most data sets of TRL's examples."""
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "model_max_length", "block_size")
 _TOPICS = {
     "torch.compile": ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
@@ -60,7 +60,7 @@ def is_trainer(keys: Mapping[str, Any]) -> bool:
 
 
 def read(file: str, keys: Mapping[str, Any], *, trl: bool | None = None, task: str | None = None) -> Collector:
-    """The settings of arguments. `trl`: whether they are TRL's; None: to be seen from the keys. `task`: of TRL's, if it is known."""
+    """The settings of a file of arguments. `trl`: whether they are TRL's; None: the keys decide. `task`: TRL's task, if it is known."""
     by_trl = bool(_OF_TRL & set(keys)) if trl is None else trl
     found = Collector(file, "TRL" if by_trl else "Trainer arguments", keys)
     read_into(found, trl=by_trl, task=task)
@@ -68,7 +68,7 @@ def read(file: str, keys: Mapping[str, Any], *, trl: bool | None = None, task: s
 
 
 def _task_of(keys: Collector) -> str | None:
-    """The task that the keys of TRL's arguments show; None if they may be sft's."""
+    """The task that follows from the keys of TRL's arguments; None if the task may be sft."""
     if "num_generations" in keys:
         return "grpo"
     if "desirable_weight" in keys or "undesirable_weight" in keys:
@@ -95,7 +95,7 @@ def read_task(found: Collector, task: str | None) -> None:
 
 
 def _generation(found: Collector) -> None:
-    """Set the options of GRPO. Those of vLLM count only where TRL uses them."""
+    """Set the options of GRPO. Options of vLLM are set only if TRL uses vLLM."""
     uses_vllm, server = truth(found.peek("use_vllm")), found.peek("vllm_mode") == "server"
     for name in GENERATION_OPTIONS:
         unused = not uses_vllm or (server and name in OF_COLOCATED)
@@ -114,7 +114,7 @@ def _generation(found: Collector) -> None:
 
 
 def read_into(found: Collector, *, trl: bool = False, task: str | None = None) -> None:
-    """Set the options of a Trainer's arguments, which are the keys of `found`. `task`: of TRL's, if it is known."""
+    """Set the options from a Trainer's arguments, which are the keys of `found`. `task`: TRL's task, if it is known."""
     options = found.options
     if trl:
         read_task(found, task or _task_of(found))
@@ -148,7 +148,7 @@ def read_into(found: Collector, *, trl: bool = False, task: str | None = None) -
 
 
 def _evaluation(found: Collector) -> None:
-    """When and with which batches the Trainer evaluates. Whether it keeps logits is decided by a function in the script.
+    """Set when and with which batches the Trainer evaluates. A function in the script decides whether it keeps logits.
 
     `bf16_full_eval` and `do_eval` change nothing while the Trainer trains. Source: transformers 5.23, trainer.py, `evaluation_loop`.
     """
@@ -167,7 +167,7 @@ def _evaluation(found: Collector) -> None:
 
 
 def _batches(found: Collector) -> None:
-    """TRL's packing and padding-free batches. Source: trl 1.16, trainer/sft_config.py: the usual strategy is bfd."""
+    """Set TRL's packing and padding-free batches. Source: trl 1.16, trainer/sft_config.py: the default strategy is bfd."""
     if found.options.get("task", "sft") != "sft":
         found.lacks_active("packed sequences", "padding_free")
         return
@@ -179,7 +179,8 @@ def _batches(found: Collector) -> None:
 
 
 def _precision(found: Collector, trl: bool) -> None:
-    """bf16 and fp16 switch autocast on, which the launcher's configuration may do too; dtype is that of the weights.
+    """Set the precision. `bf16` and `fp16` switch autocast on, which the launcher's configuration may also do; `dtype` is that of the
+    weights.
 
     Source: transformers 5.23, training_args.py, ACCELERATE_MIXED_PRECISION; TRL 1.16, trainer/base_config.py, __post_init__.
     """
@@ -196,7 +197,7 @@ def _precision(found: Collector, trl: bool) -> None:
 
 
 def _loss(found: Collector, trl: bool) -> None:
-    """Liger's loss and its other kernels. TRL computes the loss itself, with `loss_type` dft of whole logits."""
+    """Set Liger's loss and its other kernels. TRL has its own loss, which uses whole logits if `loss_type` is dft."""
     if trl and found.peek("loss_type") not in (None, "nll", "chunked_nll"):
         found.lacks("loss_type", "other losses of TRL; the estimate has its usual one")
     found.take("loss_type")
@@ -222,7 +223,7 @@ def _loss(found: Collector, trl: bool) -> None:
 
 
 def _checkpointing(found: Collector, trl: bool) -> None:
-    """The switch, and the keywords of transformers' `activation_checkpointing_enable`; `selective` is TRL's."""
+    """Set checkpointing from the switch and the keywords of transformers' `activation_checkpointing_enable`; only TRL has `selective`."""
     asked = [found.flag(key) for key in ("gradient_checkpointing", "activation_checkpointing")]
     given = [found.take(f"{name}_checkpointing_kwargs") for name in ("gradient", "activation")]
     keywords = {name: value for each in given if isinstance(each, Mapping) for name, value in each.items()}
@@ -248,7 +249,7 @@ def _checkpointing(found: Collector, trl: bool) -> None:
 
 
 def _sharding(found: Collector) -> None:
-    """FSDP's or DeepSpeed's section. Without either, the launcher's configuration decides."""
+    """Set the sharding from FSDP's or DeepSpeed's section. Without either, the launcher's configuration decides."""
     sharding = found.peek("fsdp")
     if sharding not in (None, False, "", "false", "False", []):
         read_trainers_fsdp(found)
@@ -261,7 +262,7 @@ def _sharding(found: Collector) -> None:
 
 
 def read_embedded(found: Collector, section: Mapping[str, Any]) -> None:
-    """Read DeepSpeed's section of the arguments. The arguments' own values stand for its "auto"."""
+    """Read DeepSpeed's section of the arguments. Its "auto" values are replaced by those of the arguments."""
     found.take("deepspeed", shown="deepspeed")
     inner = Collector(found.file, "DeepSpeed", section)
     deepspeed.read_into(inner, section)
@@ -275,10 +276,10 @@ def read_embedded(found: Collector, section: Mapping[str, Any]) -> None:
 
 
 def read_trainers_fsdp(found: Collector) -> None:
-    """Read the Trainer's `fsdp`, which is true or has the words of older versions, and `fsdp_config`, whose keys may begin with fsdp_."""
+    """Read the Trainer's `fsdp` (true, or the words of older versions) and `fsdp_config`, whose keys may begin with fsdp_."""
     words = found.take("fsdp")
     if isinstance(found.peek("fsdp_config"), str):
-        found.refer("fsdp_config")  # its version decides
+        found.refer("fsdp_config")  # the version in it decides
         found.default(
             "strategy", "zero2" if "shard_grad_op" in str(words) else "zero3", "fsdp, whose file decides on more"
         )
@@ -293,10 +294,10 @@ def read_trainers_fsdp(found: Collector) -> None:
 
 
 def read_words(found: Collector, words: Any, version: int) -> None:
-    """Read the words of `fsdp`, such as "full_shard auto_wrap", into keys of `fsdp_config`, which win.
+    """Read the words of `fsdp`, such as "full_shard auto_wrap", as keys of `fsdp_config`. Keys that the file itself has win.
 
-    Source: transformers 5.23, training_args.py, _apply_legacy_fsdp_to_config. FSDP1 shards fully whatever the word is, because
-    accelerate prefers its own default of sharding_strategy.
+    Source: transformers 5.23, training_args.py, _apply_legacy_fsdp_to_config. FSDP1 shards fully whatever the word, because accelerate
+    uses its own default of sharding_strategy instead.
     """
     names = words if isinstance(words, list) else str(words).replace(",", " ").split()
     for name in map(str, names):
@@ -321,7 +322,7 @@ def mesh(found: Collector, keys: Mapping[str, Any]) -> None:
 
 
 def _adapters(found: Collector) -> None:
-    """The options of TRL's ModelConfig, which are those of a request but for some defaults."""
+    """Set the options of TRL's ModelConfig, which equal those of a request except for some defaults."""
     if found.flag("use_peft"):
         config = {
             name: found.take(key)

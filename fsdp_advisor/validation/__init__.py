@@ -1,1 +1,1 @@
-"""Holding predictions against runs: PyTorch's own engines under fake tensors, or for real. Imports torch."""
+"""Compares predictions with runs of PyTorch's own engines, on fake tensors or on real ones. Imports torch."""

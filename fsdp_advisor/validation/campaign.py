@@ -1,4 +1,4 @@
-"""Campaigns: many cases, run one after the other, recorded as they end, and continued where they stopped.
+"""Campaigns: many cases that run one after the other. Each is recorded when it ends, and an interrupted campaign can be continued.
 
 A campaign is a file of JSON lines; each line holds the options of one request under the names of the JSON interface.
 """
@@ -63,8 +63,9 @@ def _request(line: str, overrides: dict[str, Any]) -> EstimateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """The progress of a campaign: `done` of `total` cases. `record`: that of the case that has just ended; None if earlier runs did these
-    cases."""
+    """The progress of a campaign: `done` of `total` cases. `record`: the record of the case that has just ended; None if earlier runs
+    of the campaign did these cases.
+    """
 
     done: int
     total: int

@@ -15,7 +15,7 @@ Zero1 = Literal["deepspeed", "torch"]
 """The implementation of ZeRO-1: DeepSpeed, or torch.distributed.optim.ZeroRedundancyOptimizer under DDP."""
 
 DEFAULT_TIMEOUT_SECONDS: dict[Mode, float] = {"simulate": 600, "stand-in": 300, "measure": 1800}
-"""Loading dominates."""
+"""The default time limit of each mode. Most of the time is loading."""
 
 
 @dataclass(frozen=True, kw_only=True)

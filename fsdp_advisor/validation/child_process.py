@@ -1,4 +1,4 @@
-"""Run a function in a forked child process. Whatever happens there, the child leaves nothing behind.
+"""Run a function in a forked child process. However the child ends, none of its processes stays behind.
 
 The parent imports everything first and never initializes CUDA, so that a child starts at once and may use the GPU. Children
 have sessions of their own: Ctrl-C reaches only the parent, which then ends them.
@@ -47,7 +47,7 @@ _FAILURE, _DONE = "failure", "done"
 def preload() -> None:
     """Import everything that forked children need. Raises MeasurementError if this process already uses CUDA.
 
-    Some packages that transformers imports, such as torchao 0.18, look at the GPU when they are imported. They see none.
+    GPUs are hidden during the imports, because some packages that transformers imports, such as torchao 0.18, would initialize CUDA.
     """
     import torch
 

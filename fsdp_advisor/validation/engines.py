@@ -242,8 +242,8 @@ def _is_unit(units: set[int], module: nn.Module) -> bool:
 def optimizer_for(model: nn.Module, plan: Plan, *, training: bool = True) -> torch.optim.Optimizer:
     """The plan's optimizer over the wrapped model's parameters. Raises MeasurementError if it cannot be measured.
 
-    `training`: whether an optimizer with modes is put into training mode. Its train() makes entries of state for the parameters of this
-    moment, which keep them alive if accelerate shards them afterwards.
+    `training`: whether an optimizer with modes is put into training mode. Its train() creates state entries for the current parameters,
+    which keep these parameters alive if accelerate shards them afterwards.
     """
     optimizer = optimizer_of(plan)
     if (limit := limit_of(plan.optim, plan.backend, "torch")) is not None:

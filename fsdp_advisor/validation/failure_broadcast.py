@@ -1,4 +1,4 @@
-"""Broadcast the first failure of any rank to all ranks, through a key of the TCPStore where they met.
+"""Broadcast the first failure of any rank to all ranks, through a key of the TCPStore at which they meet.
 
 Without it, a rank that waits for a failed one waits until its library's timeout and never learns the reason.
 """
@@ -76,7 +76,7 @@ class FailureBroadcaster:
         self._store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]  # documented, but not in __all__
 
     def stop(self) -> None:
-        """Stop polling. To be called before the ranks leave, because the store ends with rank 0."""
+        """Stop polling. Call it before the ranks leave the group, because the store ends with rank 0."""
         self._stopped.set()
 
     def _poll(self) -> None:

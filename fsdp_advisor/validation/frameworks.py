@@ -152,7 +152,7 @@ def as_launched(plan: Plan, mesh: DeviceMesh | None) -> Iterator[Any]:
         with (
             # accelerate identifies parameters by their addresses
             patch.object(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
-            patch.object(nn.Module, "to", lambda module, *_, **__: module),  # everything is on its device already
+            patch.object(nn.Module, "to", lambda module, *_, **__: module),  # all tensors are on their device already
             patch.object(DistributedDataParallel, "__init__", _ddp_on_fake_group),
             patch("torch.distributed.fsdp._fully_shard._fully_shard._init_default_mesh", lambda: mesh),
             patch("torch.distributed.fsdp._init_utils._init_intra_and_inter_node_groups", _node_groups(plan)),

@@ -25,7 +25,7 @@ class Baseline:
 
 
 def measure_baseline(index: int) -> Baseline:
-    """Make the CUDA context and measure it. To be called before anything else uses the GPU.
+    """Make the CUDA context and measure it. Call it before anything else uses the GPU.
 
     The context is the growth of the memory in use according to NVML. Without NVML, it is all memory in use, so that memory of
     other processes counts as the context's.
@@ -57,8 +57,8 @@ def allocator_figures(
 ) -> dict[str, Any]:
     """The device's peak, the allocator's retries, and its segments compared with the predicted `segments`.
 
-    To be called at the end of a step, while the model is alive. The device's peak is the allocator's peak plus everything else
-    that this process holds then: CUDA context, kernels, and memory of NCCL and other libraries.
+    Call it at the end of a step, while the model is alive. The device's peak is the allocator's peak plus the process's other memory at
+    that time: CUDA context, kernels, and memory of NCCL and other libraries.
     """
     free, total = torch.cuda.mem_get_info(index)
     not_reserved = total - free - torch.cuda.memory_reserved(index) - baseline.others_bytes

@@ -88,7 +88,7 @@ def set_allocator(conf: str | None) -> None:
 
 
 def versions(*, deepspeed: bool = False, cuda: bool = False) -> dict[str, str]:
-    """The versions of everything that a run depends on. Without DeepSpeed's if it is not installed."""
+    """The versions of all software that a run depends on. DeepSpeed's is left out if it is not installed."""
     found = {"python": platform.python_version()}
     for name in ("torch", "transformers"):
         found[name] = metadata.version(name)

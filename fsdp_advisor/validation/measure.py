@@ -109,7 +109,7 @@ def check(case: Case) -> None:
 
 
 def _ranks_here(case: Case) -> int:
-    """Ranks on this machine: those of one node if there is a rendezvous, else all, with nodes that exist in name only."""
+    """The number of ranks on this machine: those of one node if there is a rendezvous, else all, even if the request has several nodes."""
     return case.request.gpus // (case.request.nnodes if case.rdzv_endpoint is not None else 1)
 
 
@@ -179,13 +179,13 @@ def read_result(folder: Path, status: int, log: str) -> RunResult:
 
 
 def _sent(folder: Path, name: str) -> dict[str, Any]:
-    """What rank 0 sent under a name, if it has."""
+    """{name: the value that rank 0 sent under this name}; empty if it sent none."""
     path = folder / f"{name}.json"
     return {name: json.loads(path.read_text())} if path.exists() else {}
 
 
 def _read_launcher_log(folder: Path, status: int, log: str) -> RunResult:
-    """The failure of a rank that could not write it down, as far as the launcher's log tells."""
+    """The failure of a rank that could not write it to a file, read from the launcher's log."""
     if _PORT_TAKEN.search(log):
         return _port_taken()
     if match := _ROOT_CAUSE.search(log):
@@ -200,7 +200,7 @@ def _read_launcher_log(folder: Path, status: int, log: str) -> RunResult:
 
 
 def with_context(failure: RunResult) -> RunResult:
-    """A rank's failure with the rank in its message; a known cause is explained instead."""
+    """A rank's failure, with the rank's number in its message, or with an explanation if the cause is known."""
     if _PORT_TAKEN.search(failure.message):
         return _port_taken()
     common = failure.outcome == "timeout" or failure.exit_status == UsageError.exit_status

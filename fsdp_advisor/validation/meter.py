@@ -129,7 +129,7 @@ class StorageMeter:
         return self._watch.gloo_bytes
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Do not count a tensor's storage, because it is on the host in a real run too."""
+        """Do not count a tensor's storage, because it is in host memory in a real run on a GPU."""
         self._watch.ignore(tensor)
 
     def begin(self, phase: str) -> None:
@@ -139,11 +139,11 @@ class StorageMeter:
         return Phase({"tensor_bytes": self.high}, time.perf_counter() - self._began)
 
     def settle(self) -> None:
-        """Free what building the model has left behind."""
+        """Collect garbage that is left from building the model."""
         gc.collect()
 
     def begin_step(self) -> None:
-        """Start a step: forget its predecessor's events. Storages that are alive now are from before the step."""
+        """Start a step: drop the events of the previous step. Storages that are alive now count as allocated before the step."""
         self._live_before_step = self._live_after(len(self._events))
         self._events.clear()
         self.timeline.clear()

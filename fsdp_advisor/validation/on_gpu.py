@@ -36,7 +36,7 @@ PhasePeaks = dict[str, dict[str, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRun:
-    """A run on a GPU: the step's profile, tape and plan, and what the allocator depends on besides.
+    """A run on a GPU: the step's profile, tape and plan, and the other inputs of the allocator.
 
     `gpu_keeps_up`: the GPU finishes its work before the host's next allocation, as in CUDA without kernels.
     """
@@ -107,7 +107,7 @@ def predict_on_gpu(model: Resolved, run: GpuRun) -> GpuPrediction:
 
 
 def _estimate_of_run(model: Resolved, run: GpuRun, fits: bool) -> StrategyEstimate:
-    """The estimate of the plan with what differs in a run: kernels, workspaces, NCCL, and no checkpoints."""
+    """The estimate of the plan for the conditions of a run: its kernels, workspaces and NCCL, without checkpoints."""
     plan, gpu, overhead = run.plan, run.gpu, run.overhead
     step = StepInput(run.profile, run.tape, plan, gpu)
     allocator = allocator_result(step, conf=run.conf, overhead=overhead, workspace_bytes=run.workspace_bytes)
@@ -177,7 +177,7 @@ def simulate_allocator_over_run(run: GpuRun, *, limited: bool) -> tuple[PhasePea
                 so_far = phases.setdefault(phase, peaks)
                 phases[phase] = {name: max(so_far[name], peaks[name]) for name in peaks}
         if number == n_steps - 1:
-            break  # blocks used on other streams stay allocated until the next malloc, which does not come
+            break  # blocks used on other streams stay allocated until the next malloc; there is none
         allocator.begin_step(steps.carried_over)
     return phases, allocator.segments()
 

@@ -40,7 +40,7 @@ _KEPT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One case as predicted, and what its run needs.
+    """The prediction of one case, and the inputs of its run.
 
     `fits` and `needed_bytes` are for the steps, without loading and saving; None if unknown. `segments` are the allocator's at the
     end of a run on a GPU.
@@ -88,8 +88,8 @@ def predict(
 ) -> Prediction:
     """The prediction of a request for one strategy. Raises AdvisorError as `estimate` does, and for a bare parameter count.
 
-    On a GPU the prediction is for `gpu`, or else for the attached GPU with the memory of the requested one; to look at the attached
-    GPU makes a CUDA context. `gpu_keeps_up`: as of `GpuRun`.
+    On a GPU the prediction is for `gpu`, or else for the attached GPU with the memory of the requested one; asking for the attached GPU
+    makes a CUDA context. `gpu_keeps_up`: see `GpuRun`.
     """
     if request.strategy == "all":
         raise UsageError("a run needs one strategy", hint="--strategy ddp, zero1, zero2, zero3 or hsdp")
@@ -176,7 +176,7 @@ def _step_seconds(one: StrategyEstimate) -> dict[str, float]:
 
 
 def _timeline(points: Iterable[TimelinePoint]) -> dict[str, Any]:
-    """The live bytes through the step by phase, downsampled, to be drawn together with the measured ones."""
+    """The predicted live bytes through the step by phase, downsampled, for a drawing together with the measured ones."""
     highs: dict[str, list[int]] = {}
     for point in points:
         highs.setdefault(point.phase, []).append(point.high_bytes)

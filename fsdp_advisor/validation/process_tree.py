@@ -72,9 +72,10 @@ def descendants(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def ended_like_ctrl_c() -> Iterator[None]:
-    """Raise KeyboardInterrupt meanwhile when the process is asked to end (SIGTERM) or its terminal closes (SIGHUP).
+    """Context in which SIGTERM and SIGHUP (a closed terminal) raise KeyboardInterrupt.
 
-    Without it Python ends at once, and the processes that it started go on. A signal that is ignored, as under nohup, stays so.
+    Otherwise Python would end at once, and the processes that it started would continue. A signal that is ignored, as under nohup, stays
+    so.
     """
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -90,7 +91,7 @@ def ended_like_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C meanwhile, so that a second one does not interrupt the clean-up after the first."""
+    """Context that ignores Ctrl-C, so that a second one does not interrupt the clean-up after the first."""
     try:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     except ValueError:  # signal handlers can be set only in the main thread

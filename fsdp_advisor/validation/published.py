@@ -24,8 +24,9 @@ BOUNDS = (15, 30)
 class PublishedRun:
     """One published run and its prediction. The fields are the columns of the table.
 
-    `part`: `fitted` if constants of the time model were chosen with this run, `older` if its libraries are older than those of which the
-    GPU's rates are, else `judged`. `caveats`: the caveats that the estimate itself gives for its step time, separated by semicolons.
+    `part`: `fitted` if constants of the time model were chosen with this run, `older` if its libraries are older than those with which the
+    GPU's rates were measured, else `judged`. `caveats`: the caveats that the estimate itself gives for its step time, separated by
+    semicolons.
     """
 
     id: str

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings:
-    """What every rank needs to know besides the prediction. Rank 0 alone writes the memory history `snapshot`."""
+    """The settings of every rank, in addition to the prediction. Only rank 0 writes the memory history `snapshot`."""
 
     device: Device
     zero1: Zero1 = "deepspeed"

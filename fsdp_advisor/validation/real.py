@@ -1,4 +1,6 @@
-"""A training step with real tensors: weights made where they live, the plan's engine, and steps until they are steady."""
+"""A training step with real tensors: makes the weights on their device, wraps them with the plan's engine, and runs steps until they
+are steady.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ from fsdp_advisor.validation.steps import PHASES, TorchTrainer, Trainer, autocas
 WATCHDOG_SECONDS = 0.5
 """How long NCCL's process group may keep the tensors of finished collectives: a thread checks every 0.1 s, and the next collective
 after that releases them. In short steps, DDP's first buckets, which the second step replaces, would otherwise still be alive.
-Source: ProcessGroupNCCL.hpp, kWatchdogThreadSleepMillis and shelvesToUnstash_ (torch 2.13)."""
+Source: ProcessGroupNCCL.hpp, kWatchdogThreadSleepMillis and shelvesToUnstash_ (torch 2.13).
+"""
 
 _COUNTED_STEPS_OVER_GLOO = 5
 
@@ -111,7 +114,7 @@ def run_steady_step(run: RealRun) -> dict[str, Any]:
 
 
 def mesh_for(plan: Plan, device: str, meter: Meter) -> DeviceMesh | None:
-    """The plan's mesh, None for engines without one. To be made before `meter` watches: its rank numbers are host tensors."""
+    """The plan's mesh, None for engines without one. Make it before `meter` watches, because its rank numbers are host tensors."""
     if plan.backend not in ("fsdp1", "fsdp2"):
         return None
     mesh = mesh_of(plan, device)
@@ -173,7 +176,7 @@ def _wrapped(model: nn.Module, run: RealRun, mesh: DeviceMesh | None) -> nn.Modu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How many steps count, which of their peaks is taken, and the pause after the first warm-up step."""
+    """The number of measured steps, the function that picks one of their peaks, and the pause after the first warm-up step."""
 
     counted_steps: int
     pick: Callable[[list[int]], int] = max
@@ -181,7 +184,9 @@ class Sampling:
 
 
 def _sampling(run: RealRun) -> Sampling:
-    """The minimum over gloo, whose threads release a collective's tensors late; a pause for NCCL's watchdog."""
+    """The sampling of a run. Over gloo it takes the minimum of several steps, because gloo's threads release a collective's tensors
+    late; with NCCL it pauses for the watchdog.
+    """
     if run.over_gloo:
         return Sampling(counted_steps=_COUNTED_STEPS_OVER_GLOO, pick=min)
     pause = WATCHDOG_SECONDS if run.mode == "measure" else 0
@@ -189,8 +194,8 @@ def _sampling(run: RealRun) -> Sampling:
 
 
 def steady_step(trainer: Trainer, meter: Meter, accumulation: int, sampling: Sampling) -> dict[str, Phase]:
-    """The phases of the steady-state step: of each peak one over the counted steps, of each duration the median."""
-    meter.settle()  # only now: what the first steps leave in the allocator's cache is part of the job's memory
+    """The phases of the steady-state step. Over the measured steps, peaks are picked by `sampling`, and durations are medians."""
+    meter.settle()  # only before the first step: the cache that the first steps leave is part of the job's memory
     take_step(trainer, meter, accumulation)
     time.sleep(sampling.pause_seconds)
     for _ in range(WARM_UP_STEPS - 1):

@@ -130,7 +130,7 @@ def case_key(request: Mapping[str, Any], mode: Mode, device: str) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Raises UsageError if `append` could not write to the file. To be called before anything runs."""
+    """Raises UsageError if `append` could not write to the file. Call it before anything runs."""
     target = path if path.exists() else path.parent
     if path.is_dir() or not target.exists() or not os.access(target, os.W_OK):
         reason = "it is a directory" if path.is_dir() else "its directory does not exist or is not writable"

@@ -136,7 +136,9 @@ def latest(records: Iterable[Record]) -> list[Record]:
 
 
 def main_figure(record: Record) -> str | None:
-    """The largest measured figure, preferably one that is also predicted. The device's, predicted as a range, is the last choice."""
+    """The largest measured figure, preferably one that is also predicted. The device's figure is the last choice, because its
+    prediction is a range.
+    """
     measured = [f for f in ("peak_device_bytes", *FIGURES[:-1]) if f in record.measured]
     predicted = [f for f in measured if f in record.predicted]
     candidates = predicted or measured

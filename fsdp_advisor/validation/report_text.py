@@ -109,7 +109,7 @@ def _value(figures: dict[str, Any], name: str) -> int | None:
 
 
 def _rank_line(record: Record) -> str:
-    """How the ranks' largest figure differs between them; empty for runs of one rank."""
+    """A line about the difference of the largest figure between the ranks; empty for runs of one rank."""
     ranks = record.measured.get("by_rank", {})
     if not ranks:
         return ""
@@ -127,7 +127,7 @@ def _seconds_line(record: Record, name: str) -> str:
 
 
 def _is_shown(spread: Spread) -> bool:
-    """Whether people see the row: memory and time by strategy, phases over all strategies. JSON has every row."""
+    """Whether text and Markdown show the row: memory and time by strategy, phases over all strategies. JSON has every row."""
     of_phase = spread.figure.startswith("phase_peaks.") or spread.figure.endswith(
         (".allocated_bytes", ".reserved_bytes")
     )
@@ -139,7 +139,7 @@ def _range_lines(records: Sequence[Record]) -> list[str]:
 
 
 def _gloo_lines(records: Sequence[Record]) -> list[str]:
-    """The memory that runs over gloo need and runs over NCCL do not."""
+    """Lines about memory that runs need only over gloo, not over NCCL."""
     copies = [n for r in records if isinstance(n := r.measured.get("gloo_bytes"), int)]
     if not copies:
         return []
@@ -148,7 +148,7 @@ def _gloo_lines(records: Sequence[Record]) -> list[str]:
 
 
 def _segment_lines(records: Sequence[Record]) -> list[str]:
-    """How many of the allocator's segments at the end of the run are as predicted."""
+    """Lines about the number of the allocator's segments at the end of the run that equal the predicted ones."""
     found = [r.measured["snapshot"] for r in records if isinstance(r.measured.get("snapshot"), dict)]
     if not found:
         return []

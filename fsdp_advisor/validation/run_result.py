@@ -54,7 +54,7 @@ class RunResult:
         return cls(outcome="error", message=f"{type(error).__name__}: {message}", detail=detail)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields, for JSON. `RunResult(**values)` is the way back."""
+        """The fields, for JSON. `RunResult(**values)` reverses it."""
         return asdict(self)
 
     def to_error(self) -> MeasurementError:

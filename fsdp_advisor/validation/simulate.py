@@ -189,7 +189,7 @@ def _post_forward_mesh(plan: Plan, mesh: DeviceMesh | None, meter: StorageMeter)
 
 @contextmanager
 def _attributes_on_host(model: nn.Module) -> Iterator[None]:
-    """Make the tensors that are plain attributes of modules before a meter counts: a model that is moved to a GPU leaves them behind.
+    """Make the tensors that are plain attributes of modules before the meter counts. When a model moves to a GPU, they stay on the host.
 
     Source: torch.nn.Module._apply, which moves parameters and buffers.
     """
@@ -199,8 +199,8 @@ def _attributes_on_host(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _fsdp1_on_fake_storages() -> Iterator[None]:
-    """Let FSDP1 recognize allocated storages by their size, and equal ones by their identity, because fake storages have no
-    address.
+    """Context in which FSDP1 recognizes allocated storages by their size, and identical ones by their identity, because fake storages
+    have no address.
     """
     flat_param: Any = importlib.import_module("torch.distributed.fsdp._flat_param")
     with (

@@ -1,4 +1,4 @@
-"""Mode `stand-in`: one real GPU plays rank 0 of any world size.
+"""Mode `stand-in`: one real GPU runs rank 0 of any world size, with a fake process group.
 
 The collectives of the fake process group allocate like real ones and move nothing. Kernels, the caching allocator and its
 statistics are real; only the time lacks communication.

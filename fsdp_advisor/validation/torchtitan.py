@@ -16,7 +16,7 @@ from fsdp_advisor.validation.engines import optimizer_for
 from fsdp_advisor.validation.failures import ModeUnavailable
 
 MAX_NORM = 1.0
-"""Source: torchtitan 0.3.0, config/configs.py, TrainingConfig."""
+"""torchtitan's limit of the gradient norm. Source: torchtitan 0.3.0, config/configs.py, TrainingConfig."""
 
 
 @dataclass

@@ -80,7 +80,7 @@ def _random(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain_attributes(module: nn.Module, device: str) -> None:
-    """Make the meta tensors that a module holds as plain attributes."""
+    """Replace the meta tensors that are plain attributes of a module."""
     values: dict[str, Any] = vars(module)
     for name, value in list(values.items()):
         if isinstance(value, torch.Tensor) and value.is_meta:

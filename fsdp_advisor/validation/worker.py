@@ -1,4 +1,4 @@
-"""Run one case in processes of its own, and make its record."""
+"""Run one case in separate processes, and make its record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ NEED_KERNELS = (
     "step_seconds", "step_seconds_without_communication", "tokens_per_second_per_gpu",
     "peak_device_bytes", "peak_device_bytes_range",
 )  # fmt: skip
-"""Figures that a run without kernels cannot tell: its times are meaningless, and its CUDA context is the prediction's own."""
+"""Figures that a run without kernels cannot measure: times are meaningless, and the size of its CUDA context is taken from the
+prediction.
+"""
 _SAME_MEMORY = 0.97
 """Memory sizes in error messages are rounded, and drivers reserve different amounts."""
 
@@ -49,7 +51,7 @@ def run_or_record_error(case: Case) -> tuple[Record, RunResult]:
 def work(case: Case, send: Send) -> None:
     """Predict, then simulate or stand in, and send each result as soon as it is known.
 
-    Measures what the GPU already holds before anything else, because the prediction needs a CUDA context.
+    First measures the memory in use on the GPU, because the prediction then makes a CUDA context.
     """
     if case.mode == "simulate" and case.snapshot is not None:
         raise ModeUnavailable(
@@ -136,7 +138,7 @@ def record_of(case: Case, result: RunResult) -> Record:
 
 
 def _fits_really(result: RunResult, measured: dict[str, Any], prediction: Prediction | None) -> bool | None:
-    """Whether the job fits, judged by its run; None if the run does not tell.
+    """Whether the job fits, judged by its run; None if the run does not show it.
 
     A run out of memory does not fit, unless the host ran out or the GPU is smaller than the requested one. A completed run fits if
     the largest figure of the worst rank is within the GPU's memory; if only tensors were measured, the prediction adds the rest.
