@@ -61,11 +61,6 @@ def check_compile(request: EstimateRequest) -> None:
 
 def refused_compile(plan: Plan) -> UsageError | None:
     """Why the plan's backend is not modelled with compiled code. None if it is."""
-    if plan.compile == "model" and plan.backend == "fsdp2" and plan.activation_checkpointing != "none":
-        return UsageError(
-            "--compile model with FSDP2 is not modelled with activation checkpointing, whose recomputation runs FSDP2's hooks",
-            hint="use --compile layer, or leave --activation-checkpointing out",
-        )
     if plan.compile != "none" and plan.framework == "trainer" and plan.world_size > 1:
         return UsageError(
             "--compile model with the Trainer is modelled on one GPU alone",

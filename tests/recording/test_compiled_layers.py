@@ -71,10 +71,6 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
             {"compile": "model", "backend": "fsdp1", "strategy": "zero3"},
             "--compile model is not modelled with backend fsdp1",
         ),
-        (
-            {"compile": "model", "backend": "fsdp2", "strategy": "zero3", "activation_checkpointing": "full"},
-            "whose recomputation runs FSDP2's hooks",
-        ),
         ({"memory_budget": 0.5, "activation_checkpointing": "full"}, "--memory-budget recomputes"),
         ({"memory_budget": 0.5, "compile": "none"}, "--memory-budget is a setting of the compiler"),
     ],

@@ -53,7 +53,7 @@ OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
             ("llama as a whole", (_job("llama", "single", "bf16"), {"compile": "model"})),
             ("qwen3_moe as a whole", (_job("qwen3_moe", "single", "bf16-mixed"), {"compile": "model"})),
             ("llama as a whole in DDP", (_job("llama", "ddp", "bf16-mixed"), {"compile": "model"})),
-            ("llama as a whole, sharded", (_job("llama", "fsdp2", "bf16-mixed"), {"compile": "model"})),
+            ("llama as a whole, sharded", (_job("llama", "fsdp2", "bf16-mixed", "full"), {"compile": "model"})),
             ("llama in the Trainer", (_job("llama", "trainer", "bf16-mixed"), {"compile": "model"})),
         ],
         [
@@ -61,7 +61,12 @@ OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
             ("qwen3, sharded", (_job("qwen3", "fsdp2", "bf16-mixed"), {"memory_budget": 0.3})),
             ("qwen3_moe, half", (_job("qwen3_moe", "single", "bf16"), {"memory_budget": 0.5})),
             ("qwen3_moe as a whole in DDP", (_job("qwen3_moe", "ddp", "bf16"), {"compile": "model"})),
+            (
+                "llama as a whole, sharded, not checkpointed",
+                (_job("llama", "fsdp2", "bf16-mixed"), {"compile": "model"}),
+            ),
             ("qwen3_moe as a whole, sharded", (_job("qwen3_moe", "fsdp2", "bf16"), {"compile": "model"})),
+            ("qwen3_moe, checkpointed", (_job("qwen3_moe", "fsdp2", "bf16-mixed", "full"), {"compile": "model"})),
             (
                 "llama in the Trainer, checkpointed",
                 (_job("llama", "trainer", "bf16-mixed", "full"), {"compile": "model"}),

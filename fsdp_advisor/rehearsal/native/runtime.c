@@ -193,16 +193,65 @@ cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) {
   *unused = *total - rehearsal_used_bytes(current);
   return cudaSuccess;
 }
-cudaError_t cudaHostAlloc(void **p, size_t size, unsigned flags) {
-  *p = mmap(0, size ? size : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  return *p == MAP_FAILED ? failed(cudaErrorMemoryAllocation) : cudaSuccess;
+// Host memory that is pinned. DDP checks that its bitmap of unused parameters is.
+static struct range {
+  u64 at, size;
+  struct range *next;
+} *pinned;
+
+static void pin(const void *p, size_t size) {
+  struct range *made = malloc(sizeof *made);
+  pthread_mutex_lock(&lock);
+  *made = (struct range){(u64)p, size, pinned};
+  pinned = made;
+  pthread_mutex_unlock(&lock);
 }
+
+// The size of the range that began at p; 0 if none did.
+static size_t unpin(const void *p) {
+  size_t size = 0;
+  pthread_mutex_lock(&lock);
+  for (struct range **at = &pinned; *at; at = &(*at)->next)
+    if ((*at)->at == (u64)p) {
+      struct range *found = *at;
+      size = found->size;
+      *at = found->next;
+      free(found);
+      break;
+    }
+  pthread_mutex_unlock(&lock);
+  return size;
+}
+
+static int is_pinned(const void *p) {
+  int found = 0;
+  pthread_mutex_lock(&lock);
+  for (struct range *r = pinned; r && !found; r = r->next) found = (u64)p >= r->at && (u64)p < r->at + r->size;
+  pthread_mutex_unlock(&lock);
+  return found;
+}
+
+cudaError_t cudaHostAlloc(void **p, size_t size, unsigned flags) {
+  size_t mapped = size ? size : 1;
+  *p = mmap(0, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (*p == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
+  pin(*p, mapped);
+  return cudaSuccess;
+}
+cudaError_t cudaFreeHost(void *p) {
+  size_t size = unpin(p);
+  if (size) munmap(p, size);
+  return cudaSuccess;
+}
+cudaError_t cudaHostRegister(void *p, size_t size, unsigned flags) { pin(p, size); return cudaSuccess; }
+cudaError_t cudaHostUnregister(void *p) { unpin(p); return cudaSuccess; }
 cudaError_t cudaMallocHost(void **p, size_t size) { return cudaHostAlloc(p, size, 0); }
 // Managed memory starts on the host. Pages that a kernel would move to the GPU are not counted there.
 cudaError_t cudaMallocManaged(void **p, size_t size, unsigned flags) { return cudaHostAlloc(p, size, 0); }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
   int device = rehearsal_device_of(p);
-  *a = (struct cudaPointerAttributes){.type = device >= 0 ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered, .device = device >= 0 ? device : -2};
+  enum cudaMemoryType on_host = is_pinned(p) ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+  *a = (struct cudaPointerAttributes){.type = device >= 0 ? cudaMemoryTypeDevice : on_host, .device = device >= 0 ? device : -2};
   if (device >= 0) a->devicePointer = (void *)p;
   else a->hostPointer = (void *)p;
   return cudaSuccess;
