@@ -12,7 +12,7 @@ from fsdp_advisor.units import GIB, parse_bytes
 
 _SMALLEST_BYTES = GIB
 _LARGEST_BYTES = 1024 * GIB
-_VENDOR_WORDS = re.compile(r"^(?:nvidia|amd|geforce|tesla|quadro|instinct)+|generation$")
+_VENDOR_WORDS = re.compile(r"^(?:nvidia|amd|geforce|tesla|quadro|instinct|hgx|dgx)+|generation$")
 _HINT = "`fsdp-advisor gpus` lists all GPUs; a memory size such as 24GiB also works"
 
 
@@ -33,8 +33,9 @@ def _gpus_by_name() -> dict[str, Gpu]:
 
 
 def lookup(name: str) -> Gpu | None:
-    """The row of that name, or None. Never guesses: RTX 3090 Ti is not RTX 3090."""
-    return _gpus_by_name().get(canonical_name(name))
+    """The row of that name, also if its memory lacks the unit (H100-80), or None. Never guesses: RTX 3090 Ti is not RTX 3090."""
+    key = canonical_name(name)
+    return _gpus_by_name().get(key) or _gpus_by_name().get(f"{key}gb")
 
 
 def find_gpu(name: str) -> Gpu:

@@ -46,6 +46,17 @@ TYPED = {
     "gaudi3": "Gaudi-3",
     "trn2": "Trainium-2",
     "tpu v6e": "TPU-v6e",
+    "HGX B300": "B300",
+    "h200 nvl": "H200-NVL",
+    "DGX B200": "B200",
+    "spark": "DGX-Spark",
+    "h100-80": "H100-80GB",
+    "A100 40": "A100-40GB",
+    "rtx 5050": "RTX-5050",
+    "4070 ti super": "RTX-4070-Ti-SUPER",
+    "4060ti 16gb": "RTX-4060-Ti-16GB",
+    "rtx pro 6000 max-q": "RTX-PRO-6000-Max-Q",
+    "mi350x": "MI350X",
 }
 
 # Output of torch.cuda.get_device_name.
@@ -59,6 +70,11 @@ PRINTED = {
     "NVIDIA GeForce RTX 3090 Ti": "RTX-3090-Ti",
     "NVIDIA GeForce RTX 3060": "RTX-3060",
     "NVIDIA GeForce RTX 4070 Ti": "RTX-4070-Ti",
+    "NVIDIA GeForce RTX 4070 Ti SUPER": "RTX-4070-Ti-SUPER",
+    "NVIDIA GeForce RTX 4060 Ti": "RTX-4060-Ti-16GB",
+    "NVIDIA GeForce RTX 5050": "RTX-5050",
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": "RTX-PRO-6000-Max-Q",
+    "AMD Instinct MI350X": "MI350X",
     "NVIDIA GeForce RTX 4080": "RTX-4080",
     "NVIDIA GeForce RTX 4080 SUPER": "RTX-4080-SUPER",
     "NVIDIA GeForce RTX 4090": "RTX-4090",
@@ -89,6 +105,7 @@ PRINTED = {
     "NVIDIA H100 80GB HBM3": "H100-80GB",
     "NVIDIA H100 PCIe": "H100-PCIe",
     "NVIDIA H100 NVL": "H100-NVL",
+    "NVIDIA H200 NVL": "H200-NVL",
     "NVIDIA H800": "H800",
     "NVIDIA H200": "H200",
     "NVIDIA GH200 480GB": "GH200",
@@ -204,7 +221,7 @@ def test_impossible_size_raises(size: str) -> None:
         ("A1000", "A100-80GB"),
         ("h100-80gb-pci", "H100-PCIe"),
         ("A100-SXM4-80GB MIG 1g.10gb", "A100-80GB"),
-        ("rtx pro 6000 max-q", "RTX-PRO-6000"),
+        ("rtx pro 6000 max", "RTX-PRO-6000"),
     ],
 )
 def test_unknown_name_raises_with_nearest_name(typo: str, meant: str) -> None:
@@ -230,6 +247,7 @@ def test_list_gpus_filters_by_any_name() -> None:
         "MI300A",
         "MI300X",
         "MI325X",
+        "MI350X",
         "MI355X",
         "Strix-Halo",
     ]
