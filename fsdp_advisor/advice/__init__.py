@@ -1,4 +1,4 @@
-"""Which strategy, and why: a search over plans, sweeps, a decision tree, and what rules of thumb would choose.
+"""Recommends a plan and explains the choice: a search over plans, sweeps, a decision tree, and a comparison with rules of thumb.
 
 >>> from fsdp_advisor.advice import recommend
 >>> advice = recommend(model="openai-community/gpt2", gpus=2, gpu="24GiB", strategy="ddp", micro_batch_size=1)

@@ -57,14 +57,14 @@ def recommend(
     config_file: ConfigFiles = (),
     **options: Unpack[RecommendOptions],
 ) -> Advice:
-    """The report of a job, and the fastest plan of it that fits and leaves the margin.
+    """The report of a job, and its fastest plan that fits and leaves the margin.
 
     Takes a `RecommendRequest`, or its fields as keywords; `model` may also be what `record_module` returns. `config_file` names
     configuration files of other tools; keywords win over them. `timer` replaces the time model. Raises AdvisorError with a hint.
     """
     fields, recorded = split_recorder({**options, "config_file": config_file})
     request = settled(request or requested(fields, RecommendRequest))
-    # what the catalog lacks of a model whose tapes it has could not be recorded
+    # recording is allowed only if the catalog does not have the tapes
     must_record = needs_recording(request) or lacks_tapes(request.model)
     model = recorded or resolve(request.model, allow_recording=must_record)
     if request.method == "any":
@@ -102,7 +102,7 @@ def recommend_resolved(
     result = search.result if found is None else _around(found, search)
     winner = result.winner
     missing = next((error for error in errors.values() if isinstance(error, MissingExtra)), None)
-    if winner is None and missing is not None:  # whether anything fits is unknown
+    if winner is None and missing is not None:  # nothing that was recorded fits, but others may
         raise missing
     changes = () if winner is not None else tuple(remedies(sweep))
     warnings = tuple(_warnings(winner))
@@ -126,7 +126,7 @@ def recommend_resolved(
 
 
 def _check_sweep(report: Report, model: Resolved, request: RecommendRequest) -> None:
-    """Raise UsageError if the model does not have what the request wants to find."""
+    """Raise UsageError if the model lacks the quantity that `--find` varies, such as a sequence length."""
     if model.profile is None and request.find in ("batch", "sequence"):
         raise UsageError(f"{model.name} is a bare parameter count: it has no layers", hint="name a model to find this")
     task = task_of(report.task)
@@ -139,7 +139,7 @@ def _check_sweep(report: Report, model: Resolved, request: RecommendRequest) -> 
 def _search(report: Report, model: Resolved, request: RecommendRequest, timer: Timer | None) -> Search:
     """The search of a request, with every choice that the request leaves open."""
     world, nnodes = request.gpus, request.nnodes
-    if request.find == "gpus" and request.global_batch_size is not None:  # others are tried later
+    if request.find == "gpus" and request.global_batch_size is not None:  # the sweep tries other numbers of GPUs later
         world, nnodes = _dividing_world(request, request.global_batch_size), 1
     base = base_plan(request, gpus=world, nnodes=nnodes, seq_len=report.seq_len)
     allowed = batches(request, world=world)
@@ -172,7 +172,7 @@ def _dividing_world(request: RecommendRequest, global_batch: int) -> int:
 def _recording_errors(
     every: Search, search: Search, allowed: Callable[[Plan], bool]
 ) -> Iterator[tuple[StrategyChoice, AdvisorError]]:
-    """The allowed choices that cannot be evaluated, and why."""
+    """(allowed choice that cannot be evaluated, the error that says why)."""
     for choice in every.choices:
         if choice in search.choices or not allowed(every.plan(choice, every.batches.smallest)):
             continue
@@ -191,7 +191,7 @@ def _run(sweep: Sweep) -> tuple[Sweep, SweepResult]:
 
 
 def _search_of_answer(sweep: Sweep, found: SweepResult | None) -> Search:
-    """The search on the GPUs or at the length that the sweep found. Otherwise the search that it began with."""
+    """The search on the GPUs or at the length that the sweep found; for other sweeps, or without a result, the sweep's own search."""
     if found is None or found.winner is None:
         return sweep.search
     match found.what:
@@ -206,7 +206,7 @@ def _search_of_answer(sweep: Sweep, found: SweepResult | None) -> Search:
 
 
 def _around(found: SweepResult, search: Search) -> SearchResult:
-    """The sweep's winner among the other choices: those that it tried, or those of a search on the GPUs that it found."""
+    """The sweep's winner, with other choices as runners-up: those that the sweep tried, or those of a search on the GPUs that it found."""
     winner = found.winner
     if winner is None:
         return replace(search.result, winner=None, runners_up=())
@@ -222,7 +222,7 @@ def _around(found: SweepResult, search: Search) -> SearchResult:
 
 
 def _warnings(winner: Candidate | None) -> Iterator[str]:
-    """What may keep the winner from running."""
+    """Warnings about reasons why the winner may not run."""
     if winner is not None and winner.host_unusual and winner.host_available_bytes is None:
         needs, usual = format_gib(winner.host_bytes_per_node), format_gib(winner.host_usual_bytes)
         yield f"it takes {needs} of host memory per node, and nodes usually have {usual} or less: give --host-memory to check it"
@@ -251,7 +251,9 @@ def _notes(request: RecommendRequest, search: Search, result: SearchResult) -> I
 
 
 def _scales_to_nest(request: RecommendRequest, profile: Profile | None, winner: Candidate | None) -> int:
-    """Bytes of the fp32 scales of a base in 4 bits, which bitsandbytes can quantize too; 0 if a plan fits without offload."""
+    """Bytes of the fp32 scales of a 4-bit base, which nested quantization would save. 0 if a plan fits without offload, so that it is
+    not needed.
+    """
     fits = winner is not None and winner.plan.offload == "none"
     if profile is None or not request.load_in_4bit or request.use_bnb_nested_quant or fits:
         return 0
@@ -259,14 +261,16 @@ def _scales_to_nest(request: RecommendRequest, profile: Profile | None, winner: 
 
 
 def _names_of(left_out: Sequence[ActivationChoice]) -> tuple[str, ...]:
-    """The parts of the activation choices that were not searched, each once; without those that only go with another."""
+    """The names of the losses, checkpointing policies and offloads that were not searched, each once. Those that were left out only in
+    combination with another are not listed.
+    """
     whole = (parts for a in left_out if len(parts := a.parts) == 1 or a.activation_offload)
     return tuple(dict.fromkeys(parts[-1] for parts in whole))
 
 
 _SEARCHED = ("strategy", "backend", "offload", "offload_device", "activation_checkpointing", "micro_batch_size",
              "global_batch_size", "gradient_accumulation_steps", "wrap", "framework", "host_memory")  # fmt: skip
-"""Options that leave more to the search if they are not given."""
+"""Options that a search varies if they are not given."""
 
 
 def _fixed_options(request: RecommendRequest) -> str:
@@ -275,7 +279,7 @@ def _fixed_options(request: RecommendRequest) -> str:
 
 
 def _numerics(winner: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
-    """Say so if the winner is slower than another plan because of its numerics alone."""
+    """A note if another plan would be faster than the winner only because it computes more in 16 bits."""
     on_gpu = (c for c in others if c.plan.offload == winner.plan.offload)
     other = max(on_gpu, key=actual_speed, default=None)
     if winner.numerics_gain == 1 or other is None or other.numerics_gain > 1:

@@ -28,7 +28,7 @@ class Batches:
 
     @property
     def preferred(self) -> int:
-        """The micro-batch to ask about first: the largest if the global batch is given, else the smallest."""
+        """The micro-batch to try first: the largest if the global batch is given, else the smallest."""
         return self.sizes[0] if self.per_rank is None else self.sizes[-1]
 
     @property

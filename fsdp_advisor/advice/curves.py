@@ -87,7 +87,8 @@ class PeakVsSize:
 def interpolate_convex(xs: Sequence[int], ys: Sequence[float], at: Sequence[int]) -> list[float]:
     """Values of a rising convex curve at the ascending positions `at`, which lie within `xs`.
 
-    Between two points the curve is taken to be where the lines of the neighbouring gaps meet, but not above the chord.
+    Between two points the curve is assumed to follow the lines through the neighbouring pairs of points, up to their intersection, but
+    never to lie above the chord.
 
     >>> interpolate_convex([1, 2, 8, 9], [5, 5, 8, 9], [1, 2, 4, 5, 6, 8, 9])
     [5, 5.0, 5.0, 5.0, 6.0, 8.0, 9.0]

@@ -25,7 +25,7 @@ YES, NO, UNKNOWN = "yes", "no", "unknown"
 STATES, ACTIVATIONS = "states", "activations"
 
 _PATH_ORDER: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "hsdp", "zero3")
-"""Strategies in the order in which the tree asks about them: more is sharded from each to the next."""
+"""Strategies in the order in which the tree asks about them. Each shards more than the one before."""
 _SWEEP_QUESTIONS = {
     "batch": "What is the largest micro-batch that fits?",
     "sequence": "What is the longest sequence that fits?",
@@ -36,7 +36,7 @@ _SWEEP_QUESTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A question with its answer and the figures behind it; or an outcome, at which the tree ends.
+    """A question with its answer and the figures that decide it, or an outcome, with which the tree ends.
 
     `parent` is the id of the question before it, `on` the answer to that question that leads to this node. `taken`: whether the
     path goes through the node. `answer` is None if the question is not on the path: only the path is evaluated.
@@ -70,7 +70,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """All nodes, each after its parent; the first has none."""
+    """All nodes of the tree. A parent comes before its children; the first node has no parent."""
 
     nodes: tuple[Node, ...]
 
@@ -92,7 +92,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """Whether any of `choices` fits at a micro-batch."""
+    """The question whether any of `choices` fits at the micro-batch `size`."""
 
     id: str
     text: str
@@ -115,7 +115,7 @@ def decision_tree(search: Search, winner: Candidate | None, sweep: SweepResult |
 def _questions(search: Search) -> list[Node]:
     """All questions, each after the one that leads to it; those on the path are answered."""
     nodes: list[Node] = []
-    last: Node | None = None  # on the path
+    last: Node | None = None  # the last question on the path
     for question in _memory_questions(search):
         parent, on = _parent(question.id, nodes)
         node = Node(id=question.id, question=question.text, parent=parent, on=on)
@@ -135,8 +135,8 @@ def _questions(search: Search) -> list[Node]:
 def _parent(question: str, nodes: Sequence[Node]) -> tuple[str | None, str]:
     """The id of the question that leads to this one, and its answer.
 
-    The alternatives to plain DDP follow from activations that are too large; the sharded strategies follow from states that
-    are, or from the last alternative to DDP.
+    If DDP's activations are too large, the variants of DDP follow (such as with checkpointing). If DDP's states are too large, or no
+    variant fits, the sharded strategies follow.
     """
     if not nodes:
         return None, ""
@@ -186,7 +186,9 @@ def _memory_questions(search: Search) -> list[_Question]:
 
 
 def _ladder(search: Search) -> list[ActivationChoice]:
-    """Activation choices of the search, each of which saves more than the one before it: the loss, then checkpointing, then offload."""
+    """Activation choices of the search in the order in which the tree tries them. Each saves more memory than the one before: first by
+    its loss, then by checkpointing, then by offload.
+    """
     ladder = [search.activation_choices[0]]
     for activations in search.activation_choices:
         if activations.is_beyond(ladder[-1]):
@@ -238,7 +240,9 @@ def _most_saving(
     offload: str = "none",
     device: str = "cpu",
 ) -> tuple[ActivationChoice, tuple[StrategyChoice, ...]]:
-    """The last activation choice of the ladder that has strategy choices, and these; the last one and () if none has."""
+    """(the last activation choice of the ladder for which there are strategy choices, these choices); (the last one, ()) if there are
+    none.
+    """
     for activations in reversed(ladder):
         if found := _choices(search, strategy, activations, offload, device):
             return activations, found
@@ -263,7 +267,7 @@ def _choices(
 def _evaluate(search: Search, question: _Question) -> Candidate:
     """The simplest choice of a question that fits; if none does, the one that needs least.
 
-    Choices whose lower bound is too large are evaluated only if all are, and then only the simplest.
+    Choices whose lower bound is too large are evaluated only if this is so for all of them, and then only the simplest one.
     """
     possible = [c for c in question.choices if search.may_fit(c, question.size)] or question.choices[:1]
     tried: list[Candidate] = []
@@ -286,7 +290,7 @@ def _answer(candidate: Candidate) -> dict[str, Any]:
 
 
 def _too_large_part(ddp: Candidate) -> dict[str, Any]:
-    """The fields of the node that says what DDP has too much of: states, or what grows with the batch."""
+    """The fields of the node that says which part of DDP's memory is too large: states, or everything that grows with the batch."""
     states, available = ddp.estimate.states, ddp.available_bytes
     kept = ddp.state_bytes
     share = f"the states need {format_gib(kept)}, and {format_gib(available)} are available"
@@ -301,7 +305,7 @@ def _too_large_part(ddp: Candidate) -> dict[str, Any]:
 
 
 def _fits_outcome(node: Node) -> Node:
-    """The end of the questions about memory: a question is answered by yes."""
+    """The outcome node that follows a question about memory whose answer is yes."""
     ends = node.taken and node.answer in (YES, UNKNOWN)
     return Node(
         id=f"{node.id}_fits",

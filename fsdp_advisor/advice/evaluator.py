@@ -46,12 +46,12 @@ Timer = Callable[[Resolved, Plan, Gpu], float | None]
 class Candidate:
     """A plan with its estimate, and whether it leaves the margin.
 
-    `available_bytes` is the GPU's memory less the margin. `runs_in_available`: the plan needs more than that because the
-    allocator keeps a cache, but it also completes in that memory. `allocator_conf` is the value of PYTORCH_ALLOC_CONF that the
+    `available_bytes` is the GPU's memory less the margin. `runs_in_available`: the plan's `needed_bytes` exceed that only because the
+    allocator keeps a cache; the plan also completes within that memory. `allocator_conf` is the value of PYTORCH_ALLOC_CONF that the
     estimate assumes (None: PyTorch's defaults). `host_available_bytes` is a node's memory less the margin if it is known, else None;
-    `host_usual_bytes` is what nodes with this GPU usually have, and `host_unlimited` says that a plan may need more than that.
-    `step_seconds` is None if the time of a step is unknown. `numerics_gain` is the factor by which the plan would be faster in
-    16 bits throughout, as FSDP and DeepSpeed compute; 1 unless it runs under autocast.
+    `host_usual_bytes` is the usual memory of nodes with this GPU; `host_unlimited` allows plans that need more. `step_seconds` is None if
+    the time of a step is unknown. `numerics_gain` is the factor by which the plan would be faster in 16 bits throughout, as FSDP and
+    DeepSpeed compute; 1 unless it runs under autocast.
     """
 
     estimate: StrategyEstimate
@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The choice in words. DDP on one GPU is a plain training loop."""
+        """The choice in words. DDP on one GPU is called a plain training loop."""
         if self.plan.strategy == "ddp" and self.plan.world_size == 1:
             return self.choice.label.replace("DDP (ddp)", "plain PyTorch (ddp)")
         return self.choice.label
@@ -116,7 +116,8 @@ class Candidate:
     @property
     def host_fits(self) -> bool | None:
         """Whether the host memory of a node is enough for every phase. None if it is unknown and the steps need no more than
-        usual nodes have."""
+        usual nodes have.
+        """
         if self.host_available_bytes is not None:
             return self.host_peak_bytes_per_node <= self.host_available_bytes
         return False if self.host_unusual and not self.host_unlimited else None
@@ -132,7 +133,7 @@ class Candidate:
 
     @property
     def comparable_speed(self) -> float | None:
-        """The speed in equal numerics: what `tokens_per_second_per_gpu` would be in 16 bits throughout."""
+        """The speed for comparisons in equal numerics: `tokens_per_second_per_gpu` if everything were computed in 16 bits."""
         speed = self.tokens_per_second_per_gpu
         return None if speed is None else speed * self.numerics_gain
 
@@ -267,7 +268,7 @@ class Evaluator:
         return None if self.host_unlimited else self.host_usual_bytes
 
     def on(self, gpu: Gpu) -> Evaluator:
-        """The evaluator of the same model on another GPU type; tensor sizes are shared by those with the same compute capability."""
+        """The evaluator of the same model on another GPU type. Evaluators of GPUs with the same compute capability share tensor sizes."""
         return replace(self, gpu=gpu, known=None, _estimates={})
 
     def speed_text(self, tokens_per_second: float, seq_len: int) -> str:
@@ -325,7 +326,7 @@ class Evaluator:
         """Tensor bytes over the micro-batch. They are equal for all accumulations of two or more."""
         steps = min(plan.gradient_accumulation_steps, 2)
         alone = replace(plan, micro_batch_size=1, gradient_accumulation_steps=steps)
-        key = alone, self.gpu.compute_capability  # which decides the attention kernel
+        key = alone, self.gpu.compute_capability  # it decides the attention kernel
         if key not in self._curves:
             self._curves[key] = PeakVsSize(
                 lambda size: tensor_bytes(self.model, replace(alone, micro_batch_size=size), self.gpu)
@@ -351,8 +352,9 @@ class Evaluator:
         return self._estimates[key]
 
     def candidate(self, plan: Plan) -> Candidate:
-        """The plan with its estimate. The estimate assumes expandable segments if the plan fits only with them, or if without them each
-        step has allocator retries."""
+        """The plan with its estimate. The estimate assumes expandable segments if the plan fits only with them, or if each step has
+        allocator retries without them.
+        """
         found = self._within_margin(self.estimate(plan), self.allocator_conf)
         if found.fits:
             if not self._retries_without_need(found):
@@ -365,7 +367,7 @@ class Evaluator:
         return expandable if expandable.fits else found
 
     def _within_margin(self, row: StrategyEstimate, allocator_conf: str | None) -> Candidate:
-        """A row as a candidate, which may need the margin only for the allocator's cache."""
+        """A row as a candidate, with `runs_in_available` filled: whether the row needs the margin only for the allocator's cache."""
         found = self._candidate(row, allocator_conf)
         needs_margin = found.fits is False and self._runs_in_available(found)
         return replace(found, runs_in_available=True) if needs_margin else found
@@ -378,7 +380,7 @@ class Evaluator:
         """The factor by which a plan under autocast would be faster in the numerics of FSDP and DeepSpeed; 1 for other plans.
 
         FSDP and DeepSpeed compute everything in 16 bits, from fp32 masters. Autocast keeps norms, softmax and the loss in fp32, and
-        casts the fp32 weights in each forward. The factor is the ratio of both times on one GPU, where no time is communication.
+        casts the fp32 weights in each forward. The factor is the ratio of the two step times on one GPU, which has no communication.
         """
         if plan.strategy != "ddp" or plan.precision not in ("bf16-mixed", "fp16-mixed"):
             return 1.0

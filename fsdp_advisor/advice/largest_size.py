@@ -13,7 +13,7 @@ from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.job.plan import Plan
 
 SEARCH_RESOLUTION = 0.02
-"""The largest size that fits is found to this share: reserved memory does not grow evenly."""
+"""The relative precision to which the largest size that fits is found. More makes no sense, because reserved memory grows unevenly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Sizes:
     lower_bound: Callable[[StrategyChoice], PeakVsSize]
 
     def after(self, index: int) -> int:
-        """Index of the next size that is larger by SEARCH_RESOLUTION; 0 after -1."""
+        """Index of the first size that is larger than that at `index` by the factor 1 + SEARCH_RESOLUTION; 0 if `index` is -1."""
         if index < 0:
             return 0
         least = max(self.sizes[index] + 1, int(self.sizes[index] * (1 + SEARCH_RESOLUTION)))
@@ -52,7 +52,8 @@ class Sizes:
 
 
 def largest(sizes: Sizes, bounds: dict[StrategyChoice, int]) -> Largest:
-    """The largest size that fits with any choice, to SEARCH_RESOLUTION. `bounds` are the largest by the lower bound.
+    """The largest size that fits with any choice, to SEARCH_RESOLUTION. `bounds`: by choice, the largest size whose lower bound
+    fits.
 
     Searches the choice with the largest expected size first, and among equal ones the fastest. Every other choice is evaluated only
     at a size that is larger by the resolution than the best so far.

@@ -15,7 +15,7 @@ FULL, LORA, QLORA = "full fine-tuning", "LoRA", "QLoRA"
 
 
 def advice_of_methods(request: RecommendRequest, advise: Callable[[RecommendRequest], Advice]) -> Advice:
-    """The advice for the first method that fits, with all methods in its `methods`. If none fits, for the last one.
+    """The advice for the first method that fits (or else for the last one), with the results of all methods in its `methods`.
 
     `advise` answers a request whose method is fixed. A method that cannot be answered (PEFT has no default targets for the
     architecture) is listed with the reason. Raises the error of full fine-tuning if that cannot be answered.
@@ -42,7 +42,9 @@ def advice_of_methods(request: RecommendRequest, advise: Callable[[RecommendRequ
 
 
 def _requests(request: RecommendRequest) -> Iterator[tuple[str, RecommendRequest]]:
-    """The request of each method. What is assumed for a frozen base, such as its dtype, is left to each method's own request."""
+    """The request of each method. Assumed values of a frozen base, such as its dtype, are removed, because each method's request
+    assumes its own.
+    """
     adapters, quantization = {"use_peft", *LORA_OPTIONS.values()}, {"load_in_4bit", *QUANTIZATION_OPTIONS}
     base = _without(request.but(method="fixed"), request.assumed & {"dtype", "bnb_4bit_quant_storage"})
     yield FULL, _without(base, adapters | quantization)

@@ -1,4 +1,4 @@
-"""The choices that a search tries: those whose steps the catalog has, or all if the request is thorough.
+"""The choices that a search tries: those whose steps the catalog contains, or all with `--thorough`.
 
 The catalog has the steps of a framework's own loss without checkpointing and with checkpointing of all layers. Other losses, selective
 checkpointing and activation offload would have to be recorded first, so that a search would take minutes.
@@ -42,7 +42,7 @@ def open_choices(request: RecommendRequest, model: Resolved, base: Plan) -> Open
 
 
 def _is_usual(request: RecommendRequest, base: Plan, activations: ActivationChoice) -> bool:
-    """Whether it is what the request says, or what the catalog has."""
+    """Whether an activation choice is the request's own, or one whose steps the catalog contains."""
     asked, own = request.activation_checkpointing, FRAMEWORKS[request.framework].checkpointing
     policies = {"none", "full", own} if asked == "auto" else {asked}
     return (

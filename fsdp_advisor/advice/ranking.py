@@ -1,4 +1,6 @@
-"""Which of the plans that fit is recommended: the fastest, or the simplest of those that the time model cannot tell apart."""
+"""Chooses the recommended plan among those that fit: the fastest, or the simplest of those whose speeds the time model cannot tell
+apart.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,13 @@ from fsdp_advisor.advice.search_space import StrategyChoice
 SPEED_RESOLUTION = 0.05
 """Speeds that differ by less count as equal: the time model cannot tell them apart.
 
-It is the mean error of the predicted ratio over the pairs of published runs that differ only in strategy, backend or
-checkpointing, on the GPU alone (13 pairs). `tests/timing/test_published.py` computes it.
+It is the mean error of the predicted ratio of speeds over 13 pairs of published runs without offload that differ only in strategy, backend
+or checkpointing. `tests/timing/test_published.py` computes it.
 """
 OFFLOAD_RESOLUTION = 0.5
-"""The same for a plan that offloads against one that does not: the published pairs are 47 to 70 % off, because the speed of hosts
-differs. So a plan that offloads is preferred only if it is predicted to be faster by more."""
+"""SPEED_RESOLUTION for a plan that offloads against one that does not. Predicted ratios of such published pairs are wrong by 47 to 70
+%, because hosts differ in speed. So a plan that offloads is preferred only if its predicted speed is higher by more than this share.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Ranking:
 
 
 def choose(found: Sequence[Candidate]) -> Ranking:
-    """Rank plans that fit. ValueError if there is none."""
+    """Rank plans that fit. Raises ValueError if there are none."""
     winner = best(found)
     return Ranking(winner=winner, runners_up=runners_up(winner, [c for c in found if c is not winner]))
 
@@ -88,9 +91,9 @@ def are_equal(one: float, other: float) -> bool:
 def next_simpler(
     winner: StrategyChoice, choices: Iterable[StrategyChoice], fitting: Sequence[StrategyChoice]
 ) -> StrategyChoice | None:
-    """The choice that is one step simpler than the winner: of the most complex strategy, backend and offload below the winner's.
+    """The choice that is one step simpler than the winner in strategy, backend and offload; None if the winner is the simplest.
 
-    Among the choices with these, the first that is in `fitting`, such as the one with checkpointing; else the simplest.
+    Of several such choices (with different activation choices) the first in `fitting`; if none is, the simplest.
     """
 
     def kind(choice: StrategyChoice) -> tuple[str, str, str]:
@@ -132,7 +135,7 @@ def _why_not(other: Candidate, winner: Candidate) -> str:
 
 
 def _with_least_offload(found: Sequence[Candidate]) -> Sequence[Candidate]:
-    """The plans that use the host least. Those that use it more are added if one of them is clearly faster."""
+    """The plans that use the host least. Plans that use it more are added only if one of them is clearly faster."""
     levels = sorted({c.choice.host_level for c in found})
     pool = [c for c in found if c.choice.host_level == levels[0]]
     for level in levels[1:]:

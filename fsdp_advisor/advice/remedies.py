@@ -1,4 +1,4 @@
-"""What would fit if nothing does, the cheapest change first: checkpointing, a fused loss, a shorter sequence, offload, a larger
+"""Changes that make a job fit if no plan does, the cheapest first: checkpointing, a fused loss, a shorter sequence, offload, a larger
 host, more GPUs, another GPU.
 """
 
@@ -24,7 +24,7 @@ def remedies(sweep: Sweep) -> Iterator[Remedy]:
     """Changes of the request that make something fit, each on its own."""
     search = sweep.search
     profile = search.evaluator.model.profile
-    fits = "fits" if profile is not None else "may fit"  # only the states are known
+    fits = "fits" if profile is not None else "may fit"  # without a profile only the states are known
     yield from _without_fixed(sweep, "activation_checkpointing", "full", f"it {fits} with activation checkpointing")
     yield from _with_fused_loss(search)
     any_length = profile is not None and task_of(profile.task).takes_any_length
@@ -37,7 +37,7 @@ def remedies(sweep: Sweep) -> Iterator[Remedy]:
 
 
 def _without_fixed(sweep: Sweep, option: str, value: str, because: str) -> Iterator[Remedy]:
-    """An option that the request fixes to `none`, and that makes something fit with `value`."""
+    """The remedy to set `option`, which the request fixes to `none`, to `value`, if a plan then fits."""
     if getattr(sweep.request, option) != "none":
         return
     base = sweep.search.base
@@ -49,7 +49,7 @@ def _without_fixed(sweep: Sweep, option: str, value: str, because: str) -> Itera
 
 
 def _with_fused_loss(search: Search) -> Iterator[Remedy]:
-    """A loss that does not keep the logits, if what it saves is what is missing."""
+    """The remedy of a loss that does not keep the logits, if it saves as much memory as is missing."""
     evaluator = search.evaluator
     if evaluator.model.profile is None:
         return
@@ -64,7 +64,7 @@ def _with_fused_loss(search: Search) -> Iterator[Remedy]:
 
 
 def _with_a_larger_host(sweep: Sweep, fits: str) -> Iterator[Remedy]:
-    """More host memory than the request gives, or than usual nodes have."""
+    """The remedy of more host memory than the request gives, or than usual nodes have."""
     search = sweep.search
     unlimited = replace(search.evaluator, host_memory_bytes=None, host_unlimited=True, known=None, _estimates={})
     found = replace(search, evaluator=unlimited).any_fit()

@@ -1,4 +1,4 @@
-"""The recommendation, as data."""
+"""The types of a recommendation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fsdp_advisor.report import Printable, Report, StrategyEstimate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """A change that makes something fit: `options` replace those of the request."""
+    """A change with which a plan fits: `options` replace those of the request."""
 
     options: Mapping[str, int | str]
     because: str
@@ -34,7 +34,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """The plan to launch and why. `winner` is None if nothing fits; `remedies` then say what would.
+    """The plan to launch, and why. `winner` is None if nothing fits; `remedies` are then changes with which a plan fits.
 
     `runners_up` are other plans that fit, the fastest first, one per strategy choice; `rejected` are the choices that do not
     fit, or were not estimated because they are slower. `warnings` say what may keep the plan from running; they are also in
@@ -58,7 +58,7 @@ class Recommendation:
     methods: tuple[Method, ...] = ()
     """The methods that were compared; empty if the method was fixed."""
     savings: tuple[Saving, ...] = ()
-    """What each way to save memory of activations and logits saves in the winner's plan."""
+    """The memory that each activation choice saves in the winner's plan."""
 
     @property
     def estimate(self) -> StrategyEstimate | None:
@@ -81,7 +81,7 @@ class Recommendation:
 
     @property
     def frontier(self) -> tuple[Candidate, ...]:
-        """Memory against speed around the answer of a sweep; empty without one."""
+        """The sweep's Pareto front of memory and speed; empty without a sweep."""
         return self.sweep.frontier if self.sweep else ()
 
     @property
@@ -147,7 +147,7 @@ _KEYS = (
 
 
 def _rejected(rejection: Rejection) -> dict[str, Any]:
-    """A rejected choice with the keys of a candidate; what was not estimated is None."""
+    """A rejected choice as JSON, with the keys of a candidate. Values that were not estimated are None."""
     choice = rejection.choice
     row = dict.fromkeys(_KEYS) if rejection.candidate is None else rejection.candidate.as_dict()
     return row | {**_named(choice), "micro_batch_size": rejection.micro_batch_size, "because": rejection.reason}
@@ -173,7 +173,7 @@ class Method:
     reason: str | None
 
     def as_dict(self) -> dict[str, Any]:
-        """The best plan of the method: what it trains, needs and costs."""
+        """The best plan of the method as JSON: trained parameters, memory and cost."""
         found = self.advice.recommendation if self.advice else None
         winner = found.winner.as_dict() if found and found.winner else dict.fromkeys(_KEYS)
         return {

@@ -75,7 +75,7 @@ RULES: dict[str, Callable[[int, bool], tuple[Strategy, Offload] | None]] = {
 
 
 def rules_of_thumb(search: Search, winner: Candidate | None, feasible: Sequence[Candidate]) -> tuple[RuleOfThumb, ...]:
-    """What each rule gives for the search's model. A rule knows no margin: its choice runs if it fits the whole memory.
+    """The choice of each rule for the search's model. The rules have no margin: a choice runs if it fits the whole memory.
 
     `feasible` are the plans that fit, each at its best micro-batch: they are compared with the winner by their speed.
     """

@@ -1,4 +1,4 @@
-"""What another loss, checkpointing and activation offload each save in a plan, and what they cost."""
+"""The memory that another loss, checkpointing and activation offload each save in a plan, and their cost in speed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fsdp_advisor.rows import logits_bytes_at_peak
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """What one activation choice saves in the recommended plan, against the plain step with the same micro-batch.
+    """The saving of one activation choice in the recommended plan, compared with the plain step at the same micro-batch.
 
-    `saved_bytes`: by how much the peak of tensors on a GPU falls; if `is_bound`, by how much at most, because the step is not
-    recorded. `relative_speed`: its tokens per second, as a multiple of the plain step's; None if unknown. `is_used`: the
-    recommended plan makes this choice.
+    `saved_bytes`: the reduction of the tensors' peak on a GPU; if `is_bound`, an upper limit of it, because the step is not recorded.
+    `relative_speed`: tokens per second as a multiple of the plain step's; None if unknown. `is_used`: whether the recommended plan makes
+    this choice.
     """
 
     activations: ActivationChoice

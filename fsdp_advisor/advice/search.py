@@ -1,9 +1,9 @@
 """The search for the plan to recommend: the fastest that fits, or a simpler one that is as fast (`ranking`).
 
-For each strategy choice the lower bound gives the largest micro-batch worth a look, and the time model its best speed up to
-there. The choices are then evaluated whole, the most promising first, each stepping down to a micro-batch that fits, until
-no other choice can be chosen. Peaks do not fall as the micro-batch grows, and every accumulation of two or more has the
-same peak. Speeds are interpolated between a few micro-batches (within 6 %); every result has its exact speed.
+For each strategy choice the lower bound gives the largest micro-batch that may fit, and the time model the best speed up to it. Then the
+choices are estimated completely, the most promising first. For each, the micro-batch is reduced until it fits. The search ends when no
+remaining choice can win. Peaks do not fall as the micro-batch grows, and every accumulation of two or more has the same peak. Speeds are
+interpolated between a few micro-batches (within 6 %); every result has its exact speed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.units import format_gib
 
 EVALUATED_CHOICES = 6
-"""Choices that are evaluated whole at least, if something fits: the most promising."""
+"""The least number of choices that are estimated completely if something fits: the most promising ones."""
 TIMED_SIZES = 6
-"""Micro-batches of a choice that are timed; speeds between them are interpolated."""
+"""The number of micro-batches of a choice that are timed. Speeds between them are interpolated."""
 FRONTIER_POINTS = 6
-"""Points of memory against speed that are evaluated at most."""
+"""The largest number of points of the Pareto front."""
 USUAL_FRAGMENTATION = 0.12
-"""Share of the available memory that fragmentation usually takes: where the search for a micro-batch begins."""
+"""Share of the available memory that fragmentation usually takes. The search for a micro-batch begins at the size that leaves this free."""
 _MAX_STEPS = 5
-"""Micro-batches of a choice that are evaluated at most, before its smallest."""
+"""The largest number of micro-batches of a choice that are estimated before its smallest one is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """A choice that fits by its lower bound, with the micro-batches that the bound allows: `rates[i]` is the speed at `sizes[i]`.
+    """A choice whose lower bound fits. `sizes`: the micro-batches that the bound allows; `rates`: the speed at each of them.
 
     Speeds are tokens per second per GPU, 0 if unknown. `numerics_gain` makes them comparable (`Candidate.numerics_gain`).
     """
@@ -53,13 +53,14 @@ class Prospect:
 
     @property
     def order(self) -> tuple[int, float, tuple[int, ...]]:
-        """Sort key, the most promising first. Offload comes last, because its speed is known least."""
+        """Sort key, the most promising first. Offload comes last, because its speed is the least certain."""
         return (self.choice.host_level, -self.best_rate, self.choice.simplicity_rank)
 
     def best_index(self, start: int, stop: int) -> int:
-        """Index of the fastest micro-batch in `start:stop`; of those that are as fast the roundest, then the smallest.
+        """Index of the fastest micro-batch in `start:stop`. Among those that are about as fast, round ones are preferred, then the
+        smallest.
 
-        The largest if speeds are unknown: larger kernels and fewer collectives.
+        If speeds are unknown, the largest: it has larger kernels and fewer collectives.
         """
         top = max(self.rates[start:stop])
         if top <= 0:
@@ -70,7 +71,7 @@ class Prospect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A choice that is not recommended, and why. `candidate` is None if it was not evaluated whole."""
+    """A choice that is not recommended, and why. `candidate` is None if it was not estimated completely."""
 
     choice: StrategyChoice
     micro_batch_size: int | None
@@ -93,9 +94,9 @@ class SearchResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The choices of one job on one GPU type. `base` is what the plans share, `choices` are ordered by preference.
+    """The search over the choices of one job on one GPU type. `base`: the part that all plans share. `choices`: the simplest first.
 
-    `left_out`: what is not searched because its steps have to be recorded first.
+    `left_out`: activation choices that are not searched, because their steps would have to be recorded first.
     """
 
     evaluator: Evaluator
@@ -158,8 +159,9 @@ class Search:
         return None if error is None else error.message
 
     def recording_error(self, choice: StrategyChoice) -> AdvisorError | None:
-        """Why a tape that the choice needs cannot be had; None if all can. It needs the tape of its smallest micro-batch and, if that
-        fits, the tape of larger ones."""
+        """Why a tape that the choice needs cannot be obtained; None if all can. A choice needs the tape of its smallest micro-batch
+        and, if that fits, the tape of larger ones.
+        """
         for size in self.batches.sizes[:2]:
             plan = choice.plan(self.base, size)
             if (error := self.evaluator.recording_error(plan)) is not None:
@@ -175,7 +177,7 @@ class Search:
 
     @property
     def configurations(self) -> int:
-        """The number of configurations that were judged: each choice at each micro-batch up to the first at which none fits."""
+        """The number of configurations that the search covers: each choice at each micro-batch up to the first at which nothing fits."""
         sizes = self.batches.sizes
         most = max((sizes.index(size) for size in self.max_micro_batches.values()), default=-1)
         return len(self.choices) * min(most + 2, len(sizes))
@@ -209,11 +211,11 @@ class Search:
             rates.append(size * steps * tokens / (one + (steps - 1) * more))
         return rates
 
-    # By whole estimates
+    # By complete estimates
 
     @cached_property
     def result(self) -> SearchResult:
-        """The plan that `ranking` chooses of those that leave the margin, and what was rejected."""
+        """The plan that `ranking` chooses among those that leave the margin, the runners-up, and the rejected choices."""
         return self._search(EVALUATED_CHOICES if self.evaluator.model.profile is not None else len(self.choices))
 
     @cached_property
@@ -228,7 +230,9 @@ class Search:
         return next((candidate for candidate in found if candidate.fits is not False), None)
 
     def _search(self, evaluated_choices: int) -> SearchResult:
-        """Evaluate choices whole, the most promising first; those that cannot be chosen only up to `evaluated_choices`."""
+        """Estimate choices completely, the most promising first. Choices that cannot win are estimated only up to the number
+        `evaluated_choices`.
+        """
         feasible: list[Candidate] = []
         rejected: list[Rejection] = []
         for i, prospect in enumerate(self.prospects):
@@ -287,9 +291,10 @@ class Search:
         return self._index_within(failing.choice, sizes, failing.available_bytes * lower_bound // failing.known_bytes)
 
     def _reach(self, fitting: Candidate, failing: Candidate | None, sizes: Sequence[int]) -> int:
-        """Index above `fitting` up to which estimates are expected to fit; halfway to the end of `sizes` if none is.
+        """Index, above that of `fitting`, up to which estimates are expected to fit; halfway to the end of `sizes` if none is expected to.
 
-        Expected by the line through `fitting` and `failing`, or by what `fitting` needs beyond its lower bound.
+        The expectation is the line through `fitting` and `failing`, or else the lower bound plus the bytes by which `fitting` exceeds its
+        own.
         """
         low = sizes.index(fitting.plan.micro_batch_size)
         if failing is None:
@@ -309,7 +314,7 @@ class Search:
         return 0 if size is None else sizes.index(size)
 
     def _without_accumulation(self, prospect: Prospect, failing: Candidate) -> Candidate:
-        """The largest micro-batch if it alone needs no accumulation, which keeps gradients; else the failing candidate."""
+        """The largest micro-batch, if only this one needs no accumulation (which would keep gradients); else the failing candidate."""
         steps, last = self.batches.accumulation, prospect.sizes[-1]
         if steps(last) == 1 and steps(prospect.sizes[0]) > 1:
             return self.candidate(prospect.choice, last)
@@ -317,7 +322,9 @@ class Search:
 
     def any_fit(self) -> Candidate | None:
         """A plan that leaves the margin, found among those with the smallest lower bound; None if none does."""
-        sizes = dict.fromkeys((self.batches.smallest, self.batches.preferred))  # the largest may need no accumulation
+        sizes = dict.fromkeys(
+            (self.batches.smallest, self.batches.preferred)
+        )  # the largest one may need no accumulation
         able = [(choice, size) for choice in self.max_micro_batches for size in sizes if self.may_fit(choice, size)]
         plans = [self.plan(choice, size) for choice, size in able]
         if self.evaluator.model.profile is not None:
@@ -394,7 +401,7 @@ class Search:
 def _gains(prospect: Prospect, low: int, high: int) -> bool:
     """Whether a micro-batch between `low` and `high` may be faster than the one at `low`."""
     between = prospect.rates[low + 1 : high]
-    if prospect.best_rate == 0:  # unknown: the larger, the better, to a tenth
+    if prospect.best_rate == 0:  # unknown speeds: a larger one is better, if by more than a tenth
         return len(between) > high // 10
     return bool(between) and max(between) > prospect.rates[low] and not are_equal(prospect.rates[low], max(between))
 

@@ -1,5 +1,6 @@
 """The search space: every combination that a request leaves open of strategy, backend, offload, loss, checkpointing and activation
-offload."""
+offload.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ SIMPLEST_FIRST: tuple[tuple[Backend, Strategy], ...] = (
     ("deepspeed", "zero2"),
     ("deepspeed", "zero3"),
 )
-"""PyTorch's own before DeepSpeed, which is a further dependency with a configuration of its own; less sharding before more."""
+"""Backends and strategies, the simplest first: PyTorch's own before DeepSpeed, which is one more dependency with its own configuration;
+less sharding before more.
+"""
 
 
 class ActivationChoice(NamedTuple):
@@ -53,7 +56,7 @@ class ActivationChoice(NamedTuple):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What differs from a plain step, in words."""
+        """The differences from a plain step, in words."""
         policy = self.activation_checkpointing
         checkpointing = {"none": (), "full": ("checkpointing",)}.get(policy, (f"checkpointing {policy}",))
         return (
@@ -63,7 +66,9 @@ class ActivationChoice(NamedTuple):
         )
 
     def is_beyond(self, other: ActivationChoice) -> bool:
-        """Whether its loss, checkpointing and offload each save at least as much as those of another choice, and one of them more."""
+        """Whether this choice saves more than another: its loss, checkpointing and offload each save at least as much, and one of them
+        more.
+        """
         return self != other and all(mine >= its for mine, its in zip(self.rank, other.rank, strict=True))
 
 
@@ -97,7 +102,7 @@ class StrategyChoice:
 
     @property
     def host_level(self) -> int:
-        """How much it uses the host, whose speed is known least: 0 not at all, 1 for activations, 2 for states."""
+        """How much the choice uses the host: 0 not at all, 1 for activations, 2 for states."""
         return 2 if self.offload != "none" else int(self.activations.activation_offload)
 
     @cached_property
@@ -155,10 +160,9 @@ def on_ranks(base: Plan, *, gpus: int, nnodes: int) -> Plan:
 def search_space(request: RecommendRequest, *, gpus: int, nnodes: int) -> tuple[StrategyChoice, ...]:
     """Every choice that the request leaves open on `gpus` ranks, the simplest first.
 
-    Left out unless the request names them: HSDP on one node, which equals ZeRO-3; sharding on one GPU, which shards nothing,
-    without offload; FSDP1 unless FSDP2 cannot step the optimizer, because `auto` means FSDP2; NVMe without a limit on
-    host memory, because it needs as much of the GPU as offload to the CPU. Also left out is whatever the framework
-    cannot do.
+    Left out unless the request names them: HSDP on one node, which equals ZeRO-3; sharding without offload on one GPU, which shards
+    nothing; FSDP1 unless FSDP2 cannot step the optimizer, because `auto` means FSDP2; NVMe without a limit on host memory, because it
+    needs as much of the GPU as offload to the CPU. Also left out is whatever the framework cannot do.
     """
     return tuple(
         sorted(
@@ -190,7 +194,7 @@ def search_space(request: RecommendRequest, *, gpus: int, nnodes: int) -> tuple[
 def _activations(request: RecommendRequest) -> tuple[ActivationChoice, ...]:
     """The choices of loss, checkpointing and offload that the request and its framework leave open.
 
-    Only the inputs of layers that are all checkpointed are offloaded.
+    Activation offload is combined only with checkpointing of all layers, and moves their inputs.
     """
     facts, asked, usual = FRAMEWORKS[request.framework], request.activation_checkpointing, loss_code(request)
     is_open = request.loss == "auto" and request.task == "sft" and usual == facts.default_loss
@@ -204,7 +208,7 @@ def _activations(request: RecommendRequest) -> tuple[ActivationChoice, ...]:
 
 
 def _offloads(request: RecommendRequest, policy: Checkpointing) -> tuple[bool, ...]:
-    """Whether activations are offloaded. A request without any offload of states has none of activations either."""
+    """The possible values of activation offload. If the request rules out offload of states, activations are not offloaded either."""
     is_fixed = request.activation_offload or "activation_offload" in request.given or request.offload == "none"
     if is_fixed or policy != "full" or FRAMEWORKS[request.framework].own_models:
         return (request.activation_offload,)
@@ -225,7 +229,7 @@ def _automatic(optim: OptimizerName, framework: Framework) -> frozenset[Backend]
 
 
 def _is_pointless(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnodes: int) -> bool:
-    """Whether a simpler choice does the same on so few ranks."""
+    """Whether a simpler choice is equivalent on this number of ranks."""
     if choice.strategy == "hsdp":
         return nnodes == 1
     ddp_is_open = request.backend == "auto" and "ddp" in FRAMEWORKS[request.framework].backends

@@ -1,4 +1,4 @@
-"""`--find`: the largest micro-batch, the longest sequence, the smallest number of GPUs, the smallest GPU."""
+"""The sweeps of `--find`: for the largest micro-batch, the longest sequence, the smallest number of GPUs, the smallest GPU."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SHOWN_WORLDS = 4
 class SweepResult:
     """The answer of a sweep (None: nothing fits), with the plan that fits (`winner`).
 
-    `rows` hold the plans that were evaluated on the way, one per choice, number of GPUs or GPU type. `frontier` is memory
-    against speed around the answer, ascending in both.
+    `rows` are the plans that were evaluated, one per choice, number of GPUs or GPU type. `frontier`: the Pareto front of memory and speed
+    around the answer, ascending in both.
     """
 
     what: str
@@ -66,7 +66,7 @@ class Sweep:
     allowed: Callable[[Plan], bool]
 
     def run(self) -> SweepResult:
-        """The sweep that the request asks for."""
+        """The result of the sweep that the request's `find` names."""
         match self.request.find:
             case "batch":
                 return self.largest_batch()
@@ -145,9 +145,8 @@ class Sweep:
         return profile.max_seq_len if profile is not None else None
 
     def _lengths(self, most: int) -> Sequence[int]:
-        """The sequence lengths up to `most` to try: multiples of SEQUENCE_STEP, and the model's maximum.
-
-        Every length if `most` is below the step.
+        """The sequence lengths to try: multiples of SEQUENCE_STEP up to `most`, and the model's maximum; all lengths if `most` is below
+        the step.
         """
         lengths = range(SEQUENCE_STEP, most + 1, SEQUENCE_STEP) or range(1, most + 1)
         return lengths if most != self._model_max or most in lengths else (*lengths, most)
@@ -157,7 +156,7 @@ class Sweep:
         return self._model_max or MAX_SEQ_LEN
 
     def _lower_bound_of(self, plan: Callable[[StrategyChoice, int], Plan]) -> Callable[[StrategyChoice], PeakVsSize]:
-        """By choice, the lower bound over the sizes that `plan` takes; each point is computed once."""
+        """A function that returns a choice's lower bound as a function of the size that `plan` gets. Each point is computed once."""
         curves: dict[StrategyChoice, PeakVsSize] = {}
 
         def curve(choice: StrategyChoice) -> PeakVsSize:
@@ -237,7 +236,9 @@ class Sweep:
         return any(search.may_fit(choice, size) for choice in reversed(search.choices) for size in sizes)
 
     def _last_doubling(self, worlds: Sequence[int]) -> Sequence[int]:
-        """The stretch that ends in the first of the 1st, 2nd, 4th, 8th ... and last number that may fit."""
+        """The part of `worlds` in which the first number that may fit lies: it ends at the first of the 1st, 2nd, 4th, 8th ... and last
+        number that may fit.
+        """
         passed, at = 0, 0
         while at < len(worlds) and not self._may_fit(worlds[at]):
             passed = at + 1
@@ -245,7 +246,7 @@ class Sweep:
         return worlds[passed : at + 1]
 
     def _exceeds_without_states(self, world: int) -> bool:
-        """Whether every choice exceeds the memory without its states, which are all that more GPUs share."""
+        """Whether every choice exceeds the memory even without its states. More GPUs then do not help, because only states are sharded."""
         search = self.on_world(world)
         if search.evaluator.model.profile is None:
             return False
@@ -258,7 +259,7 @@ class Sweep:
 
     @cached_property
     def _min_states(self) -> int:
-        """The smallest states of any choice on one GPU; N GPUs keep at least an Nth of them each."""
+        """The smallest bytes of states of any choice on one GPU. With N GPUs each keeps at least an Nth of them."""
         search, alone = self.search, on_ranks(self.search.base, gpus=1, nnodes=1)
         return min(search.evaluator.state_bytes(choice.plan(alone, 1)) for choice in search.choices)
 
@@ -268,7 +269,7 @@ class Sweep:
         counts = [*range(1, min(per_node, most) + 1), *range(2 * per_node, most + 1, per_node)]
         possible = [n for n in counts if self._batches(n) is not None]
         if not possible:
-            batches(self.request, world=1)  # raises the error that says why
+            batches(self.request, world=1)  # raises an error with the reason
         return possible
 
     def nodes(self, world: int) -> int:

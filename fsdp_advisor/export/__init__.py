@@ -1,6 +1,6 @@
 """Files that launch a plan: configurations, training scripts and launch scripts.
 
-One module per consumer defines a `Target`. `job` is their input; `header`, `limits` and `constants` are what they share.
+One module per consumer defines a `Target`. `job` is their input; `header`, `limits` and `constants` are common to them.
 
 >>> from fsdp_advisor import estimate
 >>> report = estimate(model="meta-llama/Llama-2-7b-hf", gpus=8, gpu="H100-80GB", strategy="zero3")
@@ -84,7 +84,7 @@ def _notes(consumer: Target, job: Job) -> list[str]:
     runs_framework = consumer.framework in (
         "deepspeed",
         job.plan.framework,
-    )  # accelerate and Trainer read DeepSpeed's file
+    )  # these also read DeepSpeed's file
     if job.plan.uses_accelerate and not runs_framework:
         notes.append(f"the prediction is for {FRAMEWORK_NAMES[job.plan.framework]}, which {consumer.name} does not use")
     if job.plan.images is not None:

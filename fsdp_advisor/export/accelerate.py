@@ -55,7 +55,9 @@ def config_unsupported(job: Job) -> str | None:
 
 
 def _unsharded_replicas(plan: Plan) -> str | None:
-    """accelerate refuses replicas of a model that is not sharded. Source: accelerate.parallelism_config.ParallelismConfig."""
+    """Why accelerate refuses the plan's replicas: its model is not sharded; None if it is. Source:
+    accelerate.parallelism_config.ParallelismConfig.
+    """
     if plan.backend == "fsdp2" and plan.strategy == "hsdp" and plan.shard_degree == 1 < plan.replica_degree:
         return "replicas of one GPU each are DDP, not HSDP"
     return None
@@ -150,7 +152,7 @@ def needs_a_file(plan: Plan) -> bool:
     """Whether the plan needs settings that only DeepSpeed's own configuration file can express.
 
     These are bf16 master weights, the NVMe path, optimizers other than AdamW on the host, and bucket sizes other than
-    DeepSpeed's defaults. The launcher does not pass `offload_*_nvme_path` on (utils/launch.py, prepare_deepspeed_cmd_env).
+    DeepSpeed's defaults. (accelerate's launcher ignores `offload_*_nvme_path`: utils/launch.py, prepare_deepspeed_cmd_env.)
     Without a file, the plugin does not write the bucket sizes that it would fill in for "auto" (utils/dataclasses.py,
     DeepSpeedPlugin.__post_init__).
     """

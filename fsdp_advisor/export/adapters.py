@@ -1,4 +1,4 @@
-"""Adapters, frozen parameters and quantized bases as the exported files name them.
+"""The settings of adapters, frozen parameters and quantized bases in exported files.
 
 Source: PEFT 0.21, mapping.py (`get_peft_config`), utils/other.py (`prepare_model_for_kbit_training`); transformers 5.23,
 utils/quantization_config.py (`BitsAndBytesConfig`).
@@ -31,7 +31,7 @@ def adapter(job: Job) -> dict[str, Any]:
 
 
 def template_values(job: Job) -> dict[str, Any]:
-    """What the templates of scripts need of an adaptation."""
+    """The values of an adaptation for the templates of scripts."""
     return {
         "adapter": adapter(job),
         "freeze": list(job.adaptation.freeze),
@@ -41,7 +41,7 @@ def template_values(job: Job) -> dict[str, Any]:
 
 
 def packages(job: Job) -> tuple[str, ...]:
-    """The packages that adapt the model."""
+    """The packages that the job's adaptation needs."""
     return ("peft",) * bool(job.adaptation.peft) + ("bitsandbytes",) * bool(job.adaptation.quantization)
 
 

@@ -31,7 +31,7 @@ DATASETS_NOTE = "datasets is an example: replace it with your own"
 
 PRECISION = {
     "fp32": {"bf16": False, "fp16": False},
-    "bf16": {"bf16": True, "fp16": False},  # only DeepSpeed, whose own section sets the dtype of the master weights
+    "bf16": {"bf16": True, "fp16": False},  # only with DeepSpeed: its own section sets the dtype of the masters
     "bf16-mixed": {"bf16": True, "fp16": False},
     "fp16-mixed": {"bf16": False, "fp16": True},
 }
@@ -97,7 +97,7 @@ def _config(job: Job) -> dict[str, Any]:
 
 
 def _tiled_mlp(plan: Plan) -> dict[str, Any]:
-    """Without a number, axolotl makes a shard of each 32,768 tokens."""
+    """axolotl's keys for feed-forward networks in shards. Without a number, a shard has 32,768 tokens."""
     if plan.tiled_mlp == "none":
         return {}
     return {"tiled_mlp": True, **({"tiled_mlp_num_shards": int(plan.tiled_mlp)} if plan.tiled_mlp != "auto" else {})}
@@ -111,7 +111,7 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
 
 
 _LORA = LORA_OPTIONS | {"use_dora": "peft_use_dora", "use_rslora": "peft_use_rslora"}
-"""The keywords of PEFT's LoraConfig as axolotl names them."""
+"""Keyword of PEFT's LoraConfig -> axolotl's key."""
 _OF_BITSANDBYTES = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage")
 
 
@@ -121,7 +121,7 @@ def _adapter(job: Job) -> dict[str, Any]:
         return {}
     config: dict[str, Any] = {"adapter": "qlora" if "load_in_4bit" in quantization else "lora"}
     config |= {_LORA[name]: value for name, value in lora(job).items()}
-    config |= dict.fromkeys(ADAPTER_KERNELS, False)  # the estimate has PEFT's code
+    config |= dict.fromkeys(ADAPTER_KERNELS, False)  # the estimate assumes PEFT's code
     if config["lora_target_modules"] == "all-linear":
         del config["lora_target_modules"]
         config["lora_target_linear"] = True

@@ -1,4 +1,4 @@
-"""Packed and padding-free batches as the exported files ask for them.
+"""The settings of packed and padding-free batches in exported files.
 
 Source: trl 1.16, sft_trainer.py, `__init__`; axolotl 0.19, core/builders/causal.py and utils/schemas/{config,enums,validation}.py;
 LLaMA-Factory 0.9.5, hparams/data_args.py, data/collator.py; transformers 5.23, data/data_collator.py.
@@ -18,9 +18,9 @@ UNTRUNCATED_NOTE = "TRL truncates no sequence of a padding-free batch: those of 
 
 
 def batch_limit(job: Job, *, packs: bool = False, padding_free: bool = False, images: bool = False) -> str | None:
-    """Why a consumer cannot make the batches. `packs`: whether it packs whole sequences into rows; `padding_free`: whether it makes
-    padding-free batches of sequences that are not packed; `images`: whether its data are the user's, so that they may
-    have images. Rows that sequences are cut to are full rows for every consumer.
+    """Why a consumer cannot make the job's batches; None if it can. `packs`: whether it packs whole sequences into rows;
+    `padding_free`: whether it makes padding-free batches of sequences that are not packed; `images`: whether it reads the user's data,
+    which may have images. Every consumer can cut sequences to full rows.
     """
     if job.plan.images is not None and not images:
         return "its data are random text, without images"

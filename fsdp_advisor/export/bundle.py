@@ -52,7 +52,7 @@ _LAUNCHERS: dict[Consumer, tuple[str, tuple[str, ...]]] = {
     "trl": ("torchrun.sh", ("trl", "torch")),
     "llamafactory": ("torchrun.sh", ("llamafactory", "torch")),
 }
-"""The launch script of each consumer, and the packages that it names."""
+"""Consumer -> (its launch script, packages whose versions that script names)."""
 
 _WITHOUT_SCRIPT: tuple[Consumer, ...] = ("axolotl", "trl", "llamafactory")
 """Consumers that have training scripts of their own."""
@@ -86,7 +86,7 @@ class BundleFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """The files that launch a job, README last, and what they cannot express."""
+    """The files that launch a job, README last, and notes on what they cannot express."""
 
     files: tuple[BundleFile, ...]
     notes: tuple[str, ...]
@@ -116,7 +116,7 @@ def bundle(target: Target, job: Job) -> Bundle:
 
 
 def _notes(job: Job, consumer: Consumer) -> Iterator[str]:
-    """What the files cannot express, and what the user has to replace."""
+    """Notes on settings that the files cannot express, and on values that the user has to replace."""
     if consumer in ("trl", "llamafactory"):
         yield from (trl if consumer == "trl" else llamafactory).notes(job)
         return
@@ -135,7 +135,7 @@ def start_command(target: Target, job: Job, folder: str) -> str | None:
     if target.name == "sbatch":
         return f"cd {folder} && sbatch {SLURM_FILE}"
     consumer = _consumer(target, job)
-    one_node = job.plan.nnodes == 1 or consumer == "deepspeed"  # whose launcher reaches the other nodes itself
+    one_node = job.plan.nnodes == 1 or consumer == "deepspeed"  # DeepSpeed's launcher starts the other nodes itself
     return f"bash {folder}{_LAUNCHERS[consumer][0]}" + (
         "" if one_node else f"  # on each of the {job.plan.nnodes} nodes"
     )
@@ -204,7 +204,9 @@ def _script(job: Job, consumer: Consumer, start: str) -> dict[str, str]:
 
 
 def _several_nodes(job: Job, consumer: Consumer, target: Target) -> dict[str, str]:
-    """The batch script for Slurm, and what DeepSpeed's launcher reads, if there are several nodes or Slurm is the target."""
+    """The batch script for Slurm, and the files of DeepSpeed's launcher, by name. Empty unless there are several nodes or Slurm is the
+    target.
+    """
     plan = job.plan
     files = {}
     if plan.nnodes > 1 or target.name == "sbatch":

@@ -1,4 +1,4 @@
-"""Activation checkpointing as exported files name it.
+"""The settings of activation checkpointing in exported files.
 
 Source: transformers 5.23, modeling_utils.py (`activation_checkpointing_enable`) and trainer.py; trl 1.16, trainer/sft_trainer.py.
 """
@@ -11,15 +11,15 @@ from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.checkpointing import CheckpointingCode, OffloadCode, every_nth_layer
 
 MAX_CALL = 116
-"""Characters of a call in a script that fit in its line."""
+"""The largest number of characters of a call in one line of a script."""
 _OFFLOAD = ", offload=torch.cuda.is_available()"
-"""Without an accelerator PyTorch has no pinned memory."""
+"""The argument that offloads. It is false without an accelerator, because PyTorch then has no pinned memory."""
 
 
 def checkpointing_limit(job: Job, *possible: CheckpointingCode, offloads: tuple[OffloadCode, ...] = ()) -> str | None:
-    """Why a consumer that has only these policies, and checkpointing of all layers or none, cannot train the job.
+    """Why a consumer that supports only the policies `possible`, besides checkpointing of all layers or none, cannot train the job.
 
-    `offloads`: the code with which it can keep activations in host memory.
+    `offloads`: the implementations of activation offload that it supports.
     """
     plan = job.plan
     if plan.offload_code not in ("none", *offloads):
@@ -37,16 +37,16 @@ def checkpointing_limit(job: Job, *possible: CheckpointingCode, offloads: tuple[
 
 
 def checkpointing_note(job: Job) -> str:
-    """What a script of the user's own has to do, because the configuration cannot."""
+    """A note on what the user's own script has to do, because the configuration cannot."""
     where = "; a bundle (-o DIR/) has this function" if job.plan.checkpointing == "selective" else ""
     return f"checkpoint the layers in the script: {' '.join(checkpointing_call(job).split())}{where}"
 
 
 def is_of_model(job: Job) -> bool:
-    """Whether transformers checkpoints the layers, which accelerate's FSDP plugin can do only plainly and all of them.
+    """Whether transformers has to checkpoint the layers, because accelerate's FSDP plugin cannot: it checkpoints only all layers fully.
 
-    Of FSDP1's units of adapters the plugin would also checkpoint each one, which fails: "Recomputed values for the following tensors
-    have different metadata".
+    The plugin would also checkpoint each of FSDP1's units of adapters, which fails: "Recomputed values for the following tensors have
+    different metadata".
     """
     plan = job.plan
     plain = plan.checkpointing == "full" and plan.offload_code != "inputs"
@@ -67,7 +67,7 @@ def keywords(job: Job) -> dict[str, Any]:
 
 
 def checkpointing_call(job: Job) -> str:
-    """The line of a script that checkpoints the layers of `model`; empty if none is."""
+    """The line of a script that checkpoints the layers of `model`; empty without checkpointing."""
     plan = job.plan
     if plan.checkpointing == "none":
         return ""

@@ -63,7 +63,7 @@ WRAP_POLICY = {
 """The FSDP wrap policy of accelerate, transformers and axolotl, by the kind of the plan's policy."""
 
 FSDP1_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
-"""FSDP1's backward prefetch as accelerate spells it; transformers takes it in lower case."""
+"""FSDP1's backward prefetch -> accelerate's name. transformers expects it in lower case."""
 
 AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",

@@ -1,6 +1,6 @@
 """DeepSpeed's JSON configuration: the batch, the buckets and offload that the estimate assumes.
 
-Every value is a number, never "auto", apart from what only the Trainer's arguments say. If accelerate or the Trainer
+Every value is a number, never "auto", except values that only the Trainer's arguments contain. If accelerate or the Trainer
 trains, the bucket sizes are those that they fill in for "auto".
 
 Source: deepspeed/runtime/config.py, zero/config.py, zero/offload_config.py, precision_config.py (0.19.8).
@@ -52,7 +52,7 @@ def unsupported(job: Job) -> str | None:
 
 
 def host_optimizer_limit(plan: Plan) -> str | None:
-    """DeepSpeed steps bf16 master weights on the host with AdamW only.
+    """Why DeepSpeed cannot step the optimizer on the host: with bf16 master weights it has only AdamW there. None if it can.
 
     Source: deepspeed/runtime/base_optimizer.py (0.19.8), ZeROOptimizer._configure_master_weights.
     """
@@ -94,8 +94,8 @@ def names_optimizer(plan: Plan) -> bool:
 def through_trainer(job: Job) -> dict[str, Any]:
     """The configuration that Hugging Face's Trainer passes to DeepSpeed.
 
-    "auto" takes the Trainer's own argument. The Trainer also creates the optimizer, with one exception: for bf16 master
-    weights on the host it would create a DeepSpeedCPUAdam with fp32 states, so the configuration names AdamW instead.
+    DeepSpeed's "auto" is replaced by the Trainer's own argument. The Trainer also creates the optimizer, with one exception: for bf16
+    master weights on the host it would create a DeepSpeedCPUAdam with fp32 states, so the configuration names AdamW instead.
     """
     config = dict.fromkeys(_batch(job), "auto") | engine(job)
     if job.plan.precision == "bf16" and job.plan.offload != "none":
@@ -106,7 +106,7 @@ def through_trainer(job: Job) -> dict[str, Any]:
 _TRAINERS_OPTIMIZER = {
     "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
 }
-"""The Trainer refuses values that differ from its own arguments. It fills in those that are "auto"."""
+"""An optimizer section with "auto" values, which the Trainer fills in. (It refuses values that differ from its own arguments.)"""
 
 
 def _batch(job: Job) -> dict[str, int]:

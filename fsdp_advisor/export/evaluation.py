@@ -1,4 +1,4 @@
-"""The Trainer's evaluation as exported files name it. Source: transformers 5.23, training_args.py."""
+"""The settings of the Trainer's evaluation in exported files. Source: transformers 5.23, training_args.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fsdp_advisor.export.job import Job
 
 
 def evaluation_limit(job: Job) -> str | None:
-    """Why a consumer whose evaluation is not the Trainer's own cannot do the job."""
+    """Why a consumer without the Trainer's evaluation cannot train the job; None if the job does not evaluate."""
     if job.plan.evaluation is None:
         return None
     return "its evaluation is not written; leave --eval-strategy out, or use the target trainer"
@@ -29,7 +29,7 @@ def evaluation_arguments(job: Job) -> dict[str, Any]:
 
 
 def evaluation_notes(job: Job) -> list[str]:
-    """What the user has to give the Trainer besides its arguments."""
+    """Notes on what the user has to pass to the Trainer in addition to its arguments."""
     evaluation = job.plan.evaluation
     if evaluation is None:
         return []

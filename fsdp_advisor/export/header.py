@@ -12,7 +12,7 @@ from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.units import format_gib, format_speed, format_tokens
 
 CACHE_FILLS_BELOW = 0.08
-"""Share of the GPU's memory that stays free below which a header says how much of the peak is allocated."""
+"""If a smaller share of the GPU's memory stays free, a header also says how much of the peak is allocated memory."""
 
 
 def header(job: Job, *packages: str) -> str:
@@ -43,7 +43,7 @@ EXAMPLES: dict[TrainingTask, str] = {
 
 
 def _layout(plan: Plan) -> str:
-    """How the batch is packed or padded, and its images, as the end of a sentence."""
+    """The layout of the batch (packed or padded) and its images, as the end of a sentence."""
     packed = f", packed {plan.packing}" if plan.packing != "none" else ""
     free = ", padding-free" if plan.padding_free else ""
     images = f", with {plan.images}" if plan.images is not None else ""

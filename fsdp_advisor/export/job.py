@@ -27,10 +27,9 @@ class Job:
     """One plan for one model on one type of GPU, with its predicted memory.
 
     A bare parameter count has no `task` and no `layer_classes`. `peaks` contains the known figures of PEAKS, in bytes.
-    `host_bytes_per_node` is the host memory of training, `loading` the name and the host bytes of the way the exports load
-    the model. `environment` holds the variables to launch the
-    job with. `options` are the words of a command line that mean exactly this plan. `not_modelled` lists what the figures
-    leave out. `adaptation` is what is changed about the model before it trains.
+    `host_bytes_per_node` is the host memory of training, `loading` the name and the host bytes of the method with which the exports load
+    the model. `environment` has the variables to launch the job with. `options` are the words of a command line that makes exactly this
+    plan. `not_modelled` lists what the figures leave out. `adaptation`: the changes made to the model before it trains.
     """
 
     plan: Plan
@@ -132,7 +131,7 @@ class Job:
 
 
 def _loading(estimate: StrategyEstimate) -> tuple[str, int] | None:
-    """The way of loading and its host memory per node. The exported FSDP2 script loads on rank 0 alone."""
+    """(name of the load method, its host bytes per node). The exported FSDP2 script loads on rank 0 alone."""
     if estimate.job is None:
         return None
     by_script = estimate.plan.backend == "fsdp2" and estimate.plan.framework == "torch"

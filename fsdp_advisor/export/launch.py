@@ -36,7 +36,7 @@ AXOLOTL_SCRIPT = "axolotl.sh"
 
 
 def consumer_of(plan: Plan) -> Consumer:
-    """The library whose loop trains the plan, if nothing else is said."""
+    """The library whose loop trains the plan by default."""
     match plan.framework:
         case "accelerate" | "trainer" | "trl" | "axolotl":
             return plan.framework
@@ -47,7 +47,7 @@ def consumer_of(plan: Plan) -> Consumer:
 
 
 def program(consumer: Consumer, task: TrainingTask = "sft") -> str:
-    """What torchrun starts for a consumer: the words after its own options. TRL has a script for each task."""
+    """The words of a torchrun command after torchrun's own options: the program of the consumer. TRL has a script for each task."""
     match consumer:
         case "torch" | "trainer" | "accelerate":
             return SCRIPT
@@ -87,14 +87,14 @@ def launch_script(job: Job, file_name: str, packages: tuple[str, ...], consumer:
 
 
 def _any_script(job: Job) -> str | None:
-    """torchrun starts any script, but accelerate's settings reach a script only through its own launcher."""
+    """Why torchrun cannot launch the job: accelerate's settings reach a script only through accelerate's launcher. None for other jobs."""
     if job.plan.framework == "accelerate":
         return "a script reads accelerate's configuration only under `accelerate launch`; use accelerate-launch"
     return script_loss_limit(job) or script_batch_limit(job)
 
 
 def _any_launcher(job: Job) -> str | None:
-    """Slurm starts every launcher."""
+    """None for every job, because Slurm can start every launcher."""
     return script_loss_limit(job) or script_batch_limit(job)
 
 

@@ -31,7 +31,7 @@ _LORA = {
     "use_dora": "use_dora",
     "use_rslora": "use_rslora",
 }
-"""The keywords of PEFT's LoraConfig as LLaMA-Factory names them, apart from lists of names."""
+"""Keyword of PEFT's LoraConfig -> LLaMA-Factory's key, without the keywords that are lists of names."""
 
 
 def unsupported(job: Job) -> str | None:

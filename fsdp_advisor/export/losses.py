@@ -1,4 +1,4 @@
-"""Losses without whole logits, and Liger's other kernels, as the exported files name them.
+"""The settings of losses without whole logits and of Liger's other kernels in exported files.
 
 Source: transformers 5.23, training_args.py (`liger_kernel_config`); liger-kernel 0.8.5, transformers/monkey_patch.py;
 axolotl 0.18.0, integrations/{liger,cut_cross_entropy}/args.py.
@@ -24,7 +24,7 @@ AXOLOTL_KERNELS = ("liger_rope", "liger_rms_norm", "liger_glu_activation")
 
 
 def loss_limit(job: Job, *possible: LossCode) -> str | None:
-    """Why a consumer that has only these losses, and that of whole logits, cannot train the job."""
+    """Why a consumer that supports only the losses `possible`, besides the loss on whole logits, cannot train the job."""
     if job.plan.task != "sft" and "trl" not in possible:
         return f"only TRL has the task {job.plan.task}"
     if job.plan.facts.own_models:
@@ -48,7 +48,7 @@ def loss_limit(job: Job, *possible: LossCode) -> str | None:
 
 
 def script_loss_limit(job: Job) -> str | None:
-    """Why a script of these exports cannot compute the loss. TRL's own script computes it by itself."""
+    """Why an exported script cannot compute the loss; None if it can. TRL's own script computes it itself."""
     by_trl = job.plan.framework == "trl" and job.plan.task == "sft"
     return None if by_trl else loss_limit(job, "liger")
 
@@ -59,14 +59,14 @@ def packages(job: Job) -> tuple[str, ...]:
 
 
 def _liger_config(job: Job) -> dict[str, bool]:
-    """The keywords of Liger's patch that are not as Liger has them."""
+    """The keywords of Liger's patch that differ from Liger's defaults."""
     if not job.plan.use_liger_kernel:
         return LIGER_LOSS_ALONE
     return {} if job.plan.loss_code == "liger" else {"fused_linear_cross_entropy": False}
 
 
 def script_call(job: Job) -> str:
-    """The line of a script that replaces the loss and kernels of its variable `model`; empty for the model's own."""
+    """The line of a script that replaces the loss and kernels of its variable `model`; empty if neither is replaced."""
     if not packages(job):
         return ""
     others = [f"{name}={value}" for name, value in _liger_config(job).items() if not value]
@@ -74,7 +74,7 @@ def script_call(job: Job) -> str:
 
 
 def trainer_arguments(job: Job) -> dict[str, Any]:
-    """The arguments of the Trainer. TRL leaves Liger's loss out by itself."""
+    """The Trainer's arguments for loss and kernels. TRL itself leaves Liger's loss out."""
     if not packages(job):
         return {}
     config = {} if job.plan.loss_code == "trl" else _liger_config(job)

@@ -1,4 +1,4 @@
-"""What a script passes to `from_pretrained`, and why other files cannot."""
+"""The arguments that a script passes to `from_pretrained`, and the jobs for which other files cannot express them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fsdp_advisor.export.job import Job
 
 
 def model_arguments(job: Job) -> dict[str, Any]:
-    """The arguments of `from_pretrained`, as far as they are not transformers' defaults.
+    """The arguments of `from_pretrained` that differ from transformers' defaults.
 
-    sdpa is not named: transformers falls back to eager if a model has no sdpa.
+    sdpa is not an argument, because transformers then falls back to eager if a model has no sdpa.
     """
     plan = job.plan
     return {
@@ -27,7 +27,8 @@ def model_arguments(job: Job) -> dict[str, Any]:
 
 
 def _loads_on_host(job: Job) -> bool:
-    """Whether the script names the host: FSDP then moves one unit at a time, but a base in 4 bits is put on the GPU whole by default.
+    """Whether the script loads a 4-bit base on the host, so that FSDP moves it unit by unit. By default the whole base is loaded on the
+    GPU.
 
     Source: transformers 5.23, quantizers/quantizer_bnb_4bit.py, `update_device_map`.
     """
@@ -35,7 +36,7 @@ def _loads_on_host(job: Job) -> bool:
 
 
 def experts_limit(job: Job) -> str | None:
-    """Why a consumer cannot train the job whose configuration does not choose the code for experts."""
+    """Why a consumer whose configuration cannot choose the experts' implementation cannot train the job; None if it can."""
     if job.plan.experts_implementation == "grouped_mm":
         return None
     return "its configuration does not choose the code for experts; use the target script or trainer"

@@ -11,7 +11,7 @@ INDENT = "    "
 
 
 def python_literal(value: Any, depth: int = 0) -> str:
-    """The Python source of a plain value. A dictionary takes one line per key, indented by `depth` levels.
+    """The Python source of a plain value. A dictionary has one line per key, indented by `depth` levels.
 
     >>> python_literal({"a": [1, "it's"]})
     '{\\n    "a": [1, "it\\'s"],\\n}'

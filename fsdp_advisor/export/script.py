@@ -1,4 +1,4 @@
-"""A complete training script in plain PyTorch, for FSDP2 or DDP, that does what the estimate assumes.
+"""A complete training script in plain PyTorch, for FSDP2 or DDP, that trains as the estimate assumes.
 
 Source: torch 2.13, torch.distributed.fsdp (`fully_shard`), torch.distributed.checkpoint, torch.nn.parallel; transformers 5.23.0.
 """
@@ -86,7 +86,7 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
 
 
 def _step_packages(plan: Plan) -> tuple[str, ...]:
-    """The packages that change linear layers and feed-forward networks. Liger's kernels have named their package already."""
+    """The packages that change linear layers and feed-forward networks, except Liger's, which `losses.packages` returns."""
     tiles = plan.tiled_mlp != "none" and not plan.use_liger_kernel and plan.loss_code != "liger"
     return (*(("torchao",) if plan.fp8 != "none" else ()), *(("liger_kernel",) if tiles else ()))
 

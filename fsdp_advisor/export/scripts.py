@@ -1,6 +1,6 @@
 """Training scripts of a bundle: short loops through accelerate, DeepSpeed and the Trainer, and the lines that add FSDP1.
 
-A script does what the estimate assumes. It trains on random tokens, or on a file of token ids.
+A script trains as the estimate assumes, on random tokens or on a file of token ids.
 
 Source: accelerate 1.15.0, accelerator.py; deepspeed 0.19.8, `deepspeed.initialize`; transformers 5.23.0, integrations/deepspeed.py
 (`HfDeepSpeedConfig`: from_pretrained shards the model as it loads it); torch 2.13, torch.distributed.fsdp.
@@ -37,7 +37,7 @@ PACKAGES: dict[Consumer, tuple[str, ...]] = {
     "trl": ("trl",),
     "llamafactory": ("llamafactory",),
 }
-"""The packages whose versions a consumer's script names."""
+"""Consumer -> packages whose versions its script names."""
 
 
 def training_script(job: Job, consumer: Consumer, launch: str) -> tuple[str, str]:

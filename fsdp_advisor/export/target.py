@@ -1,4 +1,4 @@
-"""What an export target is, and what it produces."""
+"""The types of an export target and of its output."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Target:
     - `write(job)`: the text of the file, and notes.
     - `usage(job, file)`: the line that uses the file. It is a shell command if `command` is true.
     - `backend`: the only backend the consumer has, where `--backend auto` would choose another; else None.
-    - `compiles`: whether the file compiles layers or the model and converts linear layers to fp8, or leaves that to the user's script.
-    - `tiles`: whether the file says that feed-forward networks run in shards.
+    - `compiles`: whether jobs with compiled layers or fp8 can be exported: the file does that, or leaves it to the user's script.
+    - `tiles`: whether the file can set feed-forward networks in shards.
     - `framework`: the framework whose behaviour is estimated for this consumer.
     """
 
@@ -77,7 +77,7 @@ class Target:
     def behaves_as(self, plan: Plan) -> Framework:
         """The framework whose behaviour the consumer has for this plan.
 
-        DeepSpeed's own training loop and an estimate for plain PyTorch are the same thing, so either name is accepted.
+        Plain PyTorch and DeepSpeed's own training loop count as equal, because `torch` stands for both in estimates.
         """
         return plan.framework if {self.framework, plan.framework} == {"deepspeed", "torch"} else self.framework
 

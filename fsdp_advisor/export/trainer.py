@@ -68,7 +68,7 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
 
 
 def named_optimizer(plan: Plan) -> NamedOptimizer:
-    """The optimizer as transformers names it. Raises ValueError for an optimizer that `unsupported` reports."""
+    """The optimizer's name and arguments in transformers. Raises ValueError for an optimizer that `unsupported` reports."""
     named = optimizer_of(plan).transformers
     if isinstance(named, Refusal):
         raise ValueError(named.reason)

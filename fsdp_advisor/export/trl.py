@@ -42,7 +42,7 @@ _DATA_SETS: dict[TrainingTask, str] = {
     "reward": "trl-lib/ultrafeedback_binarized",
     "grpo": "trl-lib/DeepMath-103K",
 }
-"""Data sets of TRL's own examples."""
+"""Task -> data set of TRL's own example."""
 
 
 def unsupported(job: Job) -> str | None:
@@ -104,7 +104,7 @@ def _config(job: Job) -> dict[str, Any]:
         **({"max_length": plan.seq_len} if plan.generation is None else {}),
         **_of_task(plan),
         "bf16": False,  # TRL's default is true
-        "gradient_checkpointing": checkpointing,  # and here
+        "gradient_checkpointing": checkpointing,  # TRL's default is true
         **(
             {"gradient_checkpointing_kwargs": arguments.pop("activation_checkpointing_kwargs")} if checkpointing else {}
         ),
@@ -115,8 +115,9 @@ def _config(job: Job) -> dict[str, Any]:
 
 
 def _of_task(plan: Plan) -> dict[str, Any]:
-    """Settings that the configuration of the plan's task has. It is read as DPO's if it has `beta`, as KTO's by its weights, as a
-    reward model's if it has the coefficient."""
+    """The settings that only the plan's task has. They also identify the task when the file is read: `beta` means DPO, the weights KTO,
+    the coefficient a reward model.
+    """
     match plan.task:
         case "sft":
             return trl_keys(plan)
@@ -158,7 +159,7 @@ def _adapter(job: Job) -> dict[str, Any]:
     if not job.adaptation.peft:
         return {}
     config: dict[str, Any] = {"use_peft": True}
-    if job.plan.task == "reward":  # PEFT then also trains the score
+    if job.plan.task == "reward":  # PEFT then also trains the score layer
         config["lora_task_type"] = TASK_TYPES[job.task or ""]
     for name, value in lora(job).items():
         listed = name in LORA_LISTS and isinstance(value, str)
