@@ -1,4 +1,4 @@
-"""Why a GPU ran out of memory: what was alive, when, and what makes the job fit.
+"""Explains why a GPU ran out of memory: the tensors that were alive, the moment in the step, and changes that make the job fit.
 
 It reads the text of an error, or a snapshot of PyTorch's caching allocator. It needs no torch.
 """

@@ -1,4 +1,4 @@
-"""What each live storage of a snapshot is: its category, and the line of code that allocated it."""
+"""Attributes each live storage of a snapshot to a category and to the line of code that allocated it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from fsdp_advisor.diagnosis.steps import NO_LAYER, Region, Steps
 from fsdp_advisor.memory.libraries import LARGE_WORKSPACE, SMALL_WORKSPACE, WORKSPACES
 
 EARLIER_STEP = "kept from an earlier step: "
-"""What the place of a holding begins with if no tensor of the current step is in it."""
+"""The prefix of a holding's place if none of its tensors was allocated in the current step."""
 _WORKSPACE_BYTES = (SMALL_WORKSPACE, LARGE_WORKSPACE)
 _OF_THE_STEP = ("activations", "loss", "temporaries")
 _IN_MODULES = ("activations", "loss")
 _MANY = 8
-"""Tensors from one line that are taken for parameters. A batch has fewer."""
+"""The least number of tensors from one line with which they are taken for parameters. A batch has fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """A trace, what each of its stacks allocates, its steps, and the storages alive at the moment to explain.
+    """The evidence of a snapshot: a trace, the allocation site of each of its stacks, its steps, and the storages alive at the explained
+    moment.
 
-    `freed`: for each event, the event that frees its storage (`replay.lifetimes`). `failed`: the moment is an out-of-memory error, not
-    a peak. Python frees tensors while it unwinds from an error, so their lifetimes are then not used.
+    `freed`: for each event, the event that frees its storage (`replay.lifetimes`). `failed`: whether the moment is an out-of-memory error
+    instead of a peak. Frees after an error are ignored, because Python frees tensors while it unwinds.
     """
 
     trace: Trace
@@ -99,7 +100,7 @@ def moment(evidence: Evidence) -> Moment:
 
 
 def _layer_in_backward(evidence: Evidence, region: Region, last: int) -> int:
-    """The layer that is recomputed, or else the lowest one of which backward has freed an activation."""
+    """The layer that is being recomputed, or else the lowest layer of which backward has freed an activation."""
     layers = evidence.steps.layers
     recomputed = next((n for n in reversed(layers[region.first : last + 1]) if n), NO_LAYER)
     if recomputed:
@@ -111,7 +112,7 @@ def _layer_in_backward(evidence: Evidence, region: Region, last: int) -> int:
 
 
 class _Attribution:
-    """Decides the category of one storage after the other."""
+    """Decides the category of each storage."""
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
@@ -131,7 +132,7 @@ class _Attribution:
     def of(self, item: Live) -> tuple[Category, str, str]:
         """(category, module, place)"""
         if item.event is None and item.stack == NO_STACK:
-            if item.freed == NEVER and self._optimizer_recorded:  # what else is made before the first step and stays
+            if item.freed == NEVER and self._optimizer_recorded:  # made before the first step and never freed
                 return "parameters", "", "allocated before recording began"
             return "unattributed", "", "allocated before recording began, or its event was dropped"
         site = self._evidence.sites[item.stack]
@@ -147,19 +148,23 @@ class _Attribution:
         return category, _module(site) if category in _IN_MODULES else "", where
 
     def _is_workspace(self, item: Live, site: AllocationSite) -> bool:
-        """Whether it may be a workspace of cuBLAS, if C++'s frames were not recorded: as many of its size as there are threads."""
+        """Whether the storage may be a cuBLAS workspace, judged without C++ frames: there are as many of its size as threads."""
         if item.n_bytes not in _WORKSPACE_BYTES or item.freed != NEVER:
             return False
         return site.category in ("activations", "temporaries") and self._of_size[item.n_bytes] <= WORKSPACES
 
     def _is_parameter(self, item: Live, site: AllocationSite) -> bool:
-        """Whether a script's own code made it like many others before the first forward, and it stays."""
+        """Whether the storage is a parameter: a script's own code allocated many like it before the first forward, and it is never
+        freed.
+        """
         if item.event is None or site.category != "other" or item.freed != NEVER:
             return False
         return item.event < self._made_before_forward and self._times[item.stack] >= _MANY
 
     def _category(self, item: Live, site: AllocationSite, region: Region | None) -> Category:
-        """A storage that outlives its phase is kept: a gradient, an optimizer state. One that does not is a temporary."""
+        """The category of a storage. One that outlives its phase gets the site's `kept` category (gradient, optimizer state); others
+        are temporaries.
+        """
         if self._is_parameter(item, site):
             return "parameters"
         if site.casts and 2 * item.n_bytes in self._sizes["parameters"]:

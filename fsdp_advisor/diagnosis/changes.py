@@ -1,8 +1,8 @@
 """Changes that make a job fit that ran out of memory, the cheapest first.
 
-Some follow from the error or the snapshot alone: other processes, limits, fragmentation, memory that is kept by mistake. If the job
-is known, its options are also changed one at a time and estimated, with the excess of the failed run over its own estimate added;
-then come those of `advice.remedies`.
+Some follow from the error or the snapshot alone: other processes, limits, fragmentation, memory that is kept by mistake. If the job is
+known, its options are also changed one at a time and estimated; the excess of the failed run over its own estimate is added. The changes
+of `advice.remedies` come last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.units import format_bytes, format_gib
 
 _LARGE_SHARE = 0.1
-"""A category below this share of the memory is not worth a change."""
+"""No change is suggested for a category below this share of the memory."""
 _EXPANDABLE = "expandable_segments:True"
 _SHARDED = ("zero2", "zero3")
 _ENOUGH = ", which is enough"
@@ -55,7 +55,7 @@ class Facts:
 
 
 def changes(facts: Facts, job: Job | None) -> tuple[Change, ...]:
-    """All changes that are worth a try: freeing memory that is not needed, changes of the job, then what is not enough alone."""
+    """All changes to suggest: first freeing memory that is not needed, then changes of the job, then changes that are not enough alone."""
     if job is not None and (headroom := job.row.headroom_bytes) is not None and headroom < 0:
         facts = replace(facts, lacking_in_estimate=-headroom)
     general = [*_freeing(facts), *_less(facts, job)]
@@ -66,7 +66,7 @@ def changes(facts: Facts, job: Job | None) -> tuple[Change, ...]:
 
 
 def _freeing(facts: Facts) -> Iterator[Change]:
-    """Memory that training does not need at all."""
+    """Changes that free memory which training does not need at all."""
     error, lacking = facts.error, facts.lacking_bytes
     if error is not None and error.other_processes:
         total = sum(error.other_processes.values())
@@ -107,7 +107,7 @@ def _freeing(facts: Facts) -> Iterator[Change]:
 def _kept_by_mistake(facts: Facts) -> Iterator[Change]:
     lacking = facts.lacking_bytes
     cache = sum(h.n_bytes for h in facts.holdings if "cache_utils.py" in h.where)
-    if cache and facts.moment.phase in ("backward", "optimizer"):  # in forward the attention saves the same tensors
+    if cache and facts.moment.phase in ("backward", "optimizer"):  # in forward, attention saves the same tensors
         yield Change(
             what="pass use_cache=False, or set model.config.use_cache = False",
             because=f"the cache of keys and values keeps {format_bytes(cache)} until the outputs are deleted",
@@ -123,7 +123,9 @@ def _kept_by_mistake(facts: Facts) -> Iterator[Change]:
 
 
 def _less(facts: Facts, job: Job | None) -> Iterator[Change]:
-    """Memory that training needs in its present form, largest first. For a known job the estimate decides instead."""
+    """Changes that reduce memory which training needs in its present form, for the largest categories first. For a known job the
+    estimate decides instead.
+    """
     memory, lacking = facts.memory, facts.lacking_bytes
     limit = _LARGE_SHARE * sum(memory.values())
     found: list[tuple[int, Change]] = []
@@ -226,12 +228,12 @@ def _of_job(job: Job, facts: Facts) -> Iterator[Change]:
 
 
 def _margin(job: Job, excess: int) -> float:
-    """The margin that leaves the excess free beside the usual margin of `recommend`, at most 90 %."""
+    """The margin that leaves the excess free in addition to `recommend`'s usual margin, at most 90 %."""
     return min(RecommendRequest(model=job.request.model).margin + excess / job.report.gpu_memory_bytes, 0.9)
 
 
 def _excess(job: Job, error: OutOfMemory | None) -> int:
-    """Bytes that the run wanted when it failed, beyond its estimate."""
+    """Bytes that the run needed when it failed, including the failed request, minus its estimate."""
     if error is None or error.requested_bytes is None or error.free_bytes is None or job.row.needed_bytes is None:
         return 0
     total = error.total_bytes or job.report.gpu_memory_bytes
@@ -239,7 +241,7 @@ def _excess(job: Job, error: OutOfMemory | None) -> int:
 
 
 def _attempts(job: Job) -> Iterator[tuple[dict[str, Any], str]]:
-    """Options to try, from the cheapest to the most expensive in time."""
+    """(options to try, description), ordered by their cost in time, the cheapest first."""
     plan, request = job.plan, job.request
     if not request.allocator_conf:
         yield {"allocator_conf": _EXPANDABLE}, f"PYTORCH_ALLOC_CONF={_EXPANDABLE}"
@@ -275,7 +277,7 @@ def _needed(job: Job, options: Mapping[str, Any]) -> int | None:
 
 
 def _remedies(job: Job) -> Sequence[Any]:
-    """What `recommend` would change if the job's options are fixed; empty if it cannot search this job."""
+    """The remedies of `recommend` if all options of the job are fixed; empty if it cannot search this job."""
     request = RecommendRequest(**(_fixed(job) | {"activation_checkpointing": job.plan.activation_checkpointing}))
     try:
         return recommend_resolved(job.report, job.model, request).remedies

@@ -28,7 +28,7 @@ from fsdp_advisor.memory.allocator.caching import allocation_size
 
 STANDARD_INPUT = "-"
 MAX_TEXT_BYTES = 64 * 2**20
-"""Of a longer log only the end is read, where the error is."""
+"""Of a longer log only this much at its end is read, where the error is."""
 _PICKLE, _GZIP, _ZIP = b"\x80", b"\x1f\x8b", b"PK"
 _RECORD = "call torch.cuda.memory._record_memory_history() at the start, and torch.cuda.memory._dump_snapshot('FILE') when the error occurs"
 _HINT = f"give the text of an out-of-memory error, a log that has one, or a snapshot: {_RECORD}"
@@ -83,7 +83,7 @@ def diagnose_text(text: str, job: Job | None = None, *, name: str = "text") -> D
 
 
 def _no_error(name: str, text: str) -> UnreadableDiagnosis:
-    """The refusal of a text without PyTorch's message."""
+    """The error for a text without PyTorch's message."""
     library = library_error_in(text)
     if library is not None:
         return UnreadableDiagnosis(
@@ -133,7 +133,7 @@ def _mapped(file: IO[bytes]) -> Iterator[mmap.mmap | bytes]:
 
 
 def _memory_of_error(error: OutOfMemory) -> dict[Category, int]:
-    """Bytes by category. They sum to the GPU's memory if the message says all of it."""
+    """Bytes by category. They sum to the GPU's memory if the message contains all figures."""
     found: dict[Category, int] = {}
     if error.allocated_bytes is not None:
         found["allocated"] = error.allocated_bytes - error.private_pool_bytes
@@ -202,7 +202,7 @@ def _of_snapshot(name: str, snapshot: Snapshot, job: Job | None, device: int | N
 
 
 def _device(name: str, snapshot: Snapshot, wanted: int | None) -> int:
-    """The device to explain: the wanted one, else the one with an error, else the one with most memory."""
+    """The device to explain: the one that the user chose, else the one with an error, else the one with most memory."""
     devices = snapshot.devices
     if wanted is not None:
         if wanted not in devices:
@@ -221,9 +221,8 @@ def _device(name: str, snapshot: Snapshot, wanted: int | None) -> int:
 
 
 def _error_of(evidence: Evidence, device: int, job: Job | None) -> OutOfMemory:
-    """The error as the trace has it, with the bytes that the allocator asked the driver for, as in PyTorch's message.
-
-    The GPU's size is that of the job, because a trace does not have it.
+    """The error as far as the trace contains it. `requested_bytes` are those that the allocator requested from the driver, as in
+    PyTorch's message. The GPU's size is taken from the job, because a trace does not have it.
     """
     trace, alive = evidence.trace, evidence.alive
     return OutOfMemory(
@@ -260,7 +259,7 @@ def _notes(snapshot: Snapshot, evidence: Evidence, device: int) -> Iterator[str]
 
 
 def _unknown(snapshot: Snapshot, evidence: Evidence, memory: dict[Category, int]) -> Iterator[str]:
-    """What is unknown, and why."""
+    """Sentences about what is unknown, and why."""
     trace, live = evidence.trace, evidence.alive.live
     if not len(trace):
         yield f"the moment and most categories: the history was not recorded; {_RECORD}"

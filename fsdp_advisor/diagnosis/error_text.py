@@ -24,12 +24,12 @@ _START = re.compile(
 )
 _END = re.compile(r"reserved\s+(?:by|in\s+total\s+by)\s+PyTorch|user-supplied memory fraction\)\s*:\s*\S+ \S+")
 _MESSAGE_CHARACTERS = 4000
-"""A message is shorter, even with many processes."""
+"""The longest text that is searched for one message. Messages are shorter, even with many processes."""
 _BARE = re.compile(
     r"CUDA error: out of memory|Cuda failure (?:2 )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|"
     r"CUDNN_STATUS_ALLOC_FAILED|memory allocation failed with OOM on device"
 )
-"""Errors of libraries that do not say how the memory is used."""
+"""Matches out-of-memory errors of libraries, which do not say how the memory is used."""
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<name>\S+)')
 _RICH_FRAME = re.compile(r"^\s*(?P<file>/\S+\.py):(?P<line>\d+) in (?P<name>\S+)", re.MULTILINE)
@@ -105,9 +105,10 @@ def _error(message: str) -> OutOfMemory:
 
 
 def _with_own_process(error: OutOfMemory) -> OutOfMemory:
-    """In a container the driver's process ids are not the container's, so PyTorch does not recognize its own process.
+    """The error with `process_bytes` filled if PyTorch did not recognize its own process.
 
-    Then the smallest process that can hold what PyTorch reserved is taken for it.
+    In a container the driver's process ids differ from the container's. The smallest process with at least the memory that PyTorch
+    reserved is then assumed to be PyTorch's.
     """
     reserved = error.reserved_bytes
     if error.process_bytes is not None or reserved is None:

@@ -1,4 +1,4 @@
-"""What a diagnosis consists of, as data. Bytes are `int`; None is unknown, with a reason in `unknown`."""
+"""The types of a diagnosis. Bytes are `int`; None means unknown, with a reason in `unknown`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ CATEGORIES: Mapping[Category, str] = {
 class OutOfMemory:
     """One out-of-memory error, as PyTorch's message gives it. `frames` is the traceback, innermost first.
 
-    `process_bytes` is what the driver says the process uses: reserved memory, CUDA context and NCCL. `unallocated_bytes` is
-    reserved and in no tensor. `other_processes` has bytes by process id.
+    `process_bytes` is the process's memory according to the driver: reserved memory, CUDA context and NCCL. `unallocated_bytes` is
+    reserved memory that no tensor uses. `other_processes` has bytes by process id.
     """
 
     rank: int | None = None
@@ -78,7 +78,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """When in the step. Layers count from 1. `step` counts from 1 since recording began; `where` is a line of code."""
+    """A moment in the step. Layers count from 1. `step` counts from 1 since recording began; `where` is a line of code."""
 
     phase: MomentPhase
     layer: int | None = None
@@ -138,7 +138,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A category that differs from the prediction, and the places in the code that hold most of what was measured."""
+    """A category that differs from the prediction, and the places in the code that allocated most of its measured bytes."""
 
     category: Category
     measured_bytes: int
@@ -187,9 +187,9 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change that makes the job fit, or saves memory. `options` are those of `estimate`, if it is one of them.
+    """A change that makes the job fit, or saves memory. `options`: options of `estimate`, if the change can be expressed by them.
 
-    `saves_bytes` is what it can save at most; None if it is unknown.
+    `saves_bytes` is the most that it can save; None if that is unknown.
     """
 
     what: str
@@ -208,7 +208,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis(Printable):
-    """What filled one GPU's memory, when, and what makes the job fit.
+    """What filled one GPU's memory, at which moment, and changes that make the job fit.
 
     `memory` is bytes by category at `moment`, on the GPU of `device`. `out_of_memory` is None if there was no error: a snapshot
     is then explained at its peak. `ranks` has every error of a log; the diagnosis is of the one in `out_of_memory`.
@@ -230,7 +230,7 @@ class Diagnosis(Printable):
 
     @property
     def total_bytes(self) -> int:
-        """The sum of all categories: the GPU's memory if it is known, else what PyTorch reserved."""
+        """The sum of all categories: the GPU's memory if it is known, else the memory that PyTorch reserved."""
         return sum(self.memory.values())
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The class to which a line of code belongs, if its file is on this machine. Nothing is run."""
+"""Finds the class to which a line of code belongs, if its file is on this machine. No code is run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _Spans = tuple[tuple[int, int, str, str], ...]
 
 
 def class_of(frame: Frame) -> str:
-    """The class whose method the frame runs; empty if the file is missing, or is another version than the one that ran.
+    """The class whose method the frame runs; empty if the file is missing or its version differs from the one that ran.
 
-    The versions differ if the function at that line has another name.
+    The version counts as different if the function at that line has another name.
     """
     inner = [span for span in _methods(frame.filename) if span[0] <= frame.line <= span[1]]
     if not inner:

@@ -3,7 +3,7 @@
 A pickle may call any function when Python's unpickler reads it, and a snapshot comes from others. This reader knows only the
 opcodes that make None, booleans, numbers, text, lists, tuples and dictionaries; it refuses all others, which name classes and
 functions. `compact` replaces the items of a list as they are read: a batch of at most 1000, because that is how Python's
-pickler writes lists (Modules/_pickle.c, BATCHSIZE). So memory holds what `compact` keeps, not the file.
+pickler writes lists (Modules/_pickle.c, BATCHSIZE). So memory contains only what `compact` keeps, not the whole file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Compact = Callable[[list[Any]], list[Any]]
 
 
 class PickleRefused(ValueError):
-    """The bytes are no pickle of builtin containers. `truncated`: they end in the middle of one."""
+    """The bytes are not a pickle of builtin containers. `truncated`: whether they end in the middle of one."""
 
     def __init__(self, message: str, *, truncated: bool = False) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class PickleRefused(ValueError):
 
 
 _REFERENCES = re.compile(rb"\]\x94\(((?:h.|j.{4}|\x95.{8}){2,999})e", re.DOTALL)
-"""A list, memoized, of objects that were read before: the frames of a stack. One match instead of a hundred opcodes."""
+"""Matches a memoized list of objects that were read before, such as the frames of a stack: one match instead of a hundred opcodes."""
 _REFERENCE = re.compile(rb"h(.)|j(.{4})|\x95.{8}", re.DOTALL)
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 _CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
@@ -109,7 +109,7 @@ class _Reader:
                 raise PickleRefused(f"the pickle has opcode {bytes([opcode])!r}, which no snapshot has")
 
     def _text(self, raw: bytes) -> str:
-        """The text of some bytes. Equal ones are one object, because the memo keeps them."""
+        """The text of some bytes. Equal texts are the same object, which saves memory because the memo keeps all."""
         return self._texts.setdefault(raw, raw.decode("utf-8", "surrogatepass"))
 
     def _actions(self) -> dict[int, Callable[[int], None]]:
@@ -161,7 +161,7 @@ class _Reader:
         self._at = found.end()
 
     def _referenced(self, text: bytes) -> list[Any]:
-        """The list of the objects that opcodes refer to. Equal references give one list."""
+        """The list of the objects to which the opcodes in `text` refer. Equal references return the same list."""
         indices = [
             short[0] if short else _LONG_INDEX.unpack(long)[0]
             for short, long in (m.groups() for m in _REFERENCE.finditer(text))

@@ -1,4 +1,4 @@
-"""The estimate of the job that was diagnosed, and what of the measured memory differs from it."""
+"""The estimate of the job that was diagnosed, and the differences of the measured memory from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fsdp_advisor.tapes import gpu_tape, select_step_tape
 from fsdp_advisor.units import format_gib, format_gpus
 
 _SMALL_SHARE = 0.01
-"""Differences below this share of the larger total are not reported: rounding, workspaces."""
+"""Differences below this share of the larger total (rounding, workspaces) are not reported."""
 _NAMED_HOLDINGS = 3
 _SAME_GPU = 0.05
 """GPUs of one model differ by less than this share of their memory in what the driver keeps."""
@@ -138,11 +138,11 @@ def _differences(
     """The categories that differ, the largest difference first."""
     measured = {name: n for name, n in memory.items() if name not in _NOT_COMPARED}
     expected = dict(at_moment)
-    if "allocated" in measured:  # an error message has no categories
+    if "allocated" in measured:  # only an error message has this category instead of several
         tensors = (*ACCOUNTS, "libraries")
         total = sum(expected.pop(name, 0) for name in tensors)
         expected["allocated"] = total
-    else:  # events have the bytes that were asked for, not those of the blocks
+    else:  # events have requested bytes, without the allocator's rounding
         for found in (measured, expected):
             found["fragmentation"] = found.get("fragmentation", 0) + found.pop("libraries", 0)
     if "cuda_and_nccl" not in measured:
@@ -158,7 +158,7 @@ def _differences(
         )
         for name in dict.fromkeys((*expected, *measured))
         if abs(measured.get(name, 0) - expected.get(name, 0)) > small
-        and not (name == "fragmentation" and measured.get(name, 0) < expected.get(name, 0))  # it grows with the steps
+        and not (name == "fragmentation" and measured.get(name, 0) < expected.get(name, 0))  # it grows over the steps
     ]
     yield from sorted(differences, key=lambda d: -abs(d.measured_bytes - d.predicted_bytes))
 
@@ -177,7 +177,7 @@ def _because(category: Category, measured: int, expected: int, moment: Moment) -
 
 
 def _contradictions(job: Job, error: OutOfMemory | None) -> Iterator[str]:
-    """Where the error cannot come from the job that was estimated."""
+    """Sentences about facts of the error that contradict the estimated job."""
     if error is None:
         return
     plan, gpu_bytes = job.plan, job.report.gpu_memory_bytes
@@ -207,7 +207,7 @@ def _notes(job: Job, moment: Moment, holdings: Sequence[Holding]) -> Iterator[st
 
 
 def _tokens(job: Job, holdings: Sequence[Holding]) -> Iterator[str]:
-    """Whether the logits have another number of tokens than the job's micro-batch."""
+    """A sentence if the logits have another number of tokens than the job's micro-batch."""
     plan, vocabulary = job.plan, _vocabulary(job)
     largest = max((h.largest_bytes for h in holdings if h.category == "loss"), default=0)
     if vocabulary is None:

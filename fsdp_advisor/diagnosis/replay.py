@@ -1,7 +1,7 @@
-"""What is alive at one moment of a trace, from the events before it and the segments at its end.
+"""Finds the storages that are alive at one moment of a trace, from the events before it and the segments at its end.
 
-An allocation that the trace does not have was made before recording began, or its event was dropped because the trace was full.
-It is alive if a later event frees it, or if it is still in a segment at the dump.
+An allocation that is missing in the trace was made before recording began, or its event was dropped because the trace was full. It is
+alive if a later event frees it, or if it is still in a segment at the time of the dump.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _ALIGNMENT = 512
 class Live:
     """A live storage.
 
-    `event`: the number of its allocation in the trace, None if it is not there. `freed`: of its free, NEVER without
-    one.
+    `event`: the index of its allocation in the trace, None if the trace does not have it. `freed`: the index of its free, NEVER if it is
+    not freed.
     """
 
     n_bytes: int
@@ -46,7 +46,9 @@ class Live:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive:
-    """What is alive just before event `at` (the length of the trace: at the dump), and the bytes that the allocator reserves."""
+    """The storages that are alive just before event `at` (the length of the trace means at the dump), and the allocator's reserved
+    bytes.
+    """
 
     at: int
     live: tuple[Live, ...]
@@ -83,7 +85,7 @@ def moment_of(trace: Trace, segments: Sequence[Segment]) -> int:
 
 
 def alive_at(trace: Trace, segments: Sequence[Segment], moment: int) -> Alive:
-    """What is alive before event `moment`."""
+    """The storages that are alive before event `moment`."""
     earlier, freed = _earlier(trace, segments)
     live = [item for item in earlier if item.freed == NEVER or item.freed >= moment]
     current: dict[int, int] = {}
@@ -104,7 +106,7 @@ def alive_at(trace: Trace, segments: Sequence[Segment], moment: int) -> Alive:
 
 
 def _earlier(trace: Trace, segments: Sequence[Segment]) -> tuple[list[Live], dict[int, int]]:
-    """What was alive before the trace began, and the event that frees each allocation of the trace."""
+    """(the storages that were alive before the trace began, {index of an allocation in the trace: index of the event that frees it})."""
     earlier: list[Live] = []
     current: dict[int, int] = {}
     freed: dict[int, int] = {}
@@ -131,7 +133,7 @@ def _active(segments: Sequence[Segment]) -> Iterator[Block]:
 
 
 def lifetimes(trace: Trace) -> array[int]:
-    """For each allocation of the trace the event that frees it, NEVER if none does; NEVER for other events."""
+    """By event, the index of the event that frees its allocation; NEVER for allocations that are not freed and for other events."""
     result = array("q", [NEVER]) * len(trace)
     current: dict[int, int] = {}
     for at, action in enumerate(trace.actions):

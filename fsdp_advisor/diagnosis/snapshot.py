@@ -18,7 +18,7 @@ ACTIONS = (
     "alloc", "free_requested", "free_completed", "free", "segment_alloc", "segment_free", "segment_map", "segment_unmap",
     "snapshot", "oom",
 )  # fmt: skip
-"""What an event says. Source: THCPModule_memorySnapshot, action_to_str; `free` is of torch 1.13."""
+"""The actions of events. Source: THCPModule_memorySnapshot, action_to_str; only torch 1.13 has `free`."""
 ALLOC, FREE_REQUESTED, FREE_COMPLETED, FREE, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, _, OOM = range(10)
 FREES = (FREE_COMPLETED, FREE)
 _CODES = {action: code for code, action in enumerate(ACTIONS)}
@@ -27,7 +27,7 @@ NO_STACK = 0
 
 
 class NotASnapshot(ValueError):
-    """The pickle holds something else."""
+    """The pickle contains something other than a snapshot."""
 
 
 class Frame(NamedTuple):
@@ -50,7 +50,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Memory that the allocator has from the driver."""
+    """Memory that the allocator got from the driver."""
 
     device: int
     total_bytes: int
@@ -93,7 +93,7 @@ class Snapshot:
 def read_snapshot(data: mmap | bytes) -> Snapshot:
     """The snapshot in a pickle. Raises PickleRefused, and NotASnapshot for a pickle of something else.
 
-    Memory: about 80 bytes per event, and each different stack once.
+    It takes about 80 bytes of memory per event, and stores each different stack once.
     """
     stacks = _Stacks()
     content = read_pickle(data, stacks.compact)
@@ -122,7 +122,7 @@ class _Stacks:
         self._frames: dict[Frame, Frame] = {}
 
     def compact(self, items: list[Any]) -> list[Any]:
-        """Events as one Trace, and blocks as Blocks; other items as they are."""
+        """Events as one Trace, and blocks as Blocks; other items unchanged."""
         first = items[0] if items else None
         if isinstance(first, dict):
             if "action" in first:
@@ -169,7 +169,7 @@ class _Stacks:
         number = self._ids.setdefault(stack, len(self.frames))
         if number == len(self.frames):
             self.frames.append(stack)
-        self._known[id(frames)] = (frames, number)  # keeps the list, so that its id stays its own
+        self._known[id(frames)] = (frames, number)  # keeps the list alive, so that its id is not reused
         return number
 
     def _frame(self, frame: dict[str, Any]) -> Frame:
@@ -178,7 +178,7 @@ class _Stacks:
 
 
 def _text(value: Any) -> str:
-    """The value, which must be text: what stands in its place in a forged snapshot may be too large to print."""
+    """The value if it is text, else raises TypeError. The message leaves the value out, because a forged one may be too large to print."""
     if not isinstance(value, str):
         raise TypeError("text is expected")
     return value

@@ -1,4 +1,4 @@
-"""What a stack says about an allocation: the phase of the step, the category of the memory, and the module.
+"""Derives from a stack the phase of the step, the category of the allocated memory, and the module.
 
 Source of the names: torch 2.4 to 2.13, torch/distributed/fsdp/_fully_shard (before 2.6 torch/distributed/_composable/fsdp),
 torch/distributed/fsdp/_flat_param.py and _runtime_utils.py, torch/optim, torch/utils/checkpoint.py, torch/nn/modules/module.py;
@@ -18,7 +18,7 @@ from fsdp_advisor.diagnosis.snapshot import Frame
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationSite:
-    """What one stack allocates.
+    """The kind of memory that one stack allocates, and where.
 
     `kept` is the category of an allocation that outlives its phase. `code` are the frames outside of PyTorch, innermost first;
     `module` is the nearest module of PyTorch's that computes. `recomputes`: activation checkpointing repeats a forward here.
@@ -44,7 +44,7 @@ class AllocationSite:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """A site for stacks with a frame whose file and function match. `phase` None: that of the rest of the stack."""
+    """A site for stacks with a frame whose file and function match. `phase` None: the other frames decide the phase."""
 
     file: re.Pattern[str]
     function: re.Pattern[str]
@@ -89,7 +89,7 @@ _RULES = (
     _rule(r"loss_utils\.py|/loss(es)?/|nn/modules/loss\.py|cut_cross_entropy", r"", "loss", "loss"),
     _rule(r"", r"(?i)cross_?entropy|nll_loss|log_softmax|logprobs|CausalLMLoss", "loss", "loss"),
 )  # fmt: skip
-"""In order of priority: of two rules that match a stack, the first decides."""
+"""The rules in order of priority: if several match a stack, the first decides."""
 _LOADING = re.compile(
     r"^(_apply|to_empty|from_pretrained|load_state_dict|_load_state_dict\w*|load_file|_load_pretrained_model|dispatch_model|"
     r"reset_parameters|init_weights|_init_weights|materialize\w*|set_module_tensor_to_device)$"
@@ -107,20 +107,22 @@ _NOT_CODE = re.compile(
 )
 _ENGINE = "torch::autograd::Engine"
 _AUTOCAST = "at::autocast::cached_cast"
-"""Source: aten/src/ATen/autocast_mode.cpp, which caches casts of fp32 parameters until autocast ends."""
+"""The function that casts under autocast and caches casts of fp32 parameters until autocast ends. Source:
+aten/src/ATen/autocast_mode.cpp.
+"""
 
 
 def classify(stacks: Sequence[tuple[Frame, ...]]) -> list[AllocationSite]:
-    """What each stack allocates, and in which part of the step: forward, backward, loss, optimizer, loading and others.
+    """The allocation site of each stack: its category, and its part of the step (forward, backward, loss, optimizer, loading and others).
 
-    An empty stack is backward if other stacks have frames of Python.
+    An empty stack belongs to backward if other stacks have Python frames.
     """
     recorded = any(_is_python(frame) for frames in stacks for frame in frames)
     return [_site(frames, recorded) for frames in stacks]
 
 
 def site_of(frames: Sequence[Frame]) -> AllocationSite:
-    """What one stack, such as a traceback, allocates, and in which part of the step."""
+    """The allocation site of one stack, such as a traceback."""
     return _site(frames, recorded=True)
 
 
@@ -141,7 +143,7 @@ def _site(frames: Sequence[Frame], recorded: bool) -> AllocationSite:
 
 
 def _base(frames: Sequence[Frame], python: Sequence[Frame], recorded: bool) -> AllocationSite:
-    """The site of a stack that no rule knows: a module's forward, backward, loading, or the script's own tensors."""
+    """The site of a stack that matches no rule: a module's forward, backward, loading, or the script's own tensors."""
     code = tuple(frame for frame in python if not _NOT_CODE.search(frame.filename))
     in_module = next((m[1] for frame in python if (m := _MODULE_FRAMES.search(frame.filename))), "")
     module = {"linear": "Linear", "sparse": "Embedding", "normalization": "Norm", "conv": "Conv"}.get(in_module, "")
@@ -165,7 +167,7 @@ def _base(frames: Sequence[Frame], python: Sequence[Frame], recorded: bool) -> A
 
 
 def _forward(site: AllocationSite, python: Sequence[Frame]) -> AllocationSite:
-    """A module's forward. The root of a model calls a linear layer itself only to make logits."""
+    """The site of an allocation in a module's forward. If a model's root calls a linear layer directly, the result is taken for logits."""
     calls = [at for at, frame in enumerate(python) if frame.name == "_call_impl"]
     modules = python[: calls[-1]] if calls else python  # a script may have functions of that name, too
     depth = sum(frame.name == "forward" and not _NOT_CODE.search(frame.filename) for frame in modules)

@@ -1,8 +1,8 @@
-"""The steps of a trace: which allocation belongs to which phase, step and layer.
+"""Divides a trace into steps, phases and layers.
 
-A stack does not say which layer runs, because all layers run the same lines. They are counted: in one forward the loop over the
+A stack does not show which layer runs, because all layers run the same lines. So layers are counted. In one forward the loop over the
 layers is the outermost line whose first allocation occurs again, and each occurrence begins a layer. Recomputation under activation
-checkpointing goes through the layers backwards. Without it, backward is at the layer whose activations were freed last.
+checkpointing visits the layers in reverse. Without it, backward is at the layer whose activations were freed last.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Answers as people read them: `view` prepares an answer once; `text`, `markdown`, `svg` and the web page only lay it out."""
+"""Answers for readers: `view` prepares an answer once; `text`, `markdown`, `svg` and the web page only lay it out."""

@@ -19,7 +19,7 @@ FRONTIER_BAR_WIDTH = 24
 _UNITS = ("GiB", "tokens/s", "images/s", "%")
 BARE = (YES, NO, UNKNOWN)
 _STEP = 3
-"""Characters by which each level of the tree is indented, on a screen that is wide enough."""
+"""Characters by which each level of the tree is indented, if the screen is wide enough."""
 _LEAST_REASON = 24
 """Characters to which the reasons in a table are narrowed before a column is left out."""
 _LEAST_WIDTH = 36
@@ -102,7 +102,9 @@ def _tree(view: AdviceView, screen: Screen) -> str:
 
 
 def outcome(view: AdviceView) -> str:
-    """The answer to the last question of the decision tree. To a bare yes or no it adds what follows, such as the recommended plan."""
+    """The answer to the last question of the decision tree. If the answer is only yes or no, the consequence is added, such as the
+    recommended plan.
+    """
     answer = view.path[-1].answer
     if answer not in BARE:
         return answer
@@ -151,7 +153,9 @@ def _table(
 
 
 def columns(rows: Sequence[CandidateView], view: AdviceView, *, what: str = "", reasons: bool = False) -> list[Column]:
-    """The columns of a table of configurations. `what` is what a sweep varies; `reasons` says why each was not chosen."""
+    """The columns of a table of configurations. `what`: the quantity that a sweep varies. `reasons`: whether a column says why each
+    configuration was not chosen.
+    """
     found = [
         Column("strategy", [row.strategy for row in rows]),
         Column("backend", [row.plan.backend for row in rows]),
@@ -201,7 +205,7 @@ def _frontier(points: Sequence[CandidateView], view: AdviceView, screen: Screen)
 
 
 def _rules(view: AdviceView, screen: Screen) -> str:
-    """What the rules of thumb choose, and whether that would run."""
+    """The choices of the rules of thumb, and whether they would run."""
     return "\n".join([RULES_TITLE, *(wrap(rule_text(rule), screen, first="  ", indent="    ") for rule in view.rules)])
 
 
@@ -213,7 +217,7 @@ def rule_text(rule: RuleView) -> str:
 
 
 def _launch(view: AdviceView, screen: Screen) -> str:
-    """The commands, never broken, so that they can be copied."""
+    """The commands, each on one line, so that they can be copied."""
     if not view.launch_commands:
         return wrap("No export target supports this plan.", screen)
     lines = [view.launch_title, *(f"  {command}" for command in view.launch_commands)]

@@ -99,7 +99,7 @@ class RuleView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemedyView:
-    """A change that makes the job fit, as options of the command line and of a permalink."""
+    """A change that makes the job fit, as a command line and as the query of a permalink."""
 
     reason: str
     command: str
@@ -121,7 +121,7 @@ class FindView:
 class AdviceView:
     """A recommendation as every interface shows it.
 
-    `winner` None: nothing fits, and `remedies` say what would. `faster`: a faster plan and why it was not
+    `winner` is None if nothing fits; `remedies` are then changes with which a plan fits. `faster`: a faster plan and why it was not
     chosen; empty if the winner is the fastest. `estimate` is the winner's row. `report` is the job as asked.
     """
 
@@ -231,7 +231,7 @@ def _decision(node: Node) -> DecisionView:
 
 
 def _saving(saving: Saving) -> str:
-    """One way to save memory of activations and logits: what it saves and costs."""
+    """One line about an activation choice: the memory that it saves, and its cost in speed."""
     name = " and ".join(saving.activations.parts)
     if saving.is_bound:
         return f"{name}: at most {format_gib(saving.saved_bytes)} of tensors; its step is not recorded"
@@ -272,7 +272,7 @@ def _candidate(r: Recommendation, task: Task, c: Candidate, why_not: str = "") -
 
 
 def _throughput(c: Candidate, task: Task) -> float | None:
-    """What the task counts, tokens or images, per second per GPU."""
+    """Tokens or images (as the task counts) per second per GPU; None if the time is unknown."""
     tokens = c.tokens_per_second_per_gpu
     return None if tokens is None else task.samples_or_tokens(tokens, c.plan.seq_len)
 
@@ -328,7 +328,7 @@ def _heading(r: Recommendation) -> str:
 
 
 def _method(method: Method, task: Task) -> str:
-    """A compared method in one line: its best plan, what that needs and how fast it is."""
+    """A compared method in one line: its best plan, with memory and speed."""
     if method.advice is None:
         return f"{method.name}: {method.reason}"
     r = method.advice.recommendation
@@ -340,7 +340,7 @@ def _method(method: Method, task: Task) -> str:
 
 
 def _why_qlora_needs_more(methods: Sequence[Method]) -> Iterator[str]:
-    """One line if QLoRA's plan needs more memory than LoRA's, of which it differs in the base alone."""
+    """One line if QLoRA's plan needs more memory than LoRA's, although the two differ only in the base."""
     found = {method.name: method.advice.recommendation for method in methods if method.advice}
     lora, qlora = (found[name].estimate if name in found else None for name in (LORA, QLORA))
     if lora is None or qlora is None or lora.at_peak is None or qlora.at_peak is None:
@@ -358,7 +358,7 @@ def _why_qlora_needs_more(methods: Sequence[Method]) -> Iterator[str]:
 
 
 def _figures(r: Recommendation, task: Task) -> str:
-    """What the winner needs and how fast it is, in one line."""
+    """The winner's memory and speed in one line."""
     winner = r.winner
     if winner is None:
         return ""
@@ -411,7 +411,7 @@ _FOLDER = "run/"
 
 
 def _launch(advice: Advice) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The export command of the first target that supports the plan with the command that runs it, and the other targets."""
+    """(commands, other targets). The commands export the plan for the first target that supports it, and run it."""
     r = advice.recommendation
     if r.winner is None or r.estimate is None:
         return (), ()

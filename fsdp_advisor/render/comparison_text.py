@@ -26,7 +26,7 @@ def comparison_text(found: Comparison) -> str:
 
 
 def answer(found: Comparison) -> str:
-    """Which of the jobs fits, and which single change makes the other one fit."""
+    """A sentence about which of the jobs fits, and which change makes the other one fit."""
     a, b = (f"{name} {_fit(side)}" for name, side in (("A", found.a), ("B", found.b)))
     joined = f"{a}; {b}."
     cures = [d for d in found.differences if d.cures]

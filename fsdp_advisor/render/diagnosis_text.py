@@ -1,4 +1,4 @@
-"""A diagnosis as text: what happened, what was alive, how that differs from the estimate, and what to change."""
+"""A diagnosis as text: the error, the tensors that were alive, the differences from the estimate, and changes that help."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Paragraph:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list. Each item lies inside of the one before it if `nested`."""
+    """A list. `nested`: each item is nested within the previous one."""
 
     texts: tuple[str, ...]
     nested: bool = False
@@ -29,7 +29,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """`right` says of each column whether its cells are numbers, which are aligned to the right."""
+    """A table. `right`: for each column, whether its cells are numbers, which are aligned to the right."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -38,7 +38,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Lines that are shown as they are; `language` is the name after Markdown's fence."""
+    """Lines that are shown unchanged; `language` is the name after Markdown's fence."""
 
     text: str
     language: str = "text"
@@ -74,14 +74,14 @@ def _cell(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Names are shown as they are: no emphasis, no tags."""
+    """Text escaped for Markdown, so that names contain no emphasis and no tags."""
     for character in "\\`*_<":
         text = text.replace(character, "\\" + character)
     return text
 
 
 def to_html(blocks: Sequence[Block]) -> str:
-    """The blocks as an HTML fragment without styles but alignment, as notebooks show it."""
+    """The blocks as an HTML fragment for notebooks. Its only style is the alignment of cells."""
     return f"<div>{''.join(map(_in_html, blocks))}</div>"
 
 

@@ -1,4 +1,4 @@
-"""`--explain`: what one strategy needs at its peak, through its step and in the phases of its job, prepared for display."""
+"""The explanation of one row (`--explain`), prepared for display: memory at the peak, through the step and in the phases of the job."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CAUSES: Mapping[str, str] = {
     "host": "PCIe, and the optimizer step on the host",
     "allocator": "allocator retries",
 }
-"""What the parts of a step's time are."""
+"""The descriptions of the parts of a step's time."""
 _SMALL_SHARE = 0.005
 """Parts of a step's time below this share are not listed."""
 
@@ -101,7 +101,7 @@ def explanation_view(view: ReportView, row: RowView, estimate: StrategyEstimate)
 
 
 def components(needed: Mapping[str, int]) -> tuple[Component, ...]:
-    """The components that hold anything, the largest first."""
+    """The components that are not empty, the largest first."""
     total = sum(needed.values()) or 1
     return tuple(
         Component(
@@ -126,7 +126,7 @@ def share_text(share: float) -> str:
 
 
 def _loss_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
-    """Memory of the loss at the peak, and what a fused or chunked loss saves at most. Its own tiles are not counted."""
+    """Lines about the memory of the loss at the peak, and the most that a fused or chunked loss saves (without counting its own tiles)."""
     if estimate.at_peak is None or estimate.peak_tensor_bytes is None or estimate.fused_loss_peak_bytes is None:
         return []
     saved = estimate.peak_tensor_bytes - estimate.fused_loss_peak_bytes

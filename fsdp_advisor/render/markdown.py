@@ -1,4 +1,4 @@
-"""A report as a document: its table with what the columns mean. `markdown` is its Markdown, to paste into an issue."""
+"""A report as a document: its table, and the meaning of the columns. `markdown` returns it as Markdown, to paste into an issue."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ OVERHEAD = MemoryPart(
 )
 
 PARTS = (STATES, GATHERED, ACTIVATIONS, LOSS, OTHER, OVERHEAD)
-"""In stacking order. They sum to `needed_bytes`. The colours stay apart in every form of colour blindness."""
+"""The parts in stacking order. They sum to `needed_bytes`. Their colours can be told apart in every form of colour blindness."""
 
 PartBytes = tuple[tuple[MemoryPart, int], ...]
 

@@ -30,7 +30,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(per_second: float) -> str:
-    """A throughput with three digits: the time model is no more precise.
+    """A throughput with three digits, which is the precision of the time model.
 
     >>> format_rate(3215.4), format_rate(92.13), format_rate(0.4567)
     ('3,220', '92.1', '0.457')

@@ -31,8 +31,8 @@ class Screen:
 class Column:
     """One column of a table.
 
-    `rank` None: always shown. Of the others, the highest rank is dropped first if the screen is too narrow. A cell may have
-    several lines. `least`: the characters to which a column of sentences may be narrowed, whose cells are then wrapped.
+    `rank`: if the screen is too narrow, the column with the highest rank is dropped first; None: always shown. A cell may have several
+    lines. `least`: the number of characters to which a column of sentences may be narrowed by wrapping its cells.
     """
 
     header: str
@@ -53,7 +53,7 @@ def widths(columns: Sequence[Column]) -> int:
 
 
 def fitting(columns: Sequence[Column], width: int) -> list[Column]:
-    """The columns that fit, dropped by rank; columns of one rank go together."""
+    """The columns that fit into `width`. Others are dropped by rank, all columns of a rank together."""
     left = list(columns)
     ranks = sorted({c.rank for c in columns if c.rank is not None}, reverse=True)
     for rank in ranks:
@@ -99,7 +99,7 @@ def paint(renderable: object, screen: Screen) -> str:
 
 
 def wrap(text: str, screen: Screen, *, indent: str = "", first: str = "") -> str:
-    """A paragraph at the screen's width. Longer words, such as a path, are not broken."""
+    """A paragraph wrapped at the screen's width. Words that are longer, such as a path, are not broken."""
     return textwrap.fill(
         text,
         screen.width,
@@ -113,7 +113,7 @@ def wrap(text: str, screen: Screen, *, indent: str = "", first: str = "") -> str
 def bar(parts: Sequence[tuple[MemoryPart, int]], whole: int, width: int, screen: Screen) -> Text:
     """A bar of `parts`, in bytes, on a scale of `whole` bytes. It ends with `>` if they exceed it.
 
-    Running totals are rounded, not parts, so that the bar is as long as the total.
+    Running totals are rounded instead of single parts, so that the bar is as long as the total.
     """
     text = Text()
     done = drawn = 0

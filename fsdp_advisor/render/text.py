@@ -38,7 +38,7 @@ def text(view: ReportView, screen: Screen, explained: ExplanationView | None = N
 
 
 def _columns(view: ReportView) -> list[Column]:
-    """All columns but the bar."""
+    """All columns except the bar."""
     rows = view.rows
     columns = [Column("strategy", [row.strategy for row in rows])]
     if view.offloads:
@@ -150,7 +150,9 @@ def _components(explained: ExplanationView, screen: Screen) -> str:
 
 
 def _timeline(explained: ExplanationView, screen: Screen) -> str:
-    """One line per section of the step. Of equal micro-batches one is shown, of a long run of layers the first and the last."""
+    """One line per section of the step. Equal micro-batches are shown once, and of a long run of layers only the first and the last
+    ones.
+    """
     points, sizes = explained.timeline, explained.sizes
     names = _numbered(points)
     rows = [row for micro_batch in _folded(points, sizes) for row in _rows(points, names, micro_batch)]
@@ -172,7 +174,7 @@ def _timeline(explained: ExplanationView, screen: Screen) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A line of the timeline. Not `whole`: it stands for several sections, and `point` is the last of them."""
+    """A line of the timeline. If it is not `whole`, it represents several sections, of which `point` is the last."""
 
     phase: str
     where: str
@@ -191,7 +193,7 @@ def _numbered(points: Sequence[TimelinePoint]) -> list[str]:
 
 
 def _folded(points: Sequence[TimelinePoint], sizes: Sizes) -> Iterator[tuple[range, bool]]:
-    """The points of each micro-batch and of the optimizer step, and whether more micro-batches look the same."""
+    """(points of a micro-batch or of the optimizer step, whether more micro-batches equal it)."""
     phases = [point.phase for point in points]
     starts = [i for i in range(1, len(phases)) if phases[i] != phases[i - 1] and phases[i] != "backward"]
 

@@ -21,11 +21,11 @@ from fsdp_advisor.verdict import verdict_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowView:
-    """One strategy. The figures are those of the estimate; the texts are how every interface writes them.
+    """One strategy. The figures are those of the estimate; the texts are the same figures as every interface writes them.
 
-    `name` is what `--explain` takes. `states_bytes` is what a rank keeps between steps. `throughput` counts what the
-    task counts (tokens or images) per second per GPU. `parts` sum to `needed_bytes`, or are the states alone if the peak is
-    unknown. `why` says where the peak is, or why it is unknown.
+    `name` is the value for `--explain`. `states_bytes`: bytes that a rank keeps between steps. `throughput`: tokens or images (as the task
+    counts) per second per GPU. `parts` sum to `needed_bytes`, or are only the states if the peak is unknown. `why` says where the peak is,
+    or why it is unknown.
     """
 
     name: str
@@ -78,7 +78,7 @@ class ReportView:
     warnings: tuple[str, ...]
     omissions: tuple[Omission, ...]
     way_out: str
-    """What to change if nothing fits, or only plans with offload; empty if another plan fits."""
+    """What to change if nothing fits, or only plans with offload fit; empty otherwise."""
 
     @property
     def peaks_known(self) -> bool:
@@ -100,7 +100,7 @@ class ReportView:
 
     @property
     def omission_lines(self) -> tuple[str, ...]:
-        """The effects missing from all rows, then the rows that lack more, with the command that names those effects."""
+        """Lines about effects that are missing from all rows, then about rows that lack more, with the command that names those effects."""
         common = [omission.text for omission in self.omissions if not omission.labels]
         lines = [f"Not modelled: {'; '.join(common)}."] if common else []
         if more := [row for row in self.rows if row.specific_omissions]:
@@ -196,7 +196,7 @@ def _why(estimate: StrategyEstimate) -> str:
 
 
 def _footnotes(rows: Sequence[RowView], sizes: Sizes, unit: str, *, textbook: bool) -> tuple[str, ...]:
-    """What the columns mean."""
+    """Sentences that explain the columns."""
     known = any(row.peak_known for row in rows)
     notes = [f"Sizes in {sizes.unit_with_meaning}{', by the formulas of the ZeRO paper' if textbook else ''}."]
     if known:
@@ -296,12 +296,12 @@ def omitted_effects(estimate: StrategyEstimate) -> list[str]:
 
 
 def why_unknown(estimate: StrategyEstimate) -> str:
-    """Why a row has no `needed_bytes`: its step or evaluation is not recorded, or it is of a parameter count."""
+    """Why a row has no `needed_bytes`: its step or evaluation is not recorded, or the model is only a parameter count."""
     return next(iter(omitted_effects(estimate)), "its step is not recorded")
 
 
 def _omissions(estimates: Sequence[StrategyEstimate]) -> tuple[Omission, ...]:
-    """Effects missing from all rows first, then those missing from some."""
+    """The effects that figures do not contain: first those missing from all rows, then those missing from some."""
     labels: dict[str, list[str]] = {}
     for estimate in estimates:
         for text in dict.fromkeys(omitted_effects(estimate)):

@@ -1,4 +1,4 @@
-"""What to change about a job that fits only with offload, or not at all."""
+"""Suggests changes of a job that fits only with offload, or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsdp_advisor.report import Report
 def way_out(report: Report) -> str:
     """The options that save memory without offload, and the command that searches.
 
-    Empty if a row without offload fits, if one fits and all rows offload, if nothing is known, and for a bare parameter count.
+    Empty if a row without offload fits, or any row if all rows offload; also if nothing is known, and for a bare parameter count.
     """
     known = [row for row in report.estimates if row.fits is not None]
     if not known or report.model_source == "count" or any(row.fits and row.plan.offload == "none" for row in known):
@@ -29,6 +29,6 @@ def way_out(report: Report) -> str:
     elif any(row.plan.offload == "none" for row in known):
         what = "Only offload fits"
     else:
-        return ""  # nothing else was asked for
+        return ""  # only rows with offload were requested
     less = f" Options that save memory: {', '.join(options)}." if options else ""
     return f"{what}.{less} fsdp-advisor recommend, with the same options, searches for the fastest plan that fits."

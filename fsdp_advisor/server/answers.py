@@ -43,9 +43,9 @@ class Document:
     etag: str
     media_type: str = "application/json"
     file_name: str | None = None
-    """Set if browsers are to save it as a file."""
+    """The name under which browsers save the body as a file; None: they show it."""
     lasting: bool = True
-    """Whether it changes only with this program's version. A model on the hub may change at any time."""
+    """Whether the document changes only with this program's version. A model on the hub may change at any time."""
 
     @classmethod
     def of(
@@ -62,13 +62,13 @@ def entity_tag(body: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What a request says about its model: a name, or the bytes of a config.json that was pasted or is on the hub."""
+    """A request's model: a name, or the bytes of a config.json that was pasted or is on the hub."""
 
     name: str
     config: bytes | None = None
     origin: Literal["config", "hub"] = "config"
     must_record: bool = False
-    """Whether the request is about steps that have to be recorded, also if the model is in the catalog."""
+    """Whether the request's steps have to be recorded even if the model is in the catalog."""
 
     @property
     def key(self) -> tuple[str, bytes | None]:
@@ -98,7 +98,9 @@ def answer(
 def _recorded(config: bytes, source: ModelSource) -> Resolved:
     refuse_paths(parse_config(config, source.name), source.name)
     model = resolve_config(config, source.name, source.origin)
-    notes = tuple(note for note in model.notes if "cache folder" not in note)  # the server's, not the user's
+    notes = tuple(
+        note for note in model.notes if "cache folder" not in note
+    )  # it is about the server's cache folder, not the user's
     return replace(model, notes=notes)
 
 
@@ -184,8 +186,9 @@ def _json_document(found: Report | Advice, *, timeline: bool) -> Document:
 
 
 def decided(request: AnyRequest) -> AnyRequest:
-    """The request with the default GPU if it names none, because the server's own GPU must not matter, and with the options that follow
-    from its GPU (`assumptions.settled`)."""
+    """The request with the default GPU if it names none (the server's own GPU must not matter), and with the values that
+    `assumptions.settled` assumes.
+    """
     return settled(request if request.gpu is not None else replace(request, gpu=DEFAULT_GPU))
 
 

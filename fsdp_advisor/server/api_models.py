@@ -1,4 +1,4 @@
-"""Query strings and bodies of the REST routes: the command line's requests, plus what only HTTP has."""
+"""Query strings and bodies of the REST routes: the command line's requests, plus fields that only HTTP has."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class _Body(RequestModel):
     @model_validator(mode="wrap")
     @classmethod
     def _with_files(cls, given: Any, handler: ModelWrapValidatorHandler[_Body]) -> _Body:
-        """The options of the files, under those of the body. Raises UsageError for a file that cannot be read."""
+        """The options of the files and of the body, which wins. Raises UsageError for a file that cannot be read."""
         if not isinstance(given, dict) or not given.get("config_file"):
             return handler(given)
         files = TypeAdapter(tuple[ConfigText, ...]).validate_python(given["config_file"])
@@ -119,7 +119,7 @@ class _Body(RequestModel):
         return body
 
     def request(self, kind: type[AnyRequest], **defaults: Any) -> AnyRequest:
-        """The request, with what was read of the files."""
+        """The request, with the readings of its files."""
         return replace(super().request(kind, **defaults), configs=self._configs)
 
     @model_validator(mode="after")

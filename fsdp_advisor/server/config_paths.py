@@ -1,4 +1,4 @@
-"""A check of configurations that strangers paste: none may name a file or an address."""
+"""Checks configurations that strangers paste: they may not name a file or an address."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _LOADING_KEYS = ("tokenizer_name_or_path", "adapters")
 _PATTERN_KEYS = frozenset(
     {"target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "base_model_name_or_path", "revision"}
 )
-"""Its keys with regular expressions, which may look like paths, and those that an estimate leaves aside."""
+"""Keys of an adapter_config.json that are not checked: regular expressions, which may look like paths, and keys that an estimate
+ignores.
+"""
 
 
 def refuse_adapter_paths(options: Mapping[str, Any]) -> None:

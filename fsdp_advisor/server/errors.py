@@ -1,4 +1,4 @@
-"""Every error leaves the server in one shape: {"error", "hint", "status"}. Browsers that ask for a page get it as a page."""
+"""The server's errors, all of which have one shape: {"error", "hint", "status"}. Browsers that request a page get an error page."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def validation_error(errors: Sequence[Any]) -> AdvisorError:
 
 
 def _allowed_methods(request: Request) -> str:
-    """The methods of a path. Starlette knows those of one route, but each method has a route of its own here."""
+    """The methods that a path allows. Starlette reports those of one route only, but here each method has its own route."""
     asked = _route_path(request)
     paths = request.app.openapi()["paths"].items()
     methods = {m.upper() for path, operations in paths if compile_path(path)[0].match(asked) for m in operations}

@@ -82,7 +82,7 @@ class RequestPath:
 
 
 class RequestLog:
-    """Gives each request an id, a log line and its place in the metrics. An unforeseen exception becomes status 500."""
+    """Gives each request an id, writes a log line, and counts it in the metrics. An unforeseen exception becomes status 500."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -92,7 +92,7 @@ class RequestLog:
             return await self.app(scope, receive, send)
         given = Headers(scope=scope).get("x-request-id", "")
         identity = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
-        request_id.set(identity)  # each request is a task, which has a context of its own
+        request_id.set(identity)  # each request is a task with its own context
         begun, status = time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:
@@ -117,7 +117,7 @@ class RequestLog:
 
 def _record(scope: Scope, status: int, seconds: float) -> None:
     method = scope["asked_method"] if scope["asked_method"] in METHODS else "other"
-    route = getattr(scope.get("route"), "path", "other")  # never the path itself, which may hold what was asked
+    route = getattr(scope.get("route"), "path", "other")  # never the path itself, which may contain the user's job
     REQUESTS.labels(method, route, str(status)).inc()
     REQUEST_SECONDS.labels(route).observe(seconds)
     fields = {"method": method, "route": route, "status": status, "milliseconds": round(seconds * 1e3, 2)}
@@ -125,7 +125,7 @@ def _record(scope: Scope, status: int, seconds: float) -> None:
 
 
 class SecurityHeaders:
-    """Adds the headers that deny a page everything it does not need."""
+    """Adds security headers, which deny a page everything that it does not need."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

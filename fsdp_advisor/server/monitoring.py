@@ -1,4 +1,4 @@
-"""What operators see: JSON log lines with a request id, Prometheus metrics, and health. None says what was asked."""
+"""Monitoring for operators: JSON log lines with a request id, Prometheus metrics, and health. None of them contains users' jobs."""
 
 from __future__ import annotations
 

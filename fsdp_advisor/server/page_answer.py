@@ -1,4 +1,4 @@
-"""The page's answer: the recommendation, the strategies side by side, and what the template shows of both. Pure."""
+"""The page's answer: the recommendation, the strategies side by side, and the values for the template. It does no I/O."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class Answer:
 
 
 def answer(model: Resolved, request: RecommendRequest) -> Answer:
-    """The recommendation and all strategies. If nothing fits, the strategies as asked, and `chosen` needs least."""
+    """The recommendation and all strategies. If nothing fits, the strategies are those of the request, and `chosen` is the row that
+    needs least.
+    """
     advice = advice_view(advise(model, request, explain=True))
     winner = advice.winner
     asked = advice.report.request if winner is None else _like(advice.report, winner)
@@ -60,19 +62,19 @@ def answer(model: Resolved, request: RecommendRequest) -> Answer:
         report = replace(report, estimates=Rows.of([row, *report.estimates]))
     try:
         streams = streams_of(model, winner.plan, gpu_of(asked)[0])
-    except AdvisorError:  # it is not recorded, so its time is unknown too
+    except AdvisorError:  # the step is not recorded, so its time is unknown
         streams = ()
     return Answer(advice=advice, report=report, chosen=row, streams=streams)
 
 
 def _asked_for(report: Report, request: RecommendRequest) -> Report:
-    """Without the rows that offload, if the request forbids offload."""
+    """The report, without the rows that offload if the request forbids offload."""
     rows = [e for e in report.estimates if request.offload != "none" or e.plan.offload == "none"]
     return replace(report, estimates=Rows.of(rows) if rows else report.estimates)
 
 
 def _like(report: Report, winner: CandidateView) -> EstimateRequest:
-    """The job under every strategy asked for, with the winner's micro-batch, checkpointing, world size and settings."""
+    """The job under every requested strategy, with the winner's micro-batch, checkpointing, world size and settings."""
     plan, asked = winner.plan, report.request
     return asked.but(
         gpus=plan.world_size,
@@ -87,7 +89,7 @@ def _like(report: Report, winner: CandidateView) -> EstimateRequest:
 
 
 def _of_step(plan: Plan) -> dict[str, Any]:
-    """The options that a search chooses of what a step keeps for backward."""
+    """The options of a plan that decide what its step keeps for backward, as a search chooses them."""
     return {name: getattr(plan, name) for name in ("loss", "activation_checkpointing", "activation_offload")}
 
 
@@ -175,7 +177,7 @@ def summary(report: Report, advice: AdviceView, row: RowView, unit: str) -> str:
 
 
 def reason(advice: AdviceView) -> str:
-    """The sentence after the summary: how many configurations were compared, or what was searched for."""
+    """The sentence after the summary: the number of compared configurations, or the goal of a sweep."""
     free = f"{advice.margin} of the memory free"
     if advice.winner is None:
         return f"None of {advice.configurations:,} configurations leaves {free}."

@@ -1,4 +1,4 @@
-"""Two plans side by side: what differs in their options, and what each needs."""
+"""Two plans side by side: the differences in their options, and the memory and time of each."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def view(first: dict[str, Any], second: dict[str, Any], comparison: dict[str, An
 
 
 def _effect(needed_bytes: int | None, step_time: float | None) -> str:
-    """What a difference alone changes: the memory of a GPU, and the time of a token by a factor.
+    """The effect of one difference in words: of `needed_bytes` (change of a GPU's memory) and `step_time` (factor of the time per token).
 
     >>> _effect(2**30, 1.5), _effect(0, 0.9), _effect(None, None)
     ('1.00 GiB more, 50 % slower', '10 % faster', 'unknown')

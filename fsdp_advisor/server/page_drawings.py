@@ -1,4 +1,4 @@
-"""The page's charts, in two widths where a phone needs another layout."""
+"""The page's charts. Those that need another layout on a phone are drawn in two widths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_advisor.timing import Interval
 WIDE, NARROW = 960, 350
 """The two widths in pixels: the page's column, and a phone's."""
 MOST_POINTS = 24
-"""Configurations in the chart of memory against throughput: the fastest."""
+"""The number of configurations in the chart of memory against throughput: the fastest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ class Export:
 
 
 def exports(report: Report, chosen: StrategyEstimate, *, config: bool) -> list[Export]:
-    """Every file that can be written for the chosen row. With a pasted `config` they have no address to download from."""
+    """Every file that can be written for the chosen row. With a pasted configuration (`config`) files have no address to download from."""
     job = Job.of(report, chosen)
     if not job.layer_classes:
         return []
@@ -52,7 +52,7 @@ def exports(report: Report, chosen: StrategyEstimate, *, config: bool) -> list[E
 
 
 def pinned(report: Report, plan: Plan) -> dict[str, str]:
-    """The query that asks for exactly this plan: options that differ from their defaults, and those that would be chosen."""
+    """The query for exactly this plan: options that differ from their defaults, and options that a search would otherwise choose."""
     known = fields_of(EstimateRequest)
     asked = {name: getattr(plan, name, v) for name, v in report.request.values.items() if v is not None}
     always = {"model", "strategy", "backend", "offload"} | (GPU_DEPENDENT & report.request.given)

@@ -105,7 +105,9 @@ def _keys(rows: Rows, of: str) -> tuple[str, ...]:
 
 
 def _known(figures: Iterable[tuple[str, Sequence[object], Callable[[Any], str]]]) -> tuple[FigureRow, ...]:
-    """(name, value of each row, how to write it) as rows; without those that are unknown in every row."""
+    """Rows of the table from (name, value in each row of the report, function that formats it). Figures that are unknown everywhere are
+    omitted.
+    """
     return tuple(
         FigureRow(name=name, cells=tuple(UNKNOWN if value is None else write(value) for value in values))
         for name, values, write in figures

@@ -42,7 +42,7 @@ _HELP = {
     "method": "As the other options say, or the first of full fine-tuning, LoRA and QLoRA that fits",
     "precompute_ref_log_probs": "Compute the reference's log-probabilities before training",
 }
-"""Help where that of the command line does not suit a form."""
+"""Help texts that replace the command line's if those do not suit a form."""
 _SUGGESTED = {"model": "known-models", "gpu": "known-gpus"}
 _PLACEHOLDER = {
     "gpu": "H100-80GB",
@@ -56,7 +56,7 @@ _PLACEHOLDER = {
     "tokens": "10e9",
 }
 _OFFERED = {"activation_checkpointing": ("auto", "none", "selective", "full", "every-2", "every-4")}
-"""The values that a form offers of fields that take more than a few words."""
+"""The values that a form offers for fields with many possible values."""
 _NO_YES = ("no", "yes")
 _WRITTEN = ("margin", "host_memory", "tokens")
 """Numbers that users may write with a unit: 8%, 512GiB, 10B."""
@@ -89,7 +89,7 @@ class Control:
 
 
 def read_query(query: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The options that a query string gives, without blank ones, and names that are no options (a link's tracking)."""
+    """(options of a query string, without blank ones; names that are not options, such as those for tracking)."""
     known = {*fields_of(RecommendRequest), "config"}
     options = {name: value for name, value in query.items() if name in known and value.strip()}
     return options, [name for name in query if name not in known]

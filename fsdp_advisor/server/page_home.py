@@ -1,4 +1,4 @@
-"""The first page: the form, and the answer to what the query string asks. Worker processes run these functions."""
+"""The first page: the form, and the answer for the job in the query string. Worker processes run these functions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def error_page(error: AdvisorError, options: Mapping[str, str], root: str, query
 
 
 def _meant(error: AdvisorError, options: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The values that an error suggests, each with the query that has it instead of the wrong one."""
+    """The values that an error suggests, each with the query in which it replaces the wrong value."""
     found = re.search(r"did you mean (.+?)\?", error.hint)
     named = "model" if isinstance(error, UnknownModel) else "gpu" if isinstance(error, UnknownGpu) else ""
     wrong = named or getattr(error, "option", "")

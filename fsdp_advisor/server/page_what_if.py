@@ -1,4 +1,4 @@
-"""Changes of the job next to the answer, and what each does to the recommended plan."""
+"""The what-if links next to an answer: changes of the job, and their effects on the recommended plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Change:
 def changes(options: Mapping[str, str], asked: EstimateRequest, model: Resolved) -> list[Change]:
     """Links to changed jobs. `asked`: the plan that the page shows. `options`: the page's query."""
     base = {name: value for name, value in options.items() if name != "find"}
-    if "find" in options:  # what was searched for is now given
+    if "find" in options:  # the searched quantity is now given
         base |= {
             name: str(getattr(asked, name)) for name in ("gpus", "nnodes", "gpu", "seq_len") if name in asked.given
         }
@@ -89,7 +89,7 @@ def _gpus(asked: EstimateRequest) -> Iterator[Change]:
 
 
 def effects(model: Resolved, request: RecommendRequest) -> Document:
-    """What each change does to the plan of a request that leaves nothing open, as JSON: texts by the changes' keys."""
+    """The effects of the changes on the plan of a request without open options, as JSON: a text by each change's key."""
     asked = request.as_estimate
     report = estimate_resolved(asked, model)
     plan = report.estimates[0]
@@ -100,7 +100,7 @@ def effects(model: Resolved, request: RecommendRequest) -> Document:
 
 
 def _effect(model: Resolved, changed: EstimateRequest, before: StrategyEstimate, share: float) -> str:
-    """What the plan needs after a change, and how fast the job then is.
+    """The plan's memory after a change, and the job's speed compared with before, in words.
 
     If it needs more than `share` of the memory, its micro-batch is halved.
     """
@@ -123,7 +123,7 @@ def _effect(model: Resolved, changed: EstimateRequest, before: StrategyEstimate,
 
 
 def _faster(before: StrategyEstimate, after: StrategyEstimate) -> str:
-    """How much faster or slower all GPUs together are."""
+    """The change of the speed of all GPUs together, in words."""
     if before.step is None or after.step is None:
         return ""
     old, new = (e.step.tokens_per_second_per_gpu * e.plan.world_size for e in (before, after) if e.step)

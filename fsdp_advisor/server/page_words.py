@@ -1,4 +1,4 @@
-"""The page's names for options, in place of those of the command line."""
+"""The page's names for options, which replace the command line's."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ async def home_json(request: Request) -> Response:
 
 
 def _job(options: dict[str, str]) -> tuple[ModelSource, RecommendRequest]:
-    """The job that a form describes; a pasted configuration takes the model's place. Raises UsageError."""
+    """The job that a form describes. A pasted configuration replaces the model's name. Raises UsageError."""
     values: dict[str, Any] = dict(options)
     config = values.pop("config", None)
     if config is not None:
@@ -100,7 +100,7 @@ def _compared(request: Request) -> dict[str, str]:
 
 
 async def _comparison(request: Request, given: dict[str, str]) -> dict[str, Any]:
-    """What each query's plan needs, and what the differences between the plans cost. Raises AdvisorError."""
+    """The values of the comparison: memory and time of each query's plan, and the cost of their differences. Raises AdvisorError."""
     answer = service_of(request).answer
     jobs = [_job(page_form.read_query(dict(parse_qsl(query)))[0]) for query in given.values()]
     documents = await asyncio.gather(*(answer(source, page_compare.side, asked) for source, asked in jobs))
@@ -111,7 +111,7 @@ async def _comparison(request: Request, given: dict[str, str]) -> dict[str, Any]
 
 
 def _add_list(path: str, template: str, find: Callable[[str], dict[str, Any]]) -> None:
-    """Add a page that lists what contains the query's `pattern`."""
+    """Add a page that lists the entries that contain the query's `pattern`."""
 
     async def page(request: Request) -> Response:
         values = await run_in_threadpool(find, _pattern(request))

@@ -16,7 +16,7 @@ from fsdp_advisor.server.config_paths import refuse_adapter_paths
 
 
 class RequestModel(BaseModel):
-    """Base of the models of requests. Fields that are not fields of `kind` are HTTP's own, such as `explain`."""
+    """Base of the models of requests. Fields that `kind` does not have are HTTP's own, such as `explain`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     kind: ClassVar[type[EstimateRequest]] = EstimateRequest
@@ -65,7 +65,7 @@ def _described(field: fields.Field) -> tuple[Any, Any]:
 
 
 def complaint(error: Mapping[str, Any]) -> InvalidOption:
-    """An error of pydantic's about a field that is HTTP's own, in the words of the other interfaces."""
+    """A pydantic error about a field of HTTP's own, worded as in the other interfaces."""
     name = ".".join(str(part) for part in error["loc"]) or "request"
     if error["type"] == "missing":
         field = fields_of(EstimateRequest).get(name)
@@ -76,7 +76,7 @@ def complaint(error: Mapping[str, Any]) -> InvalidOption:
 
 
 def expected_by(error: Mapping[str, Any]) -> str:
-    """What a value should be according to one of pydantic's errors, such as "at least 1"."""
+    """The condition that a value violates, such as "at least 1", from one of pydantic's errors."""
     context = error.get("ctx") or {}
     match error["type"].removesuffix("_parsing").removesuffix("_type").removesuffix("_from_float"):
         case "greater_than_equal":

@@ -151,7 +151,7 @@ class StrategyEstimate(BaseModel):
 
 
 class ConfigReading(BaseModel):
-    """What was read of one configuration file of another tool."""
+    """The reading of one configuration file of another tool."""
 
     file: str
     format: str
@@ -192,7 +192,7 @@ class Check(BaseModel):
 
 
 class Difference(BaseModel):
-    """Options that differ between two jobs, and the effect of giving job `a` the values of job `b` for them alone."""
+    """Options that differ between two jobs, and the effect on job `a` if it takes the values of job `b` for these options only."""
 
     options: Annotated[dict[str, dict[str, Any]], Field(description="By option, the values `a` and `b`")]
     needed_bytes: Annotated[int | None, Field(description="The change of what one GPU needs")]
@@ -230,7 +230,7 @@ class OutOfMemory(BaseModel):
 
 
 class StepMoment(BaseModel):
-    """When in the step. Layers and steps count from 1."""
+    """A moment in the step. Layers and steps count from 1."""
 
     phase: MomentPhase
     layer: int | None
@@ -261,7 +261,7 @@ class Change(BaseModel):
 
 
 class CategoryDifference(BaseModel):
-    """A category that differs from the estimate, and the tensors that hold most of it."""
+    """A category that differs from the estimate, and the tensors that make up most of it."""
 
     category: str
     measured_bytes: Bytes
@@ -284,7 +284,7 @@ class Prediction(BaseModel):
 
 
 class Diagnosis(BaseModel):
-    """What filled a GPU's memory, when, and what makes the job fit. Changes start with the cheapest."""
+    """What filled a GPU's memory, at which moment, and changes that make the job fit, the cheapest first."""
 
     schema_version: Literal[1]
     file: str

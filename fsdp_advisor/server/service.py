@@ -68,7 +68,7 @@ class AnswerService:
             task.add_done_callback(lambda done: self._keep(key, done))
         else:
             self._answers.move_to_end(key)
-        return await asyncio.shield(task)  # one asker may leave while others wait
+        return await asyncio.shield(task)  # one client may disconnect while others wait
 
     def _keep(self, key: Hashable, task: asyncio.Task[Document]) -> None:
         failed = task.cancelled() or task.exception() is not None
@@ -80,7 +80,7 @@ class AnswerService:
     async def _compute(self, source: ModelSource, *rest: Any) -> Document:
         asked = [r for r in rest if isinstance(r, EstimateRequest)]
         must_record = source.must_record or any(map(needs_recording, asked))
-        if cache.installed_versions() is not None:  # without torch, the answer says what is missing
+        if cache.installed_versions() is not None:  # without torch, the answer itself says what is missing
             must_record |= any(lacks_tapes(name) for name in (source.name, *(r.model for r in asked)))
         source = replace(source, must_record=must_record)
         if source.config is None:

@@ -1,4 +1,4 @@
-"""What an operator can set: environment variables `FSDP_ADVISOR_...`, or the options of `fsdp-advisor serve`."""
+"""The server's settings: environment variables `FSDP_ADVISOR_...`, or the options of `fsdp-advisor serve`."""
 
 from __future__ import annotations
 

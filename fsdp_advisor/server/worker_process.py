@@ -24,7 +24,7 @@ Reply = tuple[Literal["result"], Any] | tuple[Literal["error"], ErrorPayload] | 
 def main() -> None:
     """Answer calls until standard input closes."""
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not get into the replies
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
     if len(sys.argv) > 1:
         limit_memory(int(sys.argv[1]))
     with contextlib.suppress(Exception):  # the first call will report it

@@ -52,7 +52,7 @@ class Worker:
                     stderr=subprocess.DEVNULL,
                     cwd="/",
                     env=environment(),
-                    start_new_session=True,  # Ctrl-C in a terminal goes to the server alone, which ends its workers
+                    start_new_session=True,  # Ctrl-C in a terminal reaches only the server, which ends its workers
                 )
             return self._process
 
@@ -100,7 +100,7 @@ class WorkerPool:
     """Worker processes, and the queue of calls that wait for one."""
 
     def __init__(self, workers: int, *, max_waiting: int, seconds: float, memory_bytes: int | None = None) -> None:
-        """`max_waiting` counts the calls that run as well; for the rest see `Worker`."""
+        """`max_waiting`: the largest number of calls that wait or run; for the others see `Worker`."""
         self._max_waiting, self._waiting = max_waiting, 0
         self._workers = [Worker(seconds=seconds, memory_bytes=memory_bytes) for _ in range(workers)]
         self._idle: SimpleQueue[Worker] = SimpleQueue()

@@ -2,7 +2,7 @@
 
 A drawing stands alone: its colours are presentation attributes for light paper. A page overrides them by the class of each
 shape. A drawing has a title, a description, and patterns as well as colours; it has no script, link or inline style. `width`
-is in CSS pixels. A narrow chart has another layout instead of smaller text.
+is in CSS pixels. A narrow chart has a different layout, not smaller text.
 """
 
 from fsdp_advisor.render.svg.accuracy import AccuracyPoint, accuracy

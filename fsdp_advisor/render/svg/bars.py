@@ -100,7 +100,7 @@ def _axis(scale: Scale, top: float, bottom: float, unit: str) -> list[str]:
 
 
 def _segments(key: str, bars: Sequence[tuple[Bar, float]], scale: Scale, height: float) -> list[str]:
-    """The bars, each at its y. Running totals are rounded, not parts, so that a bar is as long as its total."""
+    """The bars, each at its y. Running totals are rounded instead of single parts, so that a bar is as long as its total."""
     drawn = []
     for bar, y in bars:
         done = 0
@@ -141,7 +141,7 @@ def _total(bar: Bar) -> str:
 
 
 def _cut(verdict: str, width: float) -> str:
-    """The verdict as far as there is room for it; the page's table has all of it."""
+    """The verdict, cut to `width` pixels. The page's table has the whole text."""
     first, *rest = wrapped(verdict, width - 8, SMALL)
     return f"{first} …" if rest else first
 

@@ -82,7 +82,7 @@ def text(
     bold: bool = False,
     halo: bool = False,
 ) -> str:
-    """A line of text on its baseline, in the colour of `kind`. A `halo` covers the lines behind it."""
+    """A line of text on its baseline, in the colour of `kind`. A `halo` is a light edge that covers lines behind the text."""
     colour = {"ink": INK, "muted": MUTED, "good": GOOD, "bad": BAD, "accent": ACCENT}[kind]
     classes = [*([f"t-{kind}"] if kind != "ink" else []), *(["halo"] if halo else [])]
     return element(
@@ -157,7 +157,7 @@ def stroke(path: str, *, kind: str, width: float = 1.0, dash: str | None = None)
 
 
 def width_of(words: str, size: float = NORMAL, *, bold: bool = False) -> float:
-    """An estimate of the width of a text in pixels, on the safe side."""
+    """An estimate of the width of a text in pixels, rather too large."""
     return len(words) * size * _EM * (1.12 if bold else 1.0)
 
 

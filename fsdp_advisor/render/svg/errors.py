@@ -28,9 +28,9 @@ from fsdp_advisor.render.svg.elements import (
 from fsdp_advisor.render.svg.scale import Scale, power_ticks
 
 BANDS = (30, 15)
-"""Errors within so many percent are tinted."""
+"""The widths of the tinted bands, in percent of error."""
 BEYOND = 5.0
-"""The axes end at so many times the largest run."""
+"""The axes end at this multiple of the largest run."""
 _ROOM = 72.0
 """Pixels reserved for the label of a tick."""
 _RADIUS = 4.0
@@ -47,7 +47,7 @@ _UNSEEN = Fill(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorPoint:
-    """One run: its error (predicted / measured - 1), whether it judges the model, and what its estimate warns of."""
+    """One run: its error (predicted / measured - 1), whether it is held out to judge the model, and the caveats of its estimate."""
 
     label: str
     error_percent: float
@@ -82,7 +82,7 @@ _AXES = (
 def speed_errors(points: Sequence[ErrorPoint], *, width: int = 960, key: str = "speed-errors") -> str:
     """Three panels with the same errors, side by side, or below each other if `width` is small.
 
-    An error below zero: the run took longer than predicted. Marks that would overlap are moved apart.
+    A negative error means that the run took longer than predicted. Marks that would overlap are moved apart.
     """
     across = len(_AXES) if width >= 760 else 1
     left, gap, high = 40.0, 22.0, 250.0 if across > 1 else 190.0

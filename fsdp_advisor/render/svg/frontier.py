@@ -1,4 +1,4 @@
-"""Memory against throughput, and the candidates that nothing beats in both."""
+"""A chart of memory against throughput with the Pareto front."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _axes(xs: Scale, ys: Scale, height: float, unit: str) -> list[str]:
 
 
 def _dot(point: FrontierPoint, x: float, y: float, unit: str) -> str:
-    """A disc if it fits, else a ring, so that it can be read without colour. Its title is for those without a label."""
+    """A disc if the point fits, else a ring, so that the chart can be read without colour. Its title names points without a label."""
     kind, colour = ("accent", ACCENT) if point.fits else ("muted", "#57606c")
     said = f"{point.label}: {format_gib(point.memory_bytes)}, {point.throughput:,.0f} {unit}"
     ring = element(

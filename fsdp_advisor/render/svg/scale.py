@@ -47,7 +47,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def power_ticks(low: float, high: float, base: int, most: int) -> list[float]:
-    """Powers of `base` within low..high: all of them, or every second, third ... so that they are at most `most`.
+    """Powers of `base` within low..high: all of them, or every second, third ..., so that there are at most `most`.
 
     >>> power_ticks(35, 70_000, 2, 4), power_ticks(3e8, 4e11, 10, 4)
     ([64.0, 512.0, 4096.0, 32768.0], [1000000000.0, 10000000000.0, 100000000000.0])

@@ -1,4 +1,4 @@
-"""Compute and communication of one step, a lane each, against time."""
+"""A chart of one step's compute and communication over time, one lane each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _fills(kinds: Sequence[str]) -> dict[str, Fill]:
 def stream_timeline(spans: Sequence[Interval], *, label: str, width: int = 960, key: str = "streams") -> str:
     """A lane per stream, in the order of their first spans. A gap is time in which a stream waits.
 
-    There is one layout. Where it is wider than the page, it scrolls.
+    There is only one layout. If it is wider than the page, it scrolls.
     """
     lanes = list(dict.fromkeys(s.stream for s in spans))
     spans = [s for s in spans if s.end_seconds > s.begin_seconds]

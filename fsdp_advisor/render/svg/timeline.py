@@ -24,7 +24,7 @@ from fsdp_advisor.render.svg.scale import Scale, short, ticks
 from fsdp_advisor.units import GIB, format_gib
 
 NARROWEST_SECTION = 4.0
-"""Pixels: narrower sections are merged, because their ups and downs could not be seen."""
+"""Sections narrower than this number of pixels are merged, because their ups and downs could not be seen."""
 
 
 def memory_timeline(
