@@ -1,4 +1,4 @@
-"""Shared by all tests. Where CI=true a skipped test is a failure: a tool that a test needs must be installed."""
+"""Fixtures of all tests. With CI=true a skipped test is a failure, because every tool that a test needs must be installed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect no garbage while modules are imported, which takes a fifth of the time of the collection, and seldom afterwards."""
+    """Turn the garbage collector off while modules are imported, and make it run rarely afterwards. It takes a fifth of the time to
+    collect tests.
+    """
     gc.disable()
     try:
         return (yield)
@@ -68,7 +70,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def objects_of_other_modules() -> None:
-    """Recordings and simulations collect garbage before each step: they skip imported modules and collected tests, a million objects."""
+    """Freeze the objects of imported modules and collected tests (a million), so that the garbage collections before each recorded or
+    simulated step skip them.
+    """
     gc.collect()
     gc.freeze()
 
@@ -94,7 +98,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def client() -> Iterator[TestClient]:
-    """The application without a network, in this process, and one worker: tests ask one question after the other."""
+    """The application in this process, without a network and with one worker, because tests send one request after the other."""
     from fastapi.testclient import TestClient
 
     from fsdp_advisor.server import Settings, create_app
@@ -105,8 +109,8 @@ def client() -> Iterator[TestClient]:
 
 @pytest.fixture(scope="session")
 def torchao(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """torchao, which this process imports from the environment of rehearsals. Installed here, transformers would import it for each
-    model, and print that it has no kernels for CPUs.
+    """Make torchao importable from the environment of rehearsals. If it were installed here, transformers would import it for each
+    model, and print that it has no CPU kernels.
     """
     pytest.importorskip("torch")
     if importlib.util.find_spec("torchao") is not None:
@@ -143,7 +147,7 @@ def catalog_zip(recorded: Profile, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def home(catalog_zip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A catalog of one model, an empty cache, and nothing remembered from another test."""
+    """A home folder with a catalog of one model and an empty cache. In-memory caches are cleared."""
 
     def forget() -> None:
         for memory in (

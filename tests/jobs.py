@@ -1,4 +1,4 @@
-"""Plans over catalogued models, with the tape each of them replays: what tests of programs and their readers start from."""
+"""Plans for catalogued models, each with the tape that it replays: the input of tests of programs and their readers."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def peak_of(profile: Profile, tape: Tape, plan: Plan) -> StepPeak:
 
 
 def operations_of(profile: Profile, tape: Tape, plan: Plan, **options: Any) -> StepOperations:
-    """The allocator's operations; `options` as of `step_operations`."""
+    """The allocator's operations. `options`: the keywords of `step_operations`."""
     return step_operations(step_program(profile, tape, plan), plan.micro_batch_size, plan.seq_len, **options)
 
 
 def row_of_trl(**options: Any) -> StrategyEstimate:
-    """The only row of a small job of TRL with DDP on one H100."""
+    """The only row of a small TRL job with DDP on one H100."""
     job = {
         "gpu": "H100-80GB", "strategy": "ddp", "framework": "trl", "precision": "bf16-mixed", "seq_len": 64,
         "activation_checkpointing": "none",

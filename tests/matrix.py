@@ -1,4 +1,4 @@
-"""How much of a large matrix of cases the tests take: a part that covers every setting, or everything with `CASES=all`."""
+"""Selects the part of a large matrix of cases that the tests run: a part that covers every setting, or everything with `CASES=all`."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ T = TypeVar("T")
 
 ALL = os.environ.get("CASES") == "all"
 with_all_cases = pytest.mark.with_all_cases
-"""Marks a long test whose subject another test covers in part. It runs only with `CASES=all`."""
+"""Marks a long test that runs only with `CASES=all`, because another test covers a part of its subject."""
 
 
 DAY = int(os.environ.setdefault("DAY_OF_TESTS", str(datetime.date.today().toordinal())))
-"""Decides which cases have their turn. All processes of a run share it; `DAY_OF_TESTS` in the environment repeats another day's."""
+"""The number of the day, which selects the cases that have their turn. All processes of a run share it; set `DAY_OF_TESTS` to repeat
+the tests of another day.
+"""
 
 
 def in_turn(turn: int, of: int) -> pytest.MarkDecorator:
-    """Marks one of so many long tests that take turns, numbered from 0: one runs each day, and all with `CASES=all`."""
+    """Marks number `turn` (from 0) of `of` long tests that take turns: one of them runs each day, and all with `CASES=all`."""
     return pytest.mark.slow if DAY % of == turn else with_all_cases
 
 
 def of_today(cases: Sequence[T], days: int) -> Sequence[T]:
-    """A part of the cases, which are all run within so many days, or all with `CASES=all`."""
+    """The cases that have their turn today, so that all are run within `days` days; all of them with `CASES=all`."""
     return cases if ALL else cases[DAY % days :: days]
 
 
 def examples(count: int) -> int:
-    """How many examples hypothesis tries of so many: a third, or all with `CASES=all`."""
+    """The number of examples that hypothesis tries: a third of `count`, or all with `CASES=all`."""
     return count if ALL else count // 3
 
 
 def taken(part: Sequence[T], more: Sequence[T], days: int = 1) -> list[T]:
-    """The part, all of which is run within so many days, followed by the other cases if all are asked for."""
+    """The cases of `part` that have their turn today (all are run within `days` days); with `CASES=all` the whole `part` and `more`."""
     return [*of_today(part, days), *(more if ALL else ())]

@@ -27,11 +27,11 @@ GPT2 = "openai-community/gpt2-large"
 
 
 def no_clock(model: Resolved, plan: Plan, gpu: Gpu) -> None:
-    """A time model that knows no time."""
+    """A time model for which every step's time is unknown."""
 
 
 def clock(model: Resolved, plan: Plan, gpu: Gpu) -> float:
-    """Sharding costs a little, recomputation a third, offload five times; each micro-batch has a fixed cost."""
+    """Seconds of a step: sharding costs a little, recomputation a third, offload a factor of five; each micro-batch has a fixed cost."""
     per_token = 1e-4 * (1 + 0.05 * ("ddp", "zero1", "zero2", "zero3", "hsdp").index(plan.strategy))
     per_token *= 4 / 3 if plan.activation_checkpointing == "full" else 1
     per_token *= 5 if plan.offload != "none" else 1
@@ -60,7 +60,7 @@ def search_of(timer: Timer | None = clock, **options: Any) -> Search:
 
 @cache
 def advise(timer: Timer | None = clock, **options: Any) -> Recommendation:
-    """The recommendation for a job, which nothing changes: every test of the same job sees the same one."""
+    """The recommendation for a job. Tests of the same job share one object, so they must not change it."""
     request = make_request(options, RecommendRequest)
     model = resolve(request.model)
     return recommend_resolved(lazy_report(request.as_estimate, model), model, request, timer=timer)

@@ -2,11 +2,11 @@
 
     python tests/benchmarks/load.py [--seconds 10] [--connections 16] [--workers 2]
 
-A server is started on a free port of this machine and asked over kept connections, one request at a time on each:
+A server is started on a free port of this machine. Requests are sent over kept-alive connections, one at a time on each:
 
 - new: estimates of all strategies, no two the same;
 - repeated: the same 64 estimates again and again;
-- heavy: new estimates with reserved memory, recommendations and exports, while another connection asks for /healthz.
+- heavy: new estimates with reserved memory, recommendations and exports, while another connection requests /healthz.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SPACE: dict[str, tuple[object, ...]] = {
     "activation_checkpointing": ("none", "full"),
     "precision": ("bf16-mixed", "bf16"),
 }  # fmt: skip
-"""The options of which requests are made, at random."""
+"""The options from which random requests are made."""
 
 
 def new_estimates(seed: int, **fixed: object) -> Iterator[str]:
-    """Paths of estimates, each asked once."""
+    """Paths of estimates, each requested once."""
     seen, chance = set(), random.Random(seed)
     while True:
         job = {name: chance.choice(values) for name, values in SPACE.items()} | fixed
@@ -55,7 +55,7 @@ def repeated_estimates(seed: int) -> Iterator[str]:
 
 
 def heavy_requests(seed: int) -> Iterator[str]:
-    """Paths of requests that take long to answer, each asked once."""
+    """Paths of requests that take long to answer, each requested once."""
     for path in new_estimates(seed, reserved=True):
         query = path.partition("?")[2]
         yield path
@@ -65,7 +65,7 @@ def heavy_requests(seed: int) -> Iterator[str]:
 
 @dataclass
 class Measured:
-    """The outcome of one kind of requests."""
+    """The measurements of one kind of requests."""
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Measured:
 
 
 async def _ask(port: int, paths: Iterator[str], until: float, into: Measured, pause: float) -> None:
-    """Ask over one connection until the clock shows `until`."""
+    """Send requests over one connection until the time `until`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     while (begun := time.perf_counter()) < until:
         writer.write(f"GET {next(paths)} HTTP/1.1\r\nHost: localhost\r\nAccept-Encoding: gzip\r\n\r\n".encode())
@@ -96,7 +96,7 @@ async def _ask(port: int, paths: Iterator[str], until: float, into: Measured, pa
 async def measure(
     port: int, paths: Iterator[str], *, connections: int, seconds: float, health: bool = False
 ) -> tuple[Measured, Measured]:
-    """Ask for `paths`; and for /healthz every 20 ms, if `health`."""
+    """Request `paths`, and with `health` also /healthz every 20 ms. Returns the measurements of both."""
     asked, checked = Measured(seconds=seconds), Measured(seconds=seconds)
     until = time.perf_counter() + seconds
     tasks = [_ask(port, paths, until, asked, 0) for _ in range(connections)]

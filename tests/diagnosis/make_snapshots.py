@@ -1,4 +1,4 @@
-"""Write the snapshots in data/: PyTorch's own, of a small Llama or GPT-2, on a simulated GPU.
+"""Write the snapshots in data/. PyTorch itself makes them for a small Llama or GPT-2 on a simulated GPU.
 
     python tests/diagnosis/make_snapshots.py NAME OUTPUT
 
@@ -24,7 +24,7 @@ from fsdp_advisor.rehearsal.environment import environment
 
 @dataclass(frozen=True)
 class Case:
-    """A run: its GPU's bytes (None: enough), how many steps, which stacks, and whether it shards and checkpoints."""
+    """A run: the GPU's bytes (None: enough), the number of steps, the recorded stacks, and whether it shards and checkpoints."""
 
     gpu_bytes: int | None
     steps: int
@@ -96,7 +96,7 @@ def stacks_of(snapshot: Any) -> Any:
 
 
 def simulate(case: Case) -> None:
-    """Start this script again in the environment of a simulated GPU."""
+    """Run this script again in the environment of a simulated GPU."""
     memory = {} if case.gpu_bytes is None else {"REHEARSAL_TOTAL_BYTES": str(case.gpu_bytes)}
     variables = environment(Path(sys.executable), find_gpu("A100-40GB"), 1, outside={**os.environ, **memory})
     os.execve(sys.executable, [sys.executable, *sys.argv], variables)

@@ -1,4 +1,4 @@
-"""Jobs that cover every export: independent options are not multiplied with each other."""
+"""Jobs that cover every export. Independent options vary together instead of in all combinations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def job(of: Plan, **changes: Any) -> Job:
 
 
 def plans() -> Iterator[Plan]:
-    """All of strategy x backend x offload x device x precision x checkpointing x nodes; the other options take turns."""
+    """Plans with all combinations of strategy, backend, offload, device, precision, checkpointing and nodes; the other options take
+    turns.
+    """
     optimizers, steps, prefetches = cycle(get_args(OptimizerName)), cycle((1, 4)), cycle(("pre", "post", "none"))
     attentions = cycle(("sdpa", "eager", "flash_attention_2"))
     for offload, able in OFFLOADS.items():
@@ -73,4 +75,4 @@ def jobs(target: str) -> list[Job]:
     own = TARGETS[target].framework
     values = {"framework": own, "loss_code": FRAMEWORKS[own].default_loss}
     jobs = [replace(j, plan=replace(j.plan, **values)) if i % 2 else j for i, j in enumerate(found)]
-    return list(of_today(jobs, 5))  # no option of `plans` has a period of five
+    return list(of_today(jobs, 5))  # five, because no option of `plans` repeats with that period

@@ -67,9 +67,9 @@ TINY = SMALL | {
 LOADINGS = 3
 """Runs of each load case, of which the highest counts: on a busy machine the sampler may miss a peak, but never adds one."""
 DEVICE: dict[str, int] = {}
-"""Peak of the bytes that would be on a GPU, as a case measured it."""
+"""Peak of the bytes that would be on a GPU, measured by the current case."""
 ON_DEVICE = ("fsdp1_rank0", "fsdp2_every_rank", "fsdp2_scattered")
-"""Cases that measure it. It is the same in each run, and memory of the process is not measured then."""
+"""Cases that measure DEVICE. It is the same in each run, and the memory of the process is not measured meanwhile."""
 POLICY = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
 
 
@@ -119,12 +119,12 @@ class Host:
 
 
 class HighWaterMark:
-    """Memory added since the context was entered, at its peak. The kernel keeps it and misses none, but counts mapped pages of files."""
+    """Peak memory added since the context was entered. The kernel tracks this peak exactly, but includes mapped pages of files."""
 
     def __enter__(self) -> HighWaterMark:
         gc.collect()
         self._start = status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # resets the mark
+        Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's peak
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -197,7 +197,9 @@ def fsdp1_without_device_id(folder: Path) -> nn.Module:
 
 
 def fsdp1_rank0(folder: Path) -> nn.Module:
-    """Without the broadcast, which FSDP1 refuses for CPU modules. The storages that rank 1 allocates stand for the GPU's memory."""
+    """Load on rank 0, without the broadcast, which FSDP1 refuses for CPU modules. The storages that rank 1 allocates represent the
+    GPU's memory.
+    """
     model = loaded(folder) if dist.get_rank() == 0 else meta(folder)
     with StorageMeter() as meter:
         meter.begin("load")
@@ -225,7 +227,7 @@ def fsdp2_sharded(folder: Path) -> nn.Module:
 
 
 def fsdp2_every_rank(folder: Path) -> nn.Module:
-    """Cloning stands for the move to the GPU. All storages allocated from then on stand for the GPU's memory."""
+    """Load on every rank. Cloning represents the move to the GPU, and all storages allocated from then on the GPU's memory."""
     model = loaded(folder)
 
     def move(parameters: list[nn.Parameter], buffers: list[torch.Tensor], device: torch.device) -> None:
@@ -246,7 +248,7 @@ def fsdp2_every_rank(folder: Path) -> nn.Module:
 
 
 def fsdp2_scattered(folder: Path) -> nn.Module:
-    """accelerate's code for `cpu_ram_efficient_loading`. Cloning stands for rank 0's move to the GPU."""
+    """Load by accelerate's code for `cpu_ram_efficient_loading`. Cloning represents rank 0's move to the GPU."""
     full = loaded(folder).state_dict()
     model = fsdp2(meta(folder))
     accelerator = SimpleNamespace(is_main_process=dist.get_rank() == 0)
@@ -270,9 +272,9 @@ Optimizer = torch.optim.Optimizer | None
 
 
 def fsdp1_states(model: FSDP, optimizer: Optimizer) -> dict[str, Any]:
-    """State dicts of the current type. LOCAL_STATE_DICT has none of the optimizer, so each rank saves its own.
+    """State dicts of the current type. LOCAL_STATE_DICT has no state dict of the optimizer, so each rank saves its own states.
 
-    Cloning stands for the move to the host, which copies each gathered state.
+    Cloning represents the move to the host, which copies each gathered state.
     """
     states = {"model": model.state_dict()}
     if optimizer is not None:
@@ -283,7 +285,7 @@ def fsdp1_states(model: FSDP, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def save_fsdp1_full(model: FSDP, optimizer: Optimizer, out: Path) -> None:
-    """Without `offload_to_cpu`, which frees tensors in use if the model is on the CPU already."""
+    """Save a full state dict without `offload_to_cpu`, which would free tensors in use because the model is on the CPU already."""
     config = FullStateDictConfig(offload_to_cpu=False, rank0_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config, FullOptimStateDictConfig(rank0_only=True)):
         states = fsdp1_states(model, optimizer)

@@ -1,4 +1,4 @@
-"""What the tests of loading and of saving share."""
+"""A fixture of the tests of loading and saving."""
 
 from __future__ import annotations
 

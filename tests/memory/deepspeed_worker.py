@@ -1,6 +1,6 @@
 """One process of a real DeepSpeed run on the CPU: ``deepspeed_worker.py CASES OUT``; rank 0 writes what it keeps.
 
-Every live tensor storage is found through the garbage collector; what no attribute accounts for is listed as unknown.
+Every live tensor storage is found through the garbage collector; storages that belong to no known attribute are listed as unknown.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def tensors(thing: Any) -> Iterator[torch.Tensor]:
 
 
 def classify(engine: Any, case: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
-    """The tensors that DeepSpeed's attributes hold, by what they are."""
+    """The tensors in DeepSpeed's attributes, by category."""
     zero = engine.optimizer
     offloaded = case["offload"] != "none"
     steps = [s["step"] for s in zero.optimizer.state.values() if isinstance(s.get("step"), torch.Tensor)]
@@ -188,7 +188,7 @@ def optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Opti
 
 
 def settle() -> None:
-    """gloo's threads hold on to the tensors of a collective for a moment after it is done."""
+    """Wait, because gloo's threads keep the tensors of a collective alive for a moment after it is done."""
     gc.collect()
     time.sleep(0.02)
 
@@ -212,7 +212,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "steps_per_print": 10**9,
     }
     gc.collect()
-    gc.freeze()  # what is left is no part of this case: neither collected nor listed again
+    gc.freeze()  # remaining objects belong to earlier cases: do not collect or list them again
     before = set(storages())
     watch = Watch()
     with watch:
@@ -240,7 +240,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     del ids
     gc.collect()
     now = {key: n for key, n in storages().items() if key not in before}
-    # the first micro-batch records the trace of modules; what gloo lets go of late only adds
+    # skip the first micro-batch, which records the trace of modules; take the minimum, because gloo releases tensors late
     result: dict[str, Any] = {"step_high": min(steps[1:]), "gathered": (min(gathered[1:]), min(afterwards[1:]))}
     for name, group in classify(engine, case).items():
         keys = {t.untyped_storage()._cdata for t in group if isinstance(t, torch.Tensor)}
@@ -255,7 +255,9 @@ def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     skip_shm_operator()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    torch.compile(len)  # imports the compiler, as DeepSpeed's first engine would: what is frozen, collections skip
+    torch.compile(
+        len
+    )  # imports the compiler, as DeepSpeed's first engine would; frozen objects are skipped by collections
     results = [run(case) for case in cases]
     if torch.distributed.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))

@@ -1,4 +1,4 @@
-"""Published memory figures beside this package's. `PYTHONPATH=. python tests/memory/published_memory.py` prints the table."""
+"""Compares published memory figures with predictions. `PYTHONPATH=. python tests/memory/published_memory.py` prints the table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from fsdp_advisor.tapes import recorded_gpu_tape, tape_key_of
 
 DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published_memory.yaml").read_text())
 TOLERANCE = {"reserved": 0.05, "first step": 0.05, "allocated": 0.02}
-"""What a prediction is held to beside a run on a GPU."""
+"""The largest accepted relative error of a prediction, by kind of figure."""
 BERT = {
     "model_type": "bert", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
     "intermediate_size": 4096, "vocab_size": 30522,
@@ -47,7 +47,7 @@ BERT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A figure, and the code that it is of where that is not what the request says; see the head of the table."""
+    """A published figure with its request. Further fields describe code that differs from the request; see the head of the table."""
 
     name: str
     source: str
@@ -85,7 +85,7 @@ ROWS = tuple(Row(**row) for row in DATA["rows"])
 
 
 def request_of(options: dict[str, Any]) -> EstimateRequest:
-    """Of the models recorded here attention is that of the kernel, and the model itself checkpoints."""
+    """The request of a row. In models recorded here the attention is the kernel's, and the model itself checkpoints."""
     defaults = {
         "model": "1B", "strategy": "zero3", "backend": "fsdp2", "attention": "flash_attention_2", "micro_batch_size": 1,
     }  # fmt: skip
@@ -121,7 +121,7 @@ def lightning_model() -> Recorder:
 
 
 class KeepsOutputs(TransformersSource):
-    """A loop that has the model's outputs in a variable while it goes backward; accelerate has made them fp32."""
+    """A loop with the model's outputs in a variable during backward; accelerate has converted them to fp32."""
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         outputs = module(**batch)
@@ -161,7 +161,7 @@ def estimate_of(model: Resolved, request: EstimateRequest) -> StrategyEstimate:
 
 
 def reserved_by_the_first_step(model: Resolved, request: EstimateRequest) -> int:
-    """What is reserved when the first step ends."""
+    """Bytes reserved at the end of the first step."""
     assert model.profile is not None
     [plan] = plans(request, seq_len=request.seq_len or 1)
     gpu, _ = gpu_of(request)
@@ -182,7 +182,7 @@ def reserved_by_the_first_step(model: Resolved, request: EstimateRequest) -> int
 
 
 def with_gradients_through_forward(model: Resolved, request: EstimateRequest) -> int:
-    """What is allocated where `zero_grad` comes between forward and backward: forward is as it is where gradients accumulate."""
+    """Bytes allocated at the peak if `zero_grad` runs between forward and backward: during forward the old gradients are alive."""
     assert model.profile is not None
     [plan] = plans(request, seq_len=request.seq_len or 1)
     gpu, _ = gpu_of(request)

@@ -1,4 +1,4 @@
-"""Models as their published runs had them: the same operators in the same order, which is what memory hangs on.
+"""Models of published runs, with the same operators in the same order, because memory depends on these.
 
 torchtitan's Llama is not transformers' Llama: rotary embedding in complex fp32, keys and values repeated before
 attention, a norm of its own, checkpointing by operator, the loss outside the model. Source: pytorch/torchtitan,
@@ -93,7 +93,7 @@ NORMS: dict[Norm, Callable[[int], nn.Module]] = {"own": OwnNorm, "native": nn.RM
 
 
 def by_operator() -> Any:
-    """Attention and every second matrix product are kept, the rest is done again."""
+    """A checkpointing policy that keeps attention and every second matrix product, and recomputes the rest."""
     products: defaultdict[bool, int] = defaultdict(int)
     attention, product = torch.ops.fsdp_advisor.flash_attention.default, torch.ops.aten.mm.default
 
@@ -186,7 +186,7 @@ def recorder(config: Llama) -> Recorder:
 
 
 class Softmax(torch.autograd.Function):
-    """It saves its input beside its output, as PyTorch's own did up to 1.10.
+    """Softmax that saves its input in addition to its output, as PyTorch's did up to 1.10.
 
     Source: derivatives.yaml of that time, `self: _softmax_backward_data(grad, result, dim, self)`; pytorch/pytorch#64000, ended by
     pull 65242.
@@ -208,7 +208,7 @@ class Softmax(torch.autograd.Function):
 def _attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, dropout: float, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mask has the dtype of the parameters, so that scores are fp32 from here on under autocast too.
+    """BERT's attention. The mask has the dtype of the parameters, so after it scores are in fp32 even under autocast.
 
     Source: transformers 4.16, models/bert/modeling_bert.py, BertSelfAttention.forward.
     """

@@ -29,7 +29,7 @@ RESUMABLE = tuple(
 )
 """Cases of checkpoint_worker.py."""
 MMAP = "65536"
-"""glibc gives allocations of this size back to the kernel at once, so that memory of a process is what it holds."""
+"""glibc returns freed allocations of at least this size to the kernel at once, so that the process's memory equals its live allocations."""
 
 
 def llama(
@@ -92,7 +92,7 @@ def run_ranks(worker: Path, *arguments: str, ranks: int = RANKS, timeout_s: int 
 def as_ranks(main: Callable[[], None]) -> None:
     """Run `main` in forks of this process, one for each rank, and end with status 1 if one fails.
 
-    So the ranks share the imports, which take longer than what most of them do.
+    So the ranks share the imports, which take longer than most of their work.
     """
     children = []
     for rank in range(int(os.environ["WORLD_SIZE"])):

@@ -1,6 +1,6 @@
 """Write image_layouts.csv: the tokens and pixels of images by the processors of transformers themselves. Needs torchvision and pillow.
 
-The limits of pixels are those of the checkpoints, which the processors' classes do not have.
+The limits of pixels are those of the published checkpoints; the processors' classes lack them.
 """
 
 from __future__ import annotations

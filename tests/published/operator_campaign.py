@@ -26,7 +26,7 @@ RESULTS = HERE / "operators.csv"
 COLUMNS = ("id", "kernel", "provider", "settings", "version", "gpu", "measured_bytes", "rehearsed_bytes", "error")
 SOURCE = "linkedin/Liger-Kernel@ead96b61 benchmark/data"
 KERNELS = frozenset({"cross_entropy", "geglu", "swiglu", "tiled_geglu", "tiled_swiglu", "rms_norm", "rope"})
-"""Operators that a training step of this package has, or whose code transformers has."""
+"""Operators that occur in a training step that this package models, or in transformers' code."""
 GPUS = {
     "NVIDIA A100-SXM4-80GB": "A100-80GB",
     "NVIDIA GeForce RTX 4090": "RTX-4090",

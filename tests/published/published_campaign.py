@@ -94,7 +94,7 @@ def results_of(row: Measurement) -> list[Result]:
 
 
 def explained(result: Result) -> Result:
-    """The result with what explains its error, if it is above 3 %."""
+    """The result, with an explanation of its error if that is above 3 %."""
     if result.error is None or abs(result.error) <= NEEDS_EXPLANATION:
         return result
     return replace(result, note=EXPLAINED.get((result.id, result.figure), ""))
@@ -107,11 +107,11 @@ _FIGURES = {
     "memory": "memory_bytes",
     "tokens/s": "tokens_per_second_per_gpu",
 }
-"""Figures, and the names of what is measured. `memory`: the source does not say which; it is compared with reserved bytes."""
+"""Figure -> key of its measurement. `memory`: the source does not say which kind; it is compared with reserved bytes."""
 
 
 def _predicted(found: StrategyEstimate, job: Mapped, figure: str) -> tuple[float | None, str]:
-    """The prediction of a figure, and a note: why there is none, or what explains its error."""
+    """(prediction of a figure, note). The note says why there is no prediction, or explains its error."""
     comparable = job.only_if_peak_in in (None, found.peak_phase)
     value: float | None
     if figure == "allocated":

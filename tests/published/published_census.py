@@ -28,7 +28,7 @@ COLUMNS = ("source", "outcome", "reason", "rows", "ids")
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Rows of one source with one outcome. `reason`: what is missing; empty if the rows are predicted."""
+    """Rows of one source with one outcome. `reason`: the feature or fact that is missing; empty if the rows are predicted."""
 
     source: str
     outcome: str
@@ -43,7 +43,7 @@ class Line:
 
 
 def outcome_of(results: Iterable[Result]) -> tuple[str, str]:
-    """Whether a figure of a row of `results.csv` is compared with a prediction, and if none is, why."""
+    """(outcome, reason) of the results of one row: whether a figure is compared with a prediction, and if none is, why."""
     found = list(results)
     if any(result.error is not None for result in found):
         return PREDICTED, ""
@@ -78,7 +78,7 @@ def census(rows: Iterable[Mapping[str, Any]]) -> list[Line]:
 
 
 def source_of(row: Mapping[str, Any]) -> str:
-    """The repository or paper, and of large repositories the page.
+    """The repository or paper of a row; for large repositories also the page.
 
     >>> source_of({"source": "pytorch/ao@36027d82d torchao/optim/README.md (CPU offload)"})
     'pytorch/ao: torchao/optim/README.md'
@@ -93,7 +93,7 @@ def source_of(row: Mapping[str, Any]) -> str:
 
 
 def rehearsed_ids() -> dict[str, str]:
-    """The numbers of rows that are rehearsed, and of each why it is not predicted."""
+    """Number of a row that is rehearsed -> why it is not predicted."""
     with REHEARSED.open(newline="") as file:
         runs = [line["id"][1:] for line in csv.DictReader(file)]
     return {
@@ -103,7 +103,7 @@ def rehearsed_ids() -> dict[str, str]:
 
 
 def missing(row: Mapping[str, Any]) -> str:
-    """What keeps `estimate` from the job of a row, from what the source states about it."""
+    """The reason why `estimate` cannot describe the job of a row, derived from the facts that the source states."""
     for found in _REASONS:
         if reason := found(row):
             return reason
@@ -119,7 +119,7 @@ def _by_source(row: Mapping[str, Any]) -> str:
 
 
 def _parallelism(row: Mapping[str, Any]) -> str:
-    """Axes that `estimate` lacks. `ep`: experts that are divided between ranks."""
+    """The axes of parallelism in a row that `estimate` lacks. `ep`: experts are divided among ranks."""
     axes = [name for name in ("tp", "pp", "cp", "ep") if (row.get("parallel") or {}).get(name, 1) > 1]
     if not axes:
         return ""
@@ -198,7 +198,7 @@ _OF_SOURCES = {
     "NVIDIA-NeMo/Automodel@263fcb145": "expert and pipeline parallelism are not modelled",
     "NVIDIA-NeMo/Automodel@77f112399": "expert parallelism (HybridEP) is not modelled",
 }
-"""What is missing in all rows of a source, by the first words of their `source`."""
+"""First words of `source` -> what is missing in all rows of that source."""
 _OF_ROWS = {
     "0422": "experts in Transformer Engine with DeepEP, which are not modelled",
     "0476": _TWO_GPUS,

@@ -1,4 +1,4 @@
-"""Training code as published runs had it, where it allocates other tensors than the installed versions.
+"""Training code of published runs that allocates other tensors than the installed versions.
 
 A `Variant` changes what happens between a model's hidden states and its loss; the layers are those of the installed versions.
 """
@@ -104,7 +104,7 @@ class OlderGptqLinear(GptqLinear):
 
 
 class _Product(torch.autograd.Function):
-    """The weight is dequantized in forward and again in backward, in the dtype of the job, which is that of the input."""
+    """A product whose weight is dequantized in forward and again in backward, to the input's dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, qweight: torch.Tensor, out_features: int) -> torch.Tensor:
@@ -141,7 +141,7 @@ def shifted_loss(
 
 
 def model_with(name: str, adaptation: Adaptation, variant: Variant) -> Resolved:
-    """The model as a run with this code had it. Its tapes are recorded when they are needed, and kept in this process."""
+    """The model with the code of a published run. Its tapes are recorded when they are needed, and kept in this process."""
     if variant == INSTALLED:
         return resolve(name)
     return _recorded(name, json.dumps(adaptation.as_dict(), sort_keys=True), variant)

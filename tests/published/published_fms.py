@@ -44,7 +44,7 @@ class FmsRun:
 
     @property
     def random_data(self) -> bool:
-        return False  # the script writes its own
+        return False  # the command writes its own configuration
 
     @property
     def gpus(self) -> int:

@@ -1,7 +1,7 @@
 """Published measurements of training runs, each as the job that it was: the keywords of `estimate`, and the code that ran.
 
-`measurements.json` states facts: what the source says about the job, what was measured, and where. The functions here say what the
-source's code makes of it. A job that cannot be estimated is `Unmapped`, with the reason.
+`measurements.json` has facts: the source's statements about the job, what was measured, and where. The functions here translate them to
+options, according to the source's code. A job that cannot be estimated is `Unmapped`, with the reason.
 """
 
 from __future__ import annotations
@@ -533,4 +533,4 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "reserved",
     ): "found: the run has 78.72 GiB of the GPU's 79.15, where the allocator keeps what it has until its cache is empty",
 }
-"""What explains an error above 3 %, by row and figure: the tensor that was found, or what the source lacks to find it."""
+"""(row, figure) -> explanation of an error above 3 %: the tensor that causes it, or the facts that the source lacks."""

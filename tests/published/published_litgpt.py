@@ -48,7 +48,7 @@ class LitgptRun:
 
     @property
     def words(self) -> list[str]:
-        """The arguments of `litgpt finetune_lora` after the checkpoint: what the YAML file says."""
+        """The arguments of `litgpt finetune_lora` after the checkpoint, from the YAML file."""
         return [
             "--precision", "bf16-true",
             *(["--quantize", self.quantize] if self.quantize else []), "--lora_r", str(self.rank),
@@ -105,7 +105,7 @@ _TABLE_ROWS = (
     ("n0991", "Llama-2-13b-hf", "bnb.nf4", 1, 1304, 23.14),
     ("n0992", "Llama-2-13b-hf", "bnb.nf4-dq", 1, 1304, 22.55),
 )
-"""Of the table of October 2023, on an A100: id, model, quantization, micro-batch, length, gigabytes."""
+"""Rows of the table of October 2023, on an A100: id, model, quantization, micro-batch, length, gigabytes."""
 LITGPT = (
     *(
         LitgptRun(
@@ -122,4 +122,4 @@ LITGPT = (
         for name, model, quantize, micro_batch, length, gigabytes in _TABLE_ROWS
     ),
 )  # fmt: skip
-"""All rows of LoRA and QLoRA on one GPU that did not run out of memory, but for Falcon 40B and Adapter in the table."""
+"""All runs of LoRA and QLoRA on one GPU that did not run out of memory, without Falcon 40B and Adapter."""

@@ -2,9 +2,9 @@
 
 PYTHONPATH=. python tests/published/rehearsed_campaign.py FAMILY PYTHON [ID ...]
 
-FAMILY is one of RUNS. PYTHON is that of its environment, which README.md describes. `rehearsed.csv` beside this file gets each
-result as the run ends, and without IDs only runs without a result are rehearsed: a campaign that was interrupted goes on. On two
-cores a run takes half a minute.
+FAMILY is one of RUNS. PYTHON is the interpreter of its environment, which README.md describes. Each result is written to `rehearsed.csv`
+next to this file when the run ends. Without IDs only runs without a result are rehearsed, so an interrupted campaign can be continued. A
+run takes half a minute on two cores.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ SMALL = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "n_group", "topk_group"), 2),
     "first_k_dense_replace": 1,
 }
-"""The values that are set where the configuration's class has them."""
+"""Values that are set if the configuration's class has their keys."""
 HEAD = {"head_dim": 128}
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 GLM_ROPE = {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
@@ -102,7 +102,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"]},
     "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"]},
 }  # fmt: skip
-"""What single architectures need besides: values that their classes leave to the configuration, or that two layers contradict."""
+"""Further values for single architectures: values that their classes do not set, or that contradict having two layers."""
 REGISTERED = {
     "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked-lm": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -113,7 +113,7 @@ REGISTERED = {
     "image-classification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     "image-text-to-text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
-"""By task, the class of each model type."""
+"""Task -> model type -> class."""
 _PARTS = (
     "text_config",
     "decoder",
@@ -178,7 +178,7 @@ def small_config(model_type: str) -> dict[str, Any]:
     values: dict[str, Any] = {"model_type": model_type}
     for name, value in SMALL.items():
         own = getattr(kind, "attribute_map", {}).get(name, name)
-        is_depth = own != "num_stages"  # of ConvNeXt, whose stages have lists of widths
+        is_depth = own != "num_stages"  # ConvNeXt's stages have lists of widths
         if name in names and is_depth and isinstance(plain.get(own), int) and plain[own] > value:
             values[own] = value
     kinds = plain.get("layer_types")
@@ -195,9 +195,7 @@ def small_config(model_type: str) -> dict[str, Any]:
 def task_config(task: str, model_type: str) -> dict[str, Any]:
     """`small_config` with the class of the task."""
     values = small_config(model_type) | {"architectures": [_class(task, model_type)]}
-    if (
-        "seq2seq" in task and model_type not in COMPOSED
-    ):  # their code needs tokens that some classes leave to the configuration
+    if "seq2seq" in task and model_type not in COMPOSED:  # their code needs special tokens that some classes do not set
         defaults = transformers.AutoConfig.for_model(model_type)
         values |= {name: token for name, token in _TOKENS.items() if getattr(defaults, name, None) is None}
     return values | {"is_decoder": True} if task == "causal-lm" else values
@@ -264,7 +262,7 @@ def _task_of(config: Mapping[str, Any], task: str) -> str:
 
 
 def _differences(recorder: Recorder, tape: Tape, plan: Plan) -> tuple[dict[str, int], int]:
-    """Predicted less simulated bytes of each phase that differs, and the simulated peak."""
+    """(phase that differs -> predicted minus simulated bytes, simulated peak bytes)."""
     predicted = peak_of_step(recorder.profile, tape, plan).phase_peaks
     found = simulate(recorder.source, plan).phase_peaks
     off = {phase: predicted[phase] - n_bytes for phase, n_bytes in found.items() if predicted[phase] != n_bytes}
@@ -335,7 +333,7 @@ def main() -> None:
     options = parser.parse_args()
     lines = {line.name: line for line in (read() if RESULTS.exists() else [])}
     gc.collect()
-    gc.freeze()  # a collection, of which each step takes one, skips what is imported
+    gc.freeze()  # each step collects garbage: skip the objects of imported modules
     for task in REGISTERED:
         for model_type in architectures(task):
             name = f"{task}/{model_type}"

@@ -1,4 +1,4 @@
-"""Rehearsals run in an environment with PyTorch's CUDA build, whose Python the variable REHEARSAL_PYTHON names."""
+"""Fixtures for rehearsals. They run in an environment with PyTorch's CUDA build; the variable REHEARSAL_PYTHON names its Python."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ def rehearsal_python() -> Path:
 def warm(rehearsal_python: Path) -> Iterator[Warm]:
     started = Warm(rehearsal_python)
     yield started
-    started.process.communicate()  # its input ends
+    started.process.communicate()  # closes its input, which ends it
 
 
 @pytest.fixture(scope="session")
 def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A function that runs a script on one simulated H100 and returns what it found. With variables it has a process of its own."""
+    """A function that runs a script on one simulated H100 and returns the script's JSON result. With variables the script gets a new
+    process.
+    """
 
     def started(script: str, *words: str, **variables: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("run")
@@ -58,7 +60,7 @@ def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="session")
 def run_on_ranks(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A function that runs a script on each of `gpus` simulated H100s and returns what rank 0 found."""
+    """A function that runs a script on each of `gpus` simulated H100s and returns the JSON result of rank 0."""
 
     def started(script: str, *words: str, gpus: int) -> dict[str, Any]:
         printed = warm.run_ranks(script, words, tmp_path_factory.mktemp("ranks"), gpus)
@@ -71,7 +73,7 @@ def run_on_ranks(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def predicts_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rehearsals run `estimate` in this process, which has imported PyTorch already. Otherwise they start a process for it."""
+    """Make rehearsals run `estimate` in this process, which has already imported PyTorch, instead of in a new one."""
 
     def predict(options: Mapping[str, str], variables: Mapping[str, str]) -> Prediction:
         printed = io.StringIO()

@@ -1,4 +1,4 @@
-"""What the tests of trainers on simulated GPUs share. Settings are the trainer's, options those of an estimate."""
+"""Helpers for tests of trainers on simulated GPUs. Settings are the trainer's, options are those of an estimate."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rehearses small jobs on several versions of PyTorch: `PYTHONPATH=. python tests/rehearsal/torch_versions.py PYTHON...`.
 
-Each PYTHON is that of an environment like the one of the tests of rehearsals, with another version of torch and triton. The results
-go to torch_versions.csv beside this file. Without the rows of a version and job there, the job is rehearsed.
+Each PYTHON is that of an environment like the one of the tests of rehearsals, with another version of torch and triton. The results go to
+torch_versions.csv next to this file. Jobs that have a row for the version there are not rehearsed again.
 """
 
 from __future__ import annotations

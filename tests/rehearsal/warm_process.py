@@ -31,7 +31,7 @@ class Warm:
     def run(
         self, script: str, words: Sequence[str], folder: Path, ranks: Sequence[Mapping[str, str]] = ({},), gpus: int = 1
     ) -> str:
-        """What the ranks of a script print. They run in the folder and see as many GPUs."""
+        """The output of the ranks of a script. They run in `folder` and see `gpus` GPUs."""
         assert self.process.stdin is not None and self.process.stdout is not None
         machine = self._machine(gpus) | {"HF_HOME": str(folder)}
         job = [str(SCRIPTS / script), words, str(folder), [{**machine, **variables} for variables in ranks]]
@@ -41,7 +41,7 @@ class Warm:
         return "".join((folder / f"{rank}.out").read_text() for rank in range(len(ranks)))
 
     def run_ranks(self, script: str, words: Sequence[str], folder: Path, gpus: int) -> str:
-        """What the ranks of a script print, one for each of so many GPUs of one node."""
+        """The output of the ranks of a script, one rank for each of `gpus` GPUs of one node."""
         port = free_port()
         return self.run(script, words, folder, [variables_of(rank, gpus, gpus, port) for rank in range(gpus)], gpus)
 

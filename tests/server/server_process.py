@@ -1,4 +1,4 @@
-"""A real server in a process of its own, and raw bytes to and from it."""
+"""A real server in a separate process, and raw bytes to and from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import httpx
 import psutil
 
 SECONDS = 600.0
-"""Within this time everything happens that a test waits for, also on a busy machine."""
+"""The longest time that a test waits for anything, even on a busy machine."""
 
 
 @dataclass(frozen=True)

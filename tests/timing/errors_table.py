@@ -30,7 +30,7 @@ def compared() -> list[tuple[Row, StepTime]]:
 
 
 def table() -> str:
-    """One line per published run that can be said, as CSV."""
+    """The table as CSV: one line per published run that `estimate` can describe."""
     out = io.StringIO()
     writer = csv.DictWriter(out, published.COLUMNS, lineterminator="\n")
     writer.writeheader()

@@ -1,7 +1,7 @@
-"""The published runs in the tool's words: each as (profile, tape, plan, GPU, network), or the reason why it cannot be said.
+"""The published runs as inputs of the time model (profile, tape, plan, GPU, network), or the reason why a run has no such input.
 
-`published.json` holds the rows as published, with their sources; `profiles.zip` the models that the catalog has not, recorded
-from their published architecture by `python tests/timing/record.py`.
+`published.json` has the rows as published, with their sources; `profiles.zip` has the models that the catalog lacks, recorded from their
+published architecture by `python tests/timing/record.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TUTORIAL_GPUS = "deepspeedai/DeepSpeed docs/_tutorials"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One published run that can be said."""
+    """One published run as an input of the time model."""
 
     id: str
     source: str
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def job(self) -> tuple[str, ...]:
-        """What two rows of one source share when they differ in their strategy or checkpointing alone."""
+        """A key that is equal for two rows of one source that differ only in strategy or checkpointing."""
         p = self.plan
         sizes = (p.micro_batch_size, p.seq_len, p.world_size, p.gradient_accumulation_steps)
         return (self.source, self.model, self.gpu.name, p.precision, *map(str, sizes))
@@ -70,7 +70,7 @@ def published() -> list[dict[str, Any]]:
 
 
 def unsayable(row: dict[str, Any]) -> str | None:
-    """Why a row cannot be said in the tool's words, or None."""
+    """Why a row cannot be an input of the time model; None if it can."""
     measured = row["measured"]
     if not any(measured.get(k) for k in ("tokens_per_s_per_gpu", "seconds_per_step")):
         return "no speed was measured"
@@ -89,7 +89,7 @@ def unsayable(row: dict[str, Any]) -> str | None:
 
 
 def said() -> tuple[Row, ...]:
-    """All rows that can be said."""
+    """All rows that can be inputs of the time model."""
     return tuple(_row(row) for row in published() if unsayable(row) is None)
 
 
@@ -126,7 +126,7 @@ def plan_of(row: dict[str, Any]) -> tuple[Plan, str]:
     if checkpointing == "selective":
         checkpointing += " " + ("layer" if "layer" in row["activation_checkpointing"] else "op")
     if row["source"].startswith("huggingface/blog"):
-        checkpointing = "full"  # not told; without it micro-batch 8 needs more than 80 GB
+        checkpointing = "full"  # not stated; without it micro-batch 8 needs more than 80 GB
     precision = {"fp32": "fp32", "fp16": "fp16-mixed"}.get(re.split(r"[ ,(]", row["precision"])[0], "bf16-mixed")
     found = re.search(r"[Gg]radient accumulation (\d+)", row["notes"])
     steps = int(found[1]) if found else 1
@@ -201,7 +201,7 @@ def _jean_zay(gpu: Gpu) -> Link:
 
 
 def config_of(row: dict[str, Any]) -> dict[str, Any] | None:
-    """The transformers configuration of a model that the catalog has not; None where it has, or where it is none."""
+    """The transformers configuration of a model that the catalog lacks; None if the catalog has the model, or it has no configuration."""
     model, arch = row["model"], row["arch"] or {}
     if model in CATALOG or "lightning" in model or model.startswith("bert"):
         return None
@@ -224,7 +224,7 @@ def config_of(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def key_of(row: dict[str, Any]) -> str:
-    """The recorded profile's name in `profiles.zip`."""
+    """The name of the row's recorded profile in `profiles.zip`."""
     config = config_of(row)
     if config is None:
         return "bert-large-classification" if row["model"].startswith("bert") else "lightning-transformer"
@@ -270,7 +270,7 @@ def _tape(profile: Profile, plan: Plan, checkpointing: str) -> Tape:
             segments.append(without)
         elif checkpointing == "selective layer":  # every second layer
             segments.append(_mixed(without, fully, 0.5, 0.5, 0.5))
-        else:  # per operator: every second product and all of attention are kept, the rest is done again
+        else:  # per operator: every second product and all of attention are kept, the rest is recomputed
             segments.append(_mixed(without, fully, 0.5, 0.0, 1.0))
     assert forward
     return Tape(none.sizes, tuple(segments))

@@ -1,4 +1,4 @@
-"""Which published runs the constants of the time model may be chosen on, which judge it, and which are older than what it models.
+"""Divides the published runs into those on which constants of the time model may be chosen, those that judge it, and older ones.
 
 Fitted and judged runs were divided before any constant was chosen, by source and not by row, so that both parts had V100, A100 and H100,
 PyTorch's and DeepSpeed's engines, one node and many, with and without activation checkpointing and offload. The older runs, all that were
@@ -19,7 +19,7 @@ FITTED = (
 """Sources on which constants may be chosen, by the beginning of their names. All others judge."""
 
 OLDER = ("mosaicml/llm-foundry", "H100")
-"""The runs whose libraries are older than those of which a GPU's rates are: llm-foundry's on H100s, with PyTorch 2.1 of 2023.
+"""The runs whose libraries are older than those with which a GPU's rates were measured: llm-foundry's on H100s, with PyTorch 2.1 of 2023.
 
 Hopper's rates are measured with PyTorch 2.11 and CUDA 13. torchtitan's H100s of 500 W became faster, too: eight of them trained Llama 3 8B,
 compiled, at 6,667 tokens per second and GPU in December 2024 and at 7,890 in 2026 (pytorch/torchtitan pull 3429).

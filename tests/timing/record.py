@@ -1,4 +1,4 @@
-"""Records the models of the published runs that the catalog has not, into `profiles.zip`. Run: python tests/timing/record.py"""
+"""Records the models of the published runs that the catalog lacks, into `profiles.zip`. Run: python tests/timing/record.py"""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def lightning() -> ModuleSource:
 
 
 class BertSource(TransformersSource):
-    """BERT with a classification head, as the benchmark of transformers' documents has it."""
+    """BERT with a classification head, as in the benchmark of transformers' documentation."""
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         import transformers

@@ -11,7 +11,7 @@ CONFIGS = small_models(
     vocabulary=1024, llama={"vocab_size": 1000}, mistral={"sliding_window": None}, gpt2={"vocab_size": 515, "n_positions": 256}
 )  # fmt: skip
 MODELS = ("llama", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "falcon", "gpt2", "bert", "t5")
-NEEDED: dict[str, dict[str, str]] = {  # without a default of PEFT's, or without sdpa
+NEEDED: dict[str, dict[str, str]] = {  # options of methods without a default in PEFT, or of models without sdpa
     "mixtral": {"lora_target_modules": "q_proj,v_proj"},
     "phi3": {"lora_target_modules": "qkv_proj"},
     "gemma2": {"attention": "eager"},
@@ -59,17 +59,19 @@ SHARING: tuple[dict[str, Any], ...] = (
 
 
 def _sharding(method: dict[str, Any]) -> Case:
-    """FSDP2 as the method can be trained with it: AdaLoRA reads its matrices after the forward."""
+    """The options of FSDP2 with which the method can be trained. AdaLoRA reads its matrices after the forward, so they must stay
+    gathered.
+    """
     return ENGINES[3] if method["peft_type"] == "ADALORA" else ENGINES[2]
 
 
 def _flattens(case: Case) -> bool:
-    """Whether FSDP1 can flatten the units: adapters are in fp32."""
+    """Whether FSDP1 can flatten the case's units, although adapters are in fp32."""
     return case.get("backend") != "fsdp1" or not {"bf16", "bfloat16"} & {case.get("precision"), case.get("dtype")}
 
 
 def _lora() -> list[Case]:
-    """Each architecture with each engine; the variations take turns."""
+    """Cases of LoRA: each architecture with each engine; the variations take turns."""
     cases = []
     for m, model in enumerate(MODELS):
         for e, engine in enumerate(ENGINES):

@@ -19,7 +19,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Bytes by phase of one steady step of rank 0, of PyTorch's own code around PEFT's model, and predicted."""
+    """Bytes by phase of one steady step of rank 0: simulated by PyTorch's own code around PEFT's model, and predicted."""
 
     simulated: Mapping[str, int]
     predicted: Mapping[str, int]

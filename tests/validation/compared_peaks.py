@@ -1,4 +1,4 @@
-"""Peaks of a job's step as predicted and as PyTorch's own engines have them under fake tensors. Needs torch."""
+"""Peaks of a job's step, predicted and simulated by PyTorch's own engines under fake tensors. Needs torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PhasePeaks = Mapping[str, int]
 def tape_for(model: Resolved, plan: Plan) -> Tape:
     """The tape of the plan's own micro-batch and length. With `CASES=all`, the tape for any, if there is one.
 
-    A tape for GPUs is not needed here, and a tape for any takes about four times as long.
+    GPU tapes are not needed here, and recording a tape for any batch takes about four times as long.
     """
     assert model.profile is not None
     key = tape_key_of(plan, model.profile)
@@ -38,7 +38,7 @@ def tape_for(model: Resolved, plan: Plan) -> Tape:
 
 
 def predicted_and_simulated(request: EstimateRequest) -> tuple[PhasePeaks, PhasePeaks]:
-    """Bytes by phase of one steady step of rank 0: as predicted, and around the whole model."""
+    """Bytes by phase of one steady step of rank 0: predicted, and simulated with the whole model."""
     plan, model = _job(request)
     profile = model.profile
     assert profile is not None

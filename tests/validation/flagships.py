@@ -35,7 +35,8 @@ FIT_UNDER_DDP = (
     "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
 )  # fmt: skip
 """Language models whose DDP step fits on a GPU of 288 GB. Multimodal models fail under DDP in a step on text alone, because their towers
-get no gradient."""
+get no gradient.
+"""
 CASES = [("fsdp2", model) for model in MODELS] + [("ddp", model) for model in FIT_UNDER_DDP]
 _FSDP2 = Plan(
     strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=64), precision="bf16-mixed", micro_batch_size=1, seq_len=2048
@@ -103,7 +104,7 @@ def main() -> None:
         try:
             attention, expected = predicted(model, backend)
             lines[case] = simulated(model, backend, attention)
-        except Exception as error:  # the others go on
+        except Exception as error:  # continue with the others
             print(model, backend, type(error).__name__, str(error)[:300], flush=True)
             continue
         off = {phase: n - lines[case].phase_peaks[phase] for phase, n in expected.items()}

@@ -39,7 +39,7 @@ class Case:
 
     @property
     def settings(self) -> dict[str, Hashable]:
-        """What decides which code runs, as values by name. Sizes and world size are left out."""
+        """The values, by name, that decide which code runs. Sizes and world size are left out."""
         return {
             "engine": (self.backend, self.strategy),
             "precision": self.precision,
@@ -65,7 +65,9 @@ def plan_of(case: Case) -> Plan:
 
 
 DEEP = 13
-"""Layers from which a model is simulated with fewer of its equal layers, unless `CASES=all`: the time grows with the layers."""
+"""Models with at least this many layers are simulated with fewer of their equal layers, because the time grows with the layers. With
+`CASES=all` they keep all.
+"""
 
 
 def of_case(profile: Profile) -> Profile:
@@ -113,7 +115,7 @@ TORCH = [
     Case(PYTHIA, "ddp", "ddp", 2, 2, 256, "fp32", optim="schedule_free_adamw"),
     Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, "bf16", optim="schedule_free_sgd"),
 ]
-"""Of PyTorch's own engines."""
+"""Cases of PyTorch's own engines."""
 
 FRAMEWORKS = [
     Case(TINY, "fsdp2", "zero2", 7, 2, 512, "bf16", framework="accelerate"),
@@ -123,7 +125,7 @@ FRAMEWORKS = [
     Case(WHISPER, "ddp", "ddp", 2, 2, 448, "fp32", framework="trainer"),
     Case(BERT, "ddp", "ddp", 2, 4, 512, attention="eager", framework="accelerate"),
 ]
-"""Of the engines as accelerate and the Trainer call them, and of wrapping the whole model."""
+"""Cases of the engines under accelerate and the Trainer, and of wrapping the whole model."""
 
 MORE_TORCH = [
     Case(TINY, "fsdp2", "zero3", 2, 1, 128),

@@ -40,7 +40,7 @@ def small_models(*, vocabulary: int, layers: int = 4, **more: Mapping[str, Any])
 
 
 def name_of(case: Case) -> str:
-    """The case as pytest shows it."""
+    """The name of a case in pytest's output."""
     return " ".join(value if name == "model" else f"{name}={value}" for name, value in case.items())
 
 

@@ -1,4 +1,4 @@
-"""One server and one browser for all browser tests; where CI=true a missing browser fails, elsewhere it skips."""
+"""One server and one browser for all browser tests. With CI=true a missing browser is a failure, elsewhere the tests are skipped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(chromium: Any, address: str) -> Iterator[Callable[..., Any]]:
-    """Opens a path in a context of its own; what its console says and what fails to load ends the test in failure."""
+    """A function that opens a path in a new browser context. Console messages and failed loads make the test fail."""
     contexts, complaints = [], []
 
     def opened(path: str = "/", *, width: int = 1280, height: int = 900, status: int = 200, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A real browser and a real server: what the page's tests and the README's screenshots share."""
+"""A real browser and a real server for the page's tests and the README's screenshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages that tests ask for, and what their HTML says."""
+"""Requests pages, and parses their HTML."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Reader(HTMLParser):
 
     VOID = frozenset({"meta", "link", "input", "br", "col", "img"})
     MAY_STAY_OPEN = frozenset({"option", "tr", "td", "th"})
-    """HTML ends them where the next begins or their parent ends."""
+    """Elements that HTML closes automatically when the next one begins or their parent ends."""
 
     def __init__(self) -> None:
         super().__init__()

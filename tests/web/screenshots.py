@@ -48,7 +48,7 @@ def shoot(chromium: Browser, url: str, shots: Sequence[Shot], folder: Path) -> l
 
 
 def main(folder: Path) -> None:
-    """Every shot of the page itself, served and looked at on this machine."""
+    """Take every screenshot, of a server on this machine."""
     with server() as address, browser() as chromium:
         for path in shoot(chromium, address + QUERY, SHOTS, folder):
             print(f"{path}: {path.stat().st_size / 1000:.0f} kB")

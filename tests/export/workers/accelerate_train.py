@@ -42,4 +42,4 @@ if accelerator.is_main_process:
     }
     Path(sys.argv[2]).write_text(json.dumps(found))
 accelerator.wait_for_everyone()
-os._exit(0)  # DeepSpeed over gloo sometimes aborts while the interpreter takes it down
+os._exit(0)  # DeepSpeed over gloo sometimes aborts during a normal exit

@@ -1,4 +1,4 @@
-"""Patches accelerate to take each CPU process over gloo for a GPU rank. Import it before creating any arguments.
+"""Patches accelerate to treat each CPU process over gloo as a GPU rank. Import it before creating any arguments.
 
 accelerate shards only on accelerators (state.py: AcceleratorState does not check for FSDP under MULTI_CPU), and the Trainer
 requires a GPU with bf16. DeepSpeed does not compile its shared-memory operator. Everything else is the consumers' own code.

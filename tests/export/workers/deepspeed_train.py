@@ -48,4 +48,4 @@ if rank == 0:
     }
     Path(args.out).write_text(json.dumps(found))
 torch.distributed.barrier()
-os._exit(0)  # DeepSpeed over gloo sometimes aborts while the interpreter takes it down
+os._exit(0)  # DeepSpeed over gloo sometimes aborts during a normal exit

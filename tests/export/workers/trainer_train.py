@@ -44,4 +44,4 @@ if trainer.is_world_process_zero():
     }
     Path(sys.argv[2]).write_text(json.dumps(found))
 trainer.accelerator.wait_for_everyone()
-os._exit(0)  # DeepSpeed over gloo sometimes aborts while the interpreter takes it down
+os._exit(0)  # DeepSpeed over gloo sometimes aborts during a normal exit

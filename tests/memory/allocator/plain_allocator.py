@@ -1,4 +1,6 @@
-"""The caching allocator once more, with blocks as linked objects and nothing made fast: what the model is compared with."""
+"""A second implementation of the caching allocator, with blocks as linked objects and without optimizations. The model is compared with
+it.
+"""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from transformers.modeling_utils import no_init_weights
 from fsdp_advisor.rehearsal.inside.tokenizers import write_tokenizer
 
 WORDS = 2000
-"""Different words in the texts."""
+"""The number of different words in the texts."""
 TEXTS, LENGTH = 400, 400
 
 
 def without_weights(name: str, **options: Any) -> Any:
-    """AutoModelForCausalLM.from_pretrained up to the point where it reads a checkpoint."""
+    """A replacement for AutoModelForCausalLM.from_pretrained that builds the model without reading a checkpoint."""
     given = {key: options[key] for key in ("torch_dtype", "attn_implementation") if options.get(key) is not None}
     config = transformers.AutoConfig.from_pretrained(name)
     with no_init_weights():

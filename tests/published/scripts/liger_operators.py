@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 Run = Callable[[], None]
 CALLS = 3
-"""Of an operator: gradients exist after the first one."""
+"""Calls of an operator. Gradients exist after the first one."""
 
 
 def _random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -99,7 +99,7 @@ def rope(provider: str, settings: dict[str, Any], dtype: torch.dtype) -> Run:
     frequencies = 10_000.0 ** -(torch.arange(0, width, 2, device="cuda") / width)
     angles = (frequencies[None, :, None] @ positions[:, None, :].float()).transpose(
         1, 2
-    )  # transformers' product of 2024
+    )  # the product in transformers' code of 2024
     cos, sin = (function(torch.cat((angles, angles), dim=-1)).to(dtype) for function in (torch.cos, torch.sin))
 
     def run() -> None:
@@ -120,7 +120,7 @@ def peaks(rows: list[list[Any]]) -> Iterator[tuple[str, int]]:
     for number, kernel, provider, settings in rows:
         gc.collect()
         torch.cuda.empty_cache()
-        torch._C._cuda_clearCublasWorkspaces()  # each benchmark has a process of its own
+        torch._C._cuda_clearCublasWorkspaces()  # each benchmark runs in its own process
         dtype = getattr(torch, settings.get("dtype", "torch.float32").removeprefix("torch."))
         run = KERNELS[kernel](provider, settings, dtype)
         for _ in range(CALLS):

@@ -1,6 +1,6 @@
 """litgpt's own command on a checkpoint without weights: `python litgpt_lora.py MODEL WORD...` is `litgpt finetune_lora MODEL WORD...`.
 
-litgpt loads what a checkpoint has. Without weights, parameters keep what they were initialized with, on the GPU.
+litgpt loads the weights that a checkpoint has. Without weights, parameters keep their initial values, on the GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from litgpt.utils import save_config
 from fsdp_advisor.rehearsal.inside.tokenizers import write_tokenizer
 
 WORDS = 4000
-"""Of the tokenizer: enough for the words of random data."""
+"""Words in the tokenizer: enough for the random data."""
 
 if __name__ == "__main__":
     name, *words = sys.argv[1:]

@@ -15,7 +15,7 @@ RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TYPES = (torch.int8, torch.uint8, torch.int32, torch.int64, *FLOATS)
 SIZES = (1, 1000, 30_001)
-"""Elements: less than a page, more than one, more than one slot of shared memory for each type of more than two bytes."""
+"""Numbers of elements: less than a page, more than a page, and (for types of more than two bytes) more than a slot of shared memory."""
 
 
 def check(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -32,7 +32,7 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reduced(tensor: torch.Tensor, op: ReduceOp.RedOpType) -> torch.Tensor:
-    """Gloo's reduction, in a type without rounding or overflow."""
+    """The expected result: gloo's reduction, in a type without rounding or overflow."""
     exact = wide(tensor).clone()
     dist.all_reduce(exact, op=op)
     return exact.to(tensor.dtype)
@@ -101,7 +101,7 @@ def eighths() -> None:
 
 
 def uneven() -> None:
-    """As in a mixture of experts: the ranks exchange different numbers of tokens, some none."""
+    """Compare an exchange of different numbers of tokens (some none) between ranks, as in a mixture of experts."""
     sent, received = [(RANK + j) % 3 for j in range(RANKS)], [(j + RANK) % 3 for j in range(RANKS)]
     tokens = torch.arange(sum(sent)) + 100 * RANK
     got, want = torch.zeros(sum(received), dtype=torch.int64).cuda(), torch.zeros(sum(received), dtype=torch.int64)
@@ -111,7 +111,7 @@ def uneven() -> None:
 
 
 def messages() -> None:
-    """A ring in one batch, with more bytes than a queue holds, and messages one by one."""
+    """Compare messages: a ring in one batch with more bytes than a queue can store, and messages one by one."""
     own, got = torch.full((200_000,), RANK).cuda(), torch.zeros(200_000, dtype=torch.int64).cuda()
     ring = [dist.P2POp(dist.isend, own, (RANK + 1) % RANKS), dist.P2POp(dist.irecv, got, (RANK - 1) % RANKS)]
     for work in dist.batch_isend_irecv(ring):
@@ -139,7 +139,7 @@ def objects() -> None:
 
 
 def groups() -> None:
-    """Groups of a mesh and split groups, which share a communicator, and a group that some ranks are not in."""
+    """Compare collectives in groups of a mesh and split groups, which share a communicator, and in a group without some of the ranks."""
 
     def total(group: dist.ProcessGroup) -> float:
         one = torch.tensor([float(RANK)]).cuda()
@@ -163,7 +163,9 @@ def groups() -> None:
 
 
 def pipelines(mesh: DeviceMesh) -> None:
-    """Two stages with messages that move, and with messages that are only counted. Their shapes go between stages as objects."""
+    """Run a pipeline of two stages, with messages whose data move and with larger ones that are only counted. Shapes are sent as
+    objects.
+    """
     device = torch.device("cuda", RANK)
     for rows in (64, 65_536):
         part = nn.Linear(64, 64).to(device)

@@ -1,1 +1,1 @@
-"""Stands in for mamba-ssm's CUDA extension, which its package imports and Mamba-2 does not call."""
+"""A stand-in for mamba-ssm's CUDA extension, which the package imports and Mamba-2 does not call."""

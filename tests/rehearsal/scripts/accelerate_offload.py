@@ -1,4 +1,4 @@
-"""The peak of steady steps under accelerate's FSDP2 plugin, which checkpoints layers and keeps their inputs in host memory.
+"""The peak of steady steps under accelerate's FSDP2 plugin, which checkpoints layers and offloads their inputs to host memory.
 
 Arguments: the model's configuration, as JSON, micro-batch and length.
 """

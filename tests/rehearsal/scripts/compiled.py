@@ -43,7 +43,7 @@ def prepared(model: Any, engine: str, precision: str) -> Any:
 
 
 def in_fp8(model: Any, recipe: str) -> None:
-    """Convert the linear layers but the head with torchao, as its documentation and torchtitan do."""
+    """Convert the linear layers except the head with torchao, as its documentation and torchtitan do."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def takes(module: Any, name: str) -> bool:
@@ -55,7 +55,7 @@ def in_fp8(model: Any, recipe: str) -> None:
 def launch_nothing() -> None:
     """Leave out the compilation of kernels and their launches."""
     import torch._inductor.config
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # it asks CUDA about its GPUs
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # importing it initializes CUDA
 
     for name in ("precompile", "run"):
         setattr(CachingAutotuner, name, lambda *args, **kwargs: None)

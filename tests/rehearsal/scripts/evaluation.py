@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 
 class EvaluationPeak(SteadyPeak):
-    """Also the peak of the last evaluation, which follows a step of the optimizer."""
+    """A callback that also measures the peak of the last evaluation, which follows an optimizer step."""
 
     evaluated = reserved = 0
 

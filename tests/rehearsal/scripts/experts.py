@@ -1,6 +1,6 @@
 """Peaks of training steps of mixtures of experts under transformers' Trainer.
 
-Argument: for each job the model's configuration, the code for its experts, its precision, micro-batch and length, as JSON.
+Argument: for each job the model's configuration, the implementation of its experts, its precision, micro-batch and length, as JSON.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Peaks of training steps with Liger's kernels, as transformers' Trainer applies them.
 
 Argument: for each job the model's configuration, the precision, whether layers are checkpointed, whether adapters are trained, the
-micro-batch and the length, as JSON. Triton's launches, which do nothing here, are left out with their compilation. They would count
-the tiles of tokens of each expert: here tokens are spread evenly.
+micro-batch and the length, as JSON. Triton's launches, which do nothing here, are left out with their compilation. They would count each
+expert's tiles of tokens; instead tokens are spread evenly.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def spread_evenly(module: Any) -> Any:
 
 
 def peak_of(config: dict[str, Any], precision: str, checkpoints: bool, adapts: bool, batch: int, length: int) -> int:
-    from liger_kernel.ops import fused_moe  # here, because it asks for the GPU, after which a process cannot fork
+    from liger_kernel.ops import (
+        fused_moe,
+    )  # imported here, because it initializes CUDA, after which a process cannot fork
 
     for launcher in (JITFunction, Autotuner):
         launcher.run = lambda *args, **kwargs: None

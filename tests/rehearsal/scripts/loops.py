@@ -1,8 +1,8 @@
-"""What optimizers that loop over the parameters in Python allocate. Prints one JSON object.
+"""Measures the allocations of optimizers that loop over the parameters in Python. Prints one JSON object.
 
 Argument: JSON of {name: [module, class, options, tensors]}. Each of the tensors is [name, shape, dtype, options of its group]. Result by
-name: bytes of the state, and the most bytes that the fourth step allocates in addition, which renews projections. Each step has
-gradients of its own, because an optimizer may replace them. Adam-mini takes named parameters in place of groups.
+name: bytes of the state, and the most bytes that the fourth step, which renews projections, allocates in addition. Each step has new
+gradients, because an optimizer may replace them. Adam-mini takes named parameters in place of groups.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""What PEFT's `merge_and_unload` allocates for a model with adapters. Prints one JSON object.
+"""Measures the allocations of PEFT's `merge_and_unload` for a model with adapters. Prints one JSON object.
 
 Arguments: the path of the model's config.json, the targets of the adapters, and JSON of {name: [bits of the base, whether its scales are
 quantized, dtype of the adapters, whether it is DoRA]}. Result by name: the most bytes that merging allocates in addition. The base has

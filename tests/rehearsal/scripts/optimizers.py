@@ -1,7 +1,7 @@
-"""What optimizers allocate for tensors of the given shapes. Prints one JSON object.
+"""Measures the allocations of optimizers for tensors of the given shapes. Prints one JSON object.
 
 Arguments: JSON of {name: [module, class, options, shapes]}, and the number of ranks over which FSDP2 shards the tensors. Result by name:
-bytes of the state that PyTorch allocates, bytes of the paged state, and the most bytes that the second step allocates in addition. Of
+bytes of the state that PyTorch allocates, bytes of the paged state, and the most bytes that the second step allocates in addition. For
 torchao's CPUOffloadOptimizer also the bytes of pinned tensors and of states on the host.
 """
 
@@ -57,7 +57,7 @@ def stepped(module: str, name: str, options: dict[str, object], shapes: list[lis
 
 
 def copy_gradients(parameters: list[torch.nn.Parameter], *, offloads: bool) -> None:
-    """Let backward add to the gradients, which CPUOffloadOptimizer then copies to the host."""
+    """Run a backward that adds to the gradients, after which CPUOffloadOptimizer copies them to the host."""
     if offloads:
         torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
 

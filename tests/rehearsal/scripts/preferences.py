@@ -23,7 +23,7 @@ LORA = {"r": 16, "target_modules": ["q_proj", "v_proj"]}
 
 
 def of_tokens(trainer: Any) -> Any:
-    """The trainer for data that is tokenized."""
+    """A subclass of the trainer that accepts tokenized data."""
     return type(f"{trainer.__name__}OfTokens", (trainer,), {"_prepare_dataset": lambda self, dataset, *_: dataset})
 
 

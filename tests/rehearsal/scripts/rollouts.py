@@ -45,7 +45,7 @@ class Phases(TrainerCallback):  # type: ignore[misc]  # transformers is not inst
 
 
 class Trainer(GRPOTrainer):  # type: ignore[misc]  # likewise
-    """A trainer of prompts and completions that have a fixed length."""
+    """A trainer whose prompts and completions have fixed lengths."""
 
     phases = Phases()
     prompt_length = 1
@@ -77,7 +77,7 @@ def main() -> None:
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         return AutoModelForCausalLM.from_config(settings, dtype=dtype)
 
-    trl.trainer.grpo_trainer.create_model_from_path = lambda *_, **__: model().eval()  # of the reference
+    trl.trainer.grpo_trainer.create_model_from_path = lambda *_, **__: model().eval()  # makes the reference
     arguments = GRPOConfig(
         max_steps=3, optim="adamw_torch_fused", output_dir="out", report_to="none", save_strategy="no",
         bf16=precision == "bf16-mixed", disable_tqdm=True, generation_kwargs={"eos_token_id": NO_TOKEN}, **job,

@@ -1,7 +1,7 @@
 """Peaks of training steps whose feed-forward networks run in shards of the sequence by Liger's or axolotl's code.
 
-Argument: for each job the model's configuration, whose code, the engine, the precision, the checkpointing, whether adapters are trained,
-the micro-batch, the length, the shards and the micro-batches of a step, as JSON.
+Argument: for each job the model's configuration, the implementation, the engine, the precision, the checkpointing, whether adapters are
+trained, the micro-batch, the length, the shards and the micro-batches of a step, as JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def of_axolotl() -> Any:
-    """axolotl's `TiledMLP`, without the rest of the package, which needs others."""
+    """axolotl's `TiledMLP`, without the rest of the package, which needs further packages."""
     (folder,) = importlib.util.find_spec("axolotl").submodule_search_locations  # type: ignore[union-attr]  # it is installed
     spec = importlib.util.spec_from_file_location("tiled", Path(folder, "monkeypatch", "tiled_mlp", "base.py"))
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]  # it is a file
@@ -28,7 +28,9 @@ def of_axolotl() -> Any:
 
 def tile(model: Any, code: str, shards: int) -> None:
     """Tile each network as axolotl's patch does: the class's forward over `shards` of the sequence."""
-    from liger_kernel.ops import apply_tiled_mlp  # here, because it asks for the GPU, after which a process cannot fork
+    from liger_kernel.ops import (
+        apply_tiled_mlp,
+    )  # imported here, because it initializes CUDA, after which a process cannot fork
 
     by_axolotl = of_axolotl() if code == "axolotl" else None
 

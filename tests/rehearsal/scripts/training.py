@@ -1,4 +1,4 @@
-"""What the scripts that train with a Trainer share."""
+"""Helpers of the scripts that train with a Trainer."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def tokenizer() -> Any:
 
 
 def print_peaks(measured: Callable[..., int]) -> None:
-    """Print the peak of each job, measured in a process of its own: another job's cache would change it.
+    """Print the peak of each job. Each is measured in a separate process, because another job's cache would change it.
 
-    The script's arguments, as JSON: what `measured` gets for every job, if anything, and the jobs by name.
+    The script's arguments are JSON: arguments of `measured` that are the same for every job, if any, and the jobs by name.
     """
     *shared, jobs = (json.loads(word) for word in sys.argv[1:])
     print("FOUND", json.dumps({name: _in_a_fork(measured, *shared, job) for name, job in jobs.items()}))

@@ -16,7 +16,7 @@ from unittest import mock
 import torch._dynamo
 import torch.utils._triton
 
-# A process that has asked CUDA about its GPUs cannot use them after a fork, and some libraries ask when they are imported.
+# A process that has initialized CUDA cannot use it after a fork, and some libraries initialize it when they are imported.
 CAPABILITY = int(os.environ["REHEARSAL_MAJOR"]), int(os.environ["REHEARSAL_MINOR"])
 with (
     mock.patch.dict(os.environ, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}),

@@ -1,4 +1,4 @@
-"""Imported by every Python process that has this folder on its path: ranks take the CPU for a GPU. See cpu_as_gpu."""
+"""Imported by every Python process that has this folder on its path. It makes ranks treat the CPU as a GPU (see cpu_as_gpu)."""
 
 import atexit
 import os
@@ -6,7 +6,7 @@ import sys
 
 
 def leave() -> None:
-    """End without taking down DeepSpeed and gloo, whose threads sometimes abort a process that is done."""
+    """End without a normal exit, in which threads of DeepSpeed and gloo sometimes abort the process."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if hasattr(sys, "last_value") else 0)

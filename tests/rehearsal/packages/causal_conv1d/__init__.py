@@ -1,4 +1,4 @@
-"""Stands in for causal-conv1d 1.7, a CUDA extension that cannot be built without CUDA: allocates what its Python and C++ code do.
+"""A stand-in for causal-conv1d 1.7, whose CUDA extension cannot be built without CUDA. It makes the same allocations.
 
 Source: causal_conv1d_interface.py; cpp_functions.py; csrc/causal_conv1d.cpp.
 """
