@@ -18,7 +18,7 @@ function permalink() {
   return text ? `${location.pathname}?${text}` : location.pathname;
 }
 
-/** Hides an answer that does not belong to the form, and says why; with no words, shows the answer. */
+/** Hides an answer that does not match the form, and shows the reason; without a reason, shows the answer. */
 function wait(words) {
   answer.setAttribute("aria-busy", String(Boolean(words)));
   status.textContent = words;
@@ -57,7 +57,7 @@ async function update(link, { remember }) {
   }
 }
 
-/** Asks where the form says something else than the address; meanwhile the old answer is hidden. */
+/** Requests a new answer if the form differs from the address; meanwhile the old answer is hidden. */
 function changed(delay) {
   clearTimeout(timer);
   form.elements.model.required = form.elements.config.value.trim() === "";
@@ -74,7 +74,7 @@ function changed(delay) {
   timer = setTimeout(() => update(link, { remember: true }), delay);
 }
 
-/** Sets the form to what a fetched page's form says. */
+/** Sets the form to the values of a fetched page's form. */
 function restore(page) {
   for (const field of page.querySelectorAll("form#ask [name]")) form.elements.namedItem(field.name).value = field.value;
 }
@@ -130,7 +130,7 @@ function enliven(chosen) {
   });
 }
 
-/** An export with its text: in the page where it has no address, else fetched from there, once. */
+/** An export with its text. The text is in the page if the export has no address, else it is fetched from there once. */
 async function show(panel) {
   const link = panel.querySelector("a[download]");
   let text = panel.querySelector("pre");
@@ -149,7 +149,7 @@ async function show(panel) {
   panel.querySelector(".tools").prepend(button);
 }
 
-/** What each change does to the plan, next to its link. */
+/** Shows the effect of each change on the plan, next to its link. */
 async function explain(list) {
   if (!list) return;
   const reply = await fetch(list.dataset.effects).catch(() => null); // the links work without
@@ -166,7 +166,7 @@ async function suggest() {
   list.replaceChildren(...models.map((model) => new Option("", model.id)));
 }
 
-/** Hands the page's address to the device's share sheet, or else to the clipboard. */
+/** Passes the page's address to the device's share sheet, or else to the clipboard. */
 async function share(button) {
   if (navigator.share && matchMedia("(pointer: coarse)").matches) return navigator.share({ title: document.title, url: location.href }).catch(() => {});
   await navigator.clipboard.writeText(location.href).then(

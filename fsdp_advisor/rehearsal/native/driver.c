@@ -25,7 +25,7 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
   return cudaDeviceGetAttribute(value, attribute, device);
 }
 
-// Addresses and memory are separate: a handle is memory taken with cudaMalloc, and mapping it to an address does nothing.
+// Addresses and memory are separate: a handle is memory allocated with cudaMalloc, and mapping it to an address does nothing.
 CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *p, CUmemAllocationGranularity_flags f) { *bytes = PAGE; return 0; }
 CUresult cuMemAddressReserve(CUdeviceptr *p, size_t size, size_t alignment, CUdeviceptr wanted, unsigned long long flags) {
   void *room = mmap(0, size + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -131,7 +131,7 @@ CUresult cuLogsRegisterCallback(CUlogsCallback callback, void *data, CUlogsCallb
 CUresult cuLogsUnregisterCallback(CUlogsCallbackHandle callback) { free(callback); return 0; }
 #endif
 
-// ---- Other driver functions: each says its name, and that it is not supported.
+// ---- Other driver functions: each prints its name and that it is not supported.
 
 static char *refused[32];
 #define REFUSAL(i) static int refusal##i(void) { return rehearsal_refuse(refused[i]); }

@@ -1,9 +1,9 @@
 // NCCL between processes of one machine, without GPUs. Small collectives and messages move their data, because scripts read them on
-// the host: counts, norms, seeds, pickled objects. Large ones return at once and leave their buffers as they are. A communicator of
+// the host: counts, norms, seeds, pickled objects. Large ones return at once and do not change their buffers. A communicator of
 // several ranks takes REHEARSAL_COMMUNICATOR_BYTES of the GPU's memory, and the first one REHEARSAL_NCCL_BYTES for NCCL's kernels.
 //
-// With REHEARSAL_RANKS a rank runs alone. The other ranks are answered as if each had this rank's data: an all-gather copies it, a sum
-// multiplies it, a broadcast from another rank leaves the buffer, a message from another rank holds zeros.
+// With REHEARSAL_RANKS a rank runs alone. Collectives return as if each other rank had this rank's data: an all-gather copies it, a sum
+// multiplies it, a broadcast from another rank does not change the buffer, a message from another rank contains zeros.
 //
 // Functions that only return success are generated.
 #define _GNU_SOURCE
@@ -124,7 +124,7 @@ int ncclCommInitAll(struct communicator **made, int n, const int *devices) {
   return OK;
 }
 
-// What other ranks wait for does not come any more. The structure stays: the watchdog's thread may still look at it.
+// Other ranks need not wait for this one any more. The structure is not freed, because the watchdog's thread may still read it.
 static int leave(struct communicator *c) {
   if (!c) return OK;
   if (c->shared && !atomic_exchange(&c->shared->members[c->rank].left, 1)) announce(c->shared);
@@ -140,7 +140,7 @@ int ncclCommUserRank(const struct communicator *c, int *rank) { *rank = c->rank;
 int ncclCommCuDevice(const struct communicator *c, int *device) { *device = c->device; return OK; }
 int ncclCommGetAsyncError(struct communicator *c, int *error) { *error = c->error; return OK; }
 
-// ---- Collectives: in every round each rank shows the next SLOT of its contribution and reads that of the others
+// ---- Collectives: in every round each rank publishes the next SLOT bytes of its contribution and reads those of the others
 
 static int shows(const struct operation *o) { return (o->kind != BROADCAST && o->kind != SCATTER) || o->root == o->c->rank; }
 static int reads(const struct operation *o) { return (o->kind != REDUCE && o->kind != GATHER) || o->root == o->c->rank; }
@@ -149,7 +149,7 @@ static int reduces(int kind) { return kind <= REDUCE_SCATTER; }
 static int sends_parts(int kind) { return kind == REDUCE_SCATTER || kind == SCATTER || kind == ALL_TO_ALL; }
 static int receives_parts(int kind) { return kind == ALL_GATHER || kind == GATHER || kind == ALL_TO_ALL; }
 
-// Write one stretch of the result: `source(j)` is what rank j shows of it. Alone, all ranks show the same.
+// Write one piece of the result: `source(j)` is rank j's part of it. If a rank runs alone, all parts are its own.
 static void reduce_stretch(const struct operation *o, const char *(*source)(const struct operation *, int, u64), u64 from, u64 bytes, char *to) {
   int operation = o->reduction == AVERAGE ? SUM : o->reduction, alone = o->c->alone;
   u64 size = size_of(o->type);
@@ -167,7 +167,7 @@ static void reduce_stretch(const struct operation *o, const char *(*source)(cons
   }
 }
 
-// The part of the contribution [from, to) that concerns this rank goes into its result.
+// Add the part of the contribution [from, to) that this rank needs to its result.
 static void take_stretch(const struct operation *o, const char *(*source)(const struct operation *, int, u64), u64 from, u64 to) {
   u64 start = sends_parts(o->kind) ? o->c->rank * o->unit : 0;
   if (from < start) from = start;
@@ -215,7 +215,7 @@ static int differs(const struct operation *o) {
   return OK;
 }
 
-// A slot is free again two rounds later: by then every rank has come to the round between.
+// A slot can be reused two rounds later: by then every rank has reached the round in between.
 static int collect(struct operation *o, int *moved) {
   struct communicator *c = o->c;
   if (!o->posted) show(o);
@@ -279,7 +279,7 @@ static int lost(const struct operation *o) {
   return OK;
 }
 
-// One attempt at every operation. `waiting` becomes the first that is not done.
+// Try to advance every operation once. `waiting` becomes the first operation that is not done.
 static int attempt(struct operation **waiting, int *moved) {
   *waiting = 0, *moved = 0;
   for (struct operation *o = first; o; o = o->next) {
@@ -325,7 +325,7 @@ static void forget(void) {
   last = 0;
 }
 
-// Alone, a message from another rank holds what this rank sends to itself in the same group, or zeros.
+// If a rank runs alone, a message from another rank contains what this rank sends to itself in the same group, or zeros.
 static void receive_alone(struct operation *o) {
   static const char zeros[4096];
   struct operation *sent = first;
@@ -334,7 +334,7 @@ static void receive_alone(struct operation *o) {
   for (u64 at = 0; !sent && at < o->unit; at += sizeof zeros) put(o->receive + at, zeros, o->unit - at < sizeof zeros ? o->unit - at : sizeof zeros);
 }
 
-// Alone, a broadcast from another rank holds what this rank broadcasts in the same group: such a group is an all-gather.
+// If a rank runs alone, a broadcast from another rank contains what this rank broadcasts in the same group: the group is an all-gather.
 static void hear_alone(struct operation *o) {
   struct operation *own = first;
   while (own && (own->kind != BROADCAST || own->c != o->c || own->root != o->c->rank || own->unit != o->unit)) own = own->next;
@@ -396,7 +396,7 @@ int ncclAlltoAll(const void *s, void *r, size_t n, int type, comm c, void *strea
 int ncclSend(const void *s, size_t n, int type, int peer, comm c, void *stream) { return call(SEND, s, 0, n, type, 0, peer, c); }
 int ncclRecv(void *r, size_t n, int type, int peer, comm c, void *stream) { return call(RECEIVE, 0, r, n, type, 0, peer, c); }
 
-// A sum in which each rank's elements are multiplied by a number first. It lies on the host or on the GPU: both are host memory.
+// A sum in which each rank's elements are first multiplied by a number. The number is on the host or on the GPU; both are host memory here.
 int ncclRedOpCreatePreMulSum(int *operation, const void *factor, int type, int where, comm c) {
   int at = c->calls++ % 64;
   c->factors[at].factor = load(type, factor, 0);
@@ -412,7 +412,7 @@ static int derive(comm *made, comm parent, int rank, int n, unsigned what) {
   return connect_ranks(made, n, &id, rank);
 }
 
-// Ranks of one color make a communicator, in the order of their keys. Alone, all ranks of the parent belong to it.
+// Ranks of one color make a communicator, in the order of their keys. If a rank runs alone, all ranks of the parent belong to it.
 int ncclCommSplit(comm c, int color, int key, comm *made, void *config) {
   struct { int color, key; } mine = {color, key}, *all = calloc(c->n, sizeof mine);
   int error = call(ALL_GATHER, &mine, all, sizeof mine, INT8, 0, 0, c), n = 0, rank = 0;

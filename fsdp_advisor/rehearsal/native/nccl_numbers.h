@@ -65,7 +65,7 @@ static void store(int type, void *to, u64 i, number value) {
   }
 }
 
-// A NaN stays, as in NCCL.
+// A NaN is kept, as in NCCL.
 static number combine(int type, int operation, number a, number b) {
   if (is_float(type)) switch (operation) {
     case PRODUCT: return (number){.f = a.f * b.f};
@@ -94,7 +94,7 @@ static number repeat(int type, int operation, number a, int n) {
   return all;
 }
 
-// Copy, but leave pages alone that hold the same already: device memory that nobody writes takes no host memory.
+// Copy, but do not write pages that have the same content already: device memory that is never written takes no host memory.
 static void put(void *to, const void *from, u64 bytes) {
   for (u64 at = 0, n; at < bytes; at += n) {
     n = bytes - at < 4096 ? bytes - at : 4096;

@@ -1,6 +1,6 @@
 // The memory that the ranks of one communicator share, how they find it, and how they wait for each other.
 //
-// Rank 0 makes an anonymous file and hands it to the others over a socket without a name in the file system: nothing is left behind
+// Rank 0 makes an anonymous file and passes it to the others over a socket without a name in the file system: nothing is left behind
 // when a process is killed. Waiting sleeps in the kernel (futex).
 #pragma once
 #include <errno.h>
@@ -59,7 +59,7 @@ static void wait_for_change(struct shared *s, unsigned seen, double seconds) {
   syscall(SYS_futex, &s->changes, FUTEX_WAIT, seen, &limit, 0, 0);
 }
 
-// Whether a process has ended. A zombie has: nobody has asked for its status yet.
+// Whether a process has ended. A zombie has ended too: only its exit status has not been read yet.
 static int has_ended(int process) {
   char path[32], state = 'X';
   snprintf(path, sizeof path, "/proc/%d/stat", process);
@@ -110,7 +110,7 @@ static int receive_file(int from) {
   return file;
 }
 
-// Rank 0: the file for all ranks; -1 if some rank does not ask for it in time.
+// Rank 0: the file for all ranks; -1 if some rank does not request it in time.
 static int hand_out(int n, const unsigned char *identity) {
   struct sockaddr_un address;
   socklen_t length = address_of(&address, identity);
@@ -129,7 +129,7 @@ static int hand_out(int n, const unsigned char *identity) {
   return -1;
 }
 
-// The other ranks: the file of rank 0, which `process` started; -1 if it does not come in time.
+// The other ranks: the file from rank 0, whose process id is `process`; -1 if it does not arrive in time.
 static int ask_for(const unsigned char *identity, int process) {
   struct sockaddr_un address;
   socklen_t length = address_of(&address, identity);

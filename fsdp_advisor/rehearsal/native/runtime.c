@@ -128,7 +128,7 @@ int rehearsal_take_library_bytes(int device, long long bytes) {
 
 static int on_device(const void *p) { return rehearsal_device_of(p) >= 0; }
 
-// What needs a function that is not simulated, by the beginning of the function's name.
+// Beginning of the name of a function that is not simulated -> the feature that needs it.
 static const char *const features[][2] = {
     {"cuMulticast", "symmetric memory (torch.distributed._symmetric_memory, asynchronous tensor parallelism)"},
     {"cuMemExport", "symmetric memory, or sharing of CUDA tensors between processes"},
@@ -142,7 +142,7 @@ static const char *const features[][2] = {
     {"cuSurf", "textures"},
 };
 
-// The message goes to the log of the rank. A function that refuses is called where a feature needs it, so disabling that helps.
+// The message goes to the rank's log. Such a function is called only if a feature needs it, so disabling the feature helps.
 int rehearsal_refuse(const char *function) {
   static char said[4096];
   char name[130];
@@ -193,7 +193,7 @@ cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) {
   *unused = *total - rehearsal_used_bytes(current);
   return cudaSuccess;
 }
-// Host memory that is pinned. DDP checks that its bitmap of unused parameters is.
+// Pinned host memory. It is recorded, because DDP checks that its bitmap of unused parameters is pinned.
 static struct range {
   u64 at, size;
   struct range *next;
@@ -246,7 +246,7 @@ cudaError_t cudaFreeHost(void *p) {
 cudaError_t cudaHostRegister(void *p, size_t size, unsigned flags) { pin(p, size); return cudaSuccess; }
 cudaError_t cudaHostUnregister(void *p) { unpin(p); return cudaSuccess; }
 cudaError_t cudaMallocHost(void **p, size_t size) { return cudaHostAlloc(p, size, 0); }
-// Managed memory starts on the host. Pages that a kernel would move to the GPU are not counted there.
+// Managed memory is on the host. Pages that a kernel would move to the GPU are not counted as GPU memory.
 cudaError_t cudaMallocManaged(void **p, size_t size, unsigned flags) { return cudaHostAlloc(p, size, 0); }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
   int device = rehearsal_device_of(p);
@@ -262,7 +262,7 @@ cudaError_t cudaIpcOpenMemHandle(void **p, cudaIpcMemHandle_t handle, unsigned f
 cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *handle, cudaEvent_t e) { return failed(rehearsal_refuse("cudaIpcGetEventHandle")); }
 cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *e, cudaIpcEventHandle_t handle) { return failed(rehearsal_refuse("cudaIpcOpenEventHandle")); }
 
-// What the script reads back after a kernel that did not run, such as the number of elements that are not zero.
+// Sets the value that the script reads back after a kernel that did not run, such as the number of nonzero elements.
 static __thread struct { char value[16]; size_t bytes; } answer;
 void rehearsal_answer_next(const void *value, size_t bytes) {
   answer.bytes = bytes <= sizeof answer.value ? bytes : 0;
