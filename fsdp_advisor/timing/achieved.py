@@ -27,7 +27,8 @@ computed whole, and the start of the kernel. Source: FlashAttention-3, figure 5:
 PLAIN_MATMUL = 0.90
 """fp32 products without tensor cores, on NVIDIA. cuBLAS nearly reaches the peak of the boards that train in fp32. Source: V100
 13.9 of 15.7 TFLOP/s at 4096 and 14.5 at 10240 (zzc0721/torch-performance-test-data issue 140), A100 18.9 of 19.5
-(Yinghan-Li/YHs_Sample issue 4). Power limits later boards: 0.78 on H200 NVL (xzwgit/gpu-flops-bench).
+(Yinghan-Li/YHs_Sample issue 4). Power limits later boards: 0.78 on H200 NVL (xzwgit/gpu-flops-bench), 45 to 50 of 91.1 at 2048 to 3444
+on RTX 6000 Ada (chsasank/device-benchmarks issue 16).
 """
 
 
@@ -61,15 +62,17 @@ class Achieved:
 
 
 # Matrix products: chosen on the fitted rows for Volta (bert-large in fp16) and Ampere (torchtitan on A100). Turing as Volta and Ada as
-# Ampere: assumed. Blackwell: Hopper's share before it was measured, assumed. All are lower than the best result of a benchmark (A100 0.87,
-# H100 0.80: Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS). CDNA 3 and 4: the same table's
-# benchmark results (MI300X 0.51 and MI325X 0.60, MI355X 0.68) times 0.7. CDNA 2: assumed.
+# Ampere: assumed. Blackwell's data-centre boards: Hopper's share before it was measured, assumed. All are lower than the best result of
+# a benchmark (A100 0.87, H100 0.80: Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS). CDNA 3 and 4: the same
+# table's benchmark results (MI300X 0.51 and MI325X 0.60, MI355X 0.68) times 0.7. CDNA 2: assumed.
 # Attention: FlashAttention-2, which is PyTorch's flash kernel. Ampere: forward and backward together, causal, head 128 on
 # A100: 99, 133, 155, 173, 182, 189 TFLOP/s at 512 ... 16384 tokens (flash2_a100_fwd_bwd_benchmark.png in Dao-AILab/flash-attention;
 # arXiv:2307.08691, figure 4); the division between the two is assumed. With HALF_RATE_TOKENS the rates meet these within 10 % from 1024
 # tokens on and are 23 % too fast at 512. Volta and Turing run xFormers' kernel, at the share
-# of the peak that it has on A100 (0.24 to 0.31 for both together, first of the two figures): assumed. Ada as Ampere, Blackwell
-# (no kernel of its own in PyTorch's FlashAttention-2) and CDNA: assumed.
+# of the peak that it has on A100 (0.24 to 0.31 for both together, first of the two figures): assumed. Ada as Ampere and CDNA: assumed.
+# Blackwell's data-centre boards: sdpa runs cuDNN's kernels. Forward: FlashAttention-4's 1605 TFLOP/s on a B200 are 1.3 times cuDNN 9.13's
+# (together.ai/blog/flashattention-4). With heads of 64, causal, cuDNN reaches 627, 826, 977, 1071 and 1115 of 2500 TFLOP/s at 1024 ...
+# 16384 tokens (Dao-AILab/flash-attention pull 2605): 0.47 T / (T + 900). The backward's ratio to the forward is Hopper's: assumed.
 # Memory: A100 1355 of 1555 GB/s (copy, PTsolvers/gpu-workshop-JuliaCon23 issue 7), H100 2903 of 3350 (nvbandwidth's copy,
 # aigatech/vpbenchmarking), and 0.90 for both in Calculon's systems/*.json; B200 0.91 (BabelStream's mul in CUB, NVIDIA/cccl pull
 # 9210); MI300X 0.81 of 5.3 TB/s (as aiweekly.co quotes a study). The other generations are assumed equal to the nearest one.
@@ -88,16 +91,26 @@ _ACHIEVED: dict[str, Achieved] = {
     "volta": Achieved(matmul=0.35, attention_forward=0.35, attention_backward=0.25, memory=0.88, seen=True),
     "turing": Achieved(matmul=0.35, attention_forward=0.35, attention_backward=0.25, memory=0.85),
     "ampere": Achieved(matmul=0.72, attention_forward=0.65, attention_backward=0.56, memory=0.88, seen=True),
-    "ada": Achieved(matmul=0.72, attention_forward=0.65, attention_backward=0.56, memory=0.88),
+    "ada": Achieved(matmul=0.72, plain_matmul=0.55, attention_forward=0.65, attention_backward=0.56, memory=0.88),
     "hopper": Achieved(
         matmul=0.76, plain_matmul=0.74, misaligned_matmul=0.125, attention_forward=0.69, attention_backward=0.63, small_head=0.80,
         half_rate_forward=942, half_rate_backward=1459, memory=0.89, eager=0.76, update_16_bit=0.68, update_32_bit=0.78, seen=True,
     ),
-    "blackwell": Achieved(matmul=0.56, attention_forward=0.30, attention_backward=0.25, memory=0.90),
+    "blackwell": Achieved(
+        matmul=0.56, attention_forward=0.55, attention_backward=0.50, small_head=0.85, half_rate_forward=900, half_rate_backward=1459,
+        memory=0.90,
+    ),
     "cdna2": Achieved(matmul=0.54, attention_forward=0.30, attention_backward=0.22, memory=0.80),
     "cdna3": Achieved(matmul=0.39, attention_forward=0.30, attention_backward=0.22, memory=0.80),
     "cdna4": Achieved(matmul=0.48, attention_forward=0.30, attention_backward=0.22, memory=0.80),
 }  # fmt: skip
+
+_RTX_BLACKWELL = Achieved(matmul=0.69, plain_matmul=0.60, attention_forward=0.65, attention_backward=0.56, memory=0.90)
+"""The shares of Blackwell's workstation boards (compute capability 12), which have the instructions of Ada and none of the data-centre
+boards' own. Those whose tensor cores accumulate in fp32 at half rate have the shares of `_not_limited_by_power`. Products: RTX PRO 6000
+Workstation Edition in bf16 at 4096, 8192 and 10240, 368, 350 and 334 of 503.8 TFLOP/s (zzc0721/torch-performance-test-data issue 160);
+the Server Edition reaches 387 to 417 of 480 (issue 161). In fp32 68 to 74 of 126 and 75 to 79 of 120. Attention as Ada: assumed.
+"""
 
 _FASTER_MEMORY: dict[str, Achieved] = {
     "H200": replace(_ACHIEVED["hopper"], memory=0.88, eager=0.66, update_16_bit=0.57, update_32_bit=0.72),
@@ -206,24 +219,39 @@ def achieved_by(gpu: Gpu, attention: Attention = "sdpa") -> Achieved | None:
     """The shares that this GPU achieves with this implementation of attention; None if its generation is unknown."""
     if gpu.architecture is None:
         return None
-    found = _FASTER_MEMORY.get(gpu.name, _ACHIEVED[gpu.architecture])
+    found = _RTX_BLACKWELL if _is_rtx_blackwell(gpu) else _FASTER_MEMORY.get(gpu.name, _ACHIEVED[gpu.architecture])
     if gpu.name in _LIMITED_BY_POWER:
         found = _limited_by_power(found, _LIMITED_BY_POWER[gpu.name])
     elif _accumulates_at_half_rate(gpu):
-        found = _not_limited_by_power(found)
-    if gpu.architecture == "hopper" and attention == "flash_attention_2":
-        return _with_flash_2_on_hopper(found)
+        found = _not_limited_by_power(found, seen=gpu.architecture in ("ampere", "ada"))
+    if attention == "flash_attention_2" and prefers_cudnn(gpu):
+        return _with_flash_2(found, gpu)
     return found
 
 
-def _with_flash_2_on_hopper(found: Achieved) -> Achieved:
-    """The shares with FlashAttention-2 on Hopper, where `sdpa` runs cuDNN's faster kernels.
+def prefers_cudnn(gpu: Gpu) -> bool:
+    """Whether sdpa runs cuDNN's kernels on this GPU, whose rates are then those of `sdpa`."""
+    return (
+        gpu.compute_capability is not None
+        and gpu.architecture in ("hopper", "blackwell")
+        and not _is_rtx_blackwell(gpu)
+    )
 
-    Source: forward 335 TFLOP/s (FlashAttention-3, arXiv:2407.08608, figure 5), both together 163, 221, 265, 294, 308, 328 at 512 ... 16384
-    tokens (flash2_h100_fwd_bwd_benchmark.png in Dao-AILab/flash-attention).
+
+def _is_rtx_blackwell(gpu: Gpu) -> bool:
+    return gpu.architecture == "blackwell" and gpu.compute_capability is not None and gpu.compute_capability[0] == 12
+
+
+def _with_flash_2(found: Achieved, gpu: Gpu) -> Achieved:
+    """The shares with FlashAttention-2 on Hopper and Blackwell, where `sdpa` runs cuDNN's faster kernels.
+
+    Source: on H100 forward 335 TFLOP/s (FlashAttention-3, arXiv:2407.08608, figure 5), both together 163, 221, 265, 294, 308, 328 at
+    512 ... 16384 tokens (flash2_h100_fwd_bwd_benchmark.png in Dao-AILab/flash-attention). Blackwell, for which FlashAttention-2 has no
+    kernel of its own: assumed.
     """
+    forward, backward = (0.34, 0.29) if gpu.architecture == "hopper" else (0.30, 0.25)
     return replace(
-        found, attention_forward=0.34, attention_backward=0.29, small_head=SMALL_HEAD,
+        found, attention_forward=forward, attention_backward=backward, small_head=SMALL_HEAD,
         half_rate_forward=HALF_RATE_TOKENS, half_rate_backward=HALF_RATE_TOKENS,
     )  # fmt: skip
 
@@ -249,26 +277,33 @@ def _limited_by_power(found: Achieved, matmul: float) -> Achieved:
     )
 
 
-def _not_limited_by_power(found: Achieved) -> Achieved:
-    """The shares of Ampere and Ada boards whose tensor cores accumulate in fp32 at half rate.
+def _not_limited_by_power(found: Achieved, *, seen: bool) -> Achieved:
+    """The shares of boards whose tensor cores accumulate in fp32 at half rate. `seen`: whether a published run used such boards.
 
-    Products: the share of the peak that a benchmark reaches. Source: RTX 4090 in bf16 at 2048 to 10240, 151 to 165 of 165.2 TFLOP/s
-    (zzc0721/torch-performance-test-data issue 78), RTX 3060 24 to 25 of 25.4 (issue 131), RTX 3080 61.5 to 64.7 (issue 114), RTX 4060 Ti
-    45 to 48 (issue 145), A10G 61 to 69 of 70 (issue 126). The generations' shares in training are lower than in a benchmark because of the
-    clocks under the power limit. These boards stay below it: the RTX 4090s of published training runs took at most 400 of 450 W
-    (AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md). Boards at full rate reach less: A40 95 to 122 of 149.7 (issue 185). Attention:
-    FlashAttention-2 with heads of 128 on RTX 4090 at 2048 tokens, 151 TFLOP/s forward and 99 backward, causal, and 169 and 125 without a
-    mask (apache/tvm, tl_doc/flash_perf.md). With HALF_RATE_TOKENS the causal ones are 1.03, as its clock exceeds the datasheet's, and 0.68.
+    Products: the share of the peak that a benchmark reaches. Source: zzc0721/torch-performance-test-data, bf16 at 2048 to 10240 on
+    Ampere and Ada: RTX 4090 151 to 165 of 165.2 TFLOP/s (issue 78), RTX 3060 24 to 25 of 25.4 (131), RTX 3080 61.5 to 64.7 (114),
+    RTX 4060 Ti 45 to 48 (145), A10G 61 to 69 of 70 (126). Blackwell at 4096 to 10240: RTX 5090 182 to 240 of 209.5 (96, 124; another
+    one 134 to 179, 200), RTX 5080 91 to 103 of 112.6 (104), RTX 5070 Ti 78 to 85 and 91 to 99 of 87.8 (172, 86), RTX 5070 60 to 67 of
+    61.8 (101, 149, 159, 178, 179, 194), RTX 5060 Ti 46 to 47 of 47.4 (135), RTX 5060 40 to 42 of 38.4 (128): from 0.81 to 1.13 but for
+    one, median 1.0, where the clock exceeds the datasheet's. The generations' shares in training are lower than in a benchmark because of
+    the clocks under the power limit. These boards stay below it: the RTX 4090s of published training runs took at most 400 of 450 W
+    (AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md). Boards at full rate reach less: A40 95 to 122 of 149.7 (issue 185).
+    In fp32 the same issues have at 4096 to 10240 51 to 53 of 82.6 on RTX 4090, 20 to 21 of 29.8 on RTX 3080, 65 to 67 of 104.8 on
+    RTX 5090, 32 to 33 of 56.3 on RTX 5080, 28 of 43.9 on RTX 5070 Ti and 14 to 16 of 23.7 on RTX 5060 Ti: 0.58 to 0.70.
+    Attention: FlashAttention-2 with heads of 128 on RTX 4090 at 2048 tokens, 151 TFLOP/s forward and 99 backward, causal, and 169 and
+    125 without a mask (apache/tvm, tl_doc/flash_perf.md). With HALF_RATE_TOKENS the causal ones are 1.03, as its clock exceeds the
+    datasheet's, and 0.68. Blackwell as Ada: assumed. Forward, PyTorch's flash kernel on an RTX 5090 whose limit was lowered from 575 to
+    400 W has 187 of 209.5 at 8192 keys, which is 0.92 with HALF_RATE_TOKENS (gau-nernst/learn-cuda, 07_attention).
     """
-    return replace(found, matmul=0.96, attention_forward=1.0, attention_backward=0.68, seen=True)
+    return replace(found, matmul=0.96, plain_matmul=0.63, attention_forward=1.0, attention_backward=0.68, seen=seen)
 
 
 def _accumulates_at_half_rate(gpu: Gpu) -> bool:
-    """Whether tensor cores accumulate in fp32 at half rate, as on the GeForce boards of Ampere and Ada.
+    """Whether tensor cores accumulate in fp32 at half rate, as on GeForce boards since Ampere.
 
     These boards are recognized by their rate in bf16: twice, not four times, the fp32 rate without tensor cores.
     """
-    if gpu.architecture not in ("ampere", "ada") or gpu.bf16_flops is None or gpu.fp32_flops is None:
+    if gpu.architecture not in ("ampere", "ada", "blackwell") or gpu.bf16_flops is None or gpu.fp32_flops is None:
         return False
     return gpu.bf16_flops < 3 * gpu.fp32_flops
 

@@ -88,3 +88,46 @@ def test_old_gpus_compute_bf16_without_tensor_cores() -> None:
     bf16, fp16 = device_of(v100, "bf16"), device_of(v100, "fp16-mixed")
     assert bf16 is not None and fp16 is not None
     assert bf16.peak_flops == v100.fp32_flops and fp16.peak_flops == v100.fp16_flops
+
+
+SUCCESSORS = (
+    ("RTX-4090", "RTX-5090"), ("RTX-4080", "RTX-5080"), ("RTX-4070-Ti", "RTX-5070-Ti"), ("RTX-4060-Ti-16GB", "RTX-5060-Ti-16GB"),
+    ("RTX-6000-Ada", "RTX-PRO-6000"), ("RTX-6000-Ada", "RTX-PRO-6000-Max-Q"), ("L40S", "RTX-PRO-6000-Server"),
+    ("H100-80GB", "H200"), ("H200", "B200"), ("H200", "GB200"), ("B200", "B300"),
+)  # fmt: skip
+"""Boards and those that replaced them, with more multiprocessors and faster memory."""
+
+
+@pytest.mark.parametrize(("older", "newer"), SUCCESSORS)
+def test_products_and_attention_are_no_slower_on_a_boards_successor(older: str, newer: str) -> None:
+    """Large products, and attention over usual lengths. In fp32 flash attention does not run."""
+    for precision in ("bf16", "fp32"):
+        before, after = (device_of(find_gpu(name), precision) for name in (older, newer))
+        assert before is not None
+        assert after is not None
+        assert after.matmul_flops >= before.matmul_flops
+        if precision == "fp32":
+            continue
+        for tokens in (512, 2048, 32768):
+            for backward in (False, True):
+                slower, faster = (
+                    attention_s(1e12, device, 128, tokens, causal=True, backward=backward) for device in (before, after)
+                )
+                assert faster <= slower
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "measured"),
+    [
+        ("RTX-5090", "bf16", (182, 235, 240)), ("RTX-5080", "bf16", (91, 103, 102)), ("RTX-5070", "bf16", (64, 67, 67)),
+        ("RTX-5060-Ti-16GB", "bf16", (46, 46, 47)), ("RTX-5090", "fp32", (64, 66, 65)), ("RTX-5080", "fp32", (32, 33, 33)),
+        ("RTX-PRO-6000", "bf16", (368, 350, 334)),
+    ],
+)  # fmt: skip
+def test_products_on_geforce_boards_are_near_the_measured_ones(
+    gpu: str, precision: str, measured: tuple[int, ...]
+) -> None:
+    """TFLOP/s of square products of 4096, 8192 and 10240, from the sources in `timing/achieved.py`."""
+    device = device_of(find_gpu(gpu), precision)
+    assert device is not None
+    assert device.matmul_flops / 1e12 == pytest.approx(sum(measured) / 3, rel=0.12)
