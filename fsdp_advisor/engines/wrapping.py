@@ -131,12 +131,14 @@ def wrapping_of(profile: Profile, apart: bool, whole: bool = False) -> Wrapping:
     root's.
     """
     parameters = profile.root.parameters
-    embedding = with_role(profile, "embedding") if apart and task_of(profile.task).has_root_units else ()
+    embedding = _in_module(profile, "embedding") if apart and task_of(profile.task).has_root_units else ()
     if not embedding:
         root = profile.root if not whole else Unit(profile.root.kind, (*parameters, *_of_layers(profile)))
         return Wrapping({AT_ROOT: Part(root, tuple(range(len(parameters))))}, (AT_ROOT,), whole)
     tied = any(parameters[i].tied for i in embedding)
-    tail = tuple(sorted((*with_role(profile, "head"), *with_role(profile, "final_norm"), *(embedding if tied else ()))))
+    tail = tuple(
+        sorted((*_in_module(profile, "head"), *with_role(profile, "final_norm"), *(embedding if tied else ())))
+    )
     alone = () if tied else embedding
     rest = tuple(i for i in range(len(parameters)) if i not in tail and i not in alone)
 
@@ -159,6 +161,20 @@ def marked_units(profile: Profile, plan: Plan) -> frozenset[int]:
 
 def _of_layers(profile: Profile) -> tuple[Parameter, ...]:
     return tuple(parameter for unit in profile.layers() for parameter in unit.parameters)
+
+
+def _in_module(profile: Profile, role: ParameterRole) -> tuple[int, ...]:
+    """Indices of the root's parameters in the module of this role: its own, and those of an adapter or a trained copy in its place.
+
+    accelerate takes the module that PEFT puts there. Source: peft 0.21, utils/other.py, `AuxiliaryTrainingWrapper`
+    (`original_module`), and tuners/tuners_utils.py, `BaseTunerLayer` (`base_layer`).
+    """
+    own = with_role(profile, role)
+    parameters = profile.root.parameters
+    modules = {parameters[i].name.rpartition(".")[0] for i in own}
+    around = tuple(m.rpartition(".")[0] + "." for m in modules if m.endswith((".original_module", ".base_layer")))
+    added = (i for i, p in enumerate(parameters) if p.role == "adapter" and p.name.startswith(around))
+    return tuple(sorted((*own, *added))) if around else own
 
 
 def with_role(profile: Profile, role: ParameterRole) -> tuple[int, ...]:

@@ -41,8 +41,8 @@ TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM", "sequence-
 QUANTIZATION_OPTIONS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
 """The options that describe how bitsandbytes stores a base in 4 bits."""
 
-_OF_A_FILE = ("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version")
-"""Keys of an adapter_config.json that describe a saved adapter, not its training."""
+_OF_A_FILE = ("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version", "runtime_config")
+"""Keys of an adapter_config.json that describe a saved adapter, not its training, and `runtime_config`, which PEFT ignores in a file."""
 _WITHOUT_EFFECT = (*_OF_A_FILE, "lora_alpha", "alpha_pattern")
 """Keys that change no tensor of a training step."""
 _INITIALIZATIONS = ("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config")

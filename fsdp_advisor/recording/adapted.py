@@ -6,6 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,7 +16,12 @@ from fsdp_advisor.errors import ADAPTERS_EXTRA, MissingExtra, NotRecordable, Usa
 from fsdp_advisor.job.adaptation import CONFIG_KEY, TASK_TYPES, Adaptation
 from fsdp_advisor.model.freezing import check_patterns, matches
 from fsdp_advisor.model.quantization import Quantization, is_packed_checkpoint
-from fsdp_advisor.recording.adapter_entries import NEEDS_VALUES, NOT_RECORDABLE, entries_without_values
+from fsdp_advisor.recording.adapter_entries import (
+    NEEDS_VALUES,
+    NOT_RECORDABLE,
+    NOT_RECORDABLE_LORA,
+    entries_without_values,
+)
 from fsdp_advisor.recording.boft import layers_without_values
 from fsdp_advisor.recording.checkpointing import arguments
 from fsdp_advisor.recording.packed import adapter_layers, pack
@@ -121,8 +127,12 @@ class AdaptedSource(WrappedSource):
         values = dict(self._adaptation.peft)
         if (reason := NOT_RECORDABLE.get(self._adaptation.method or "")) is not None:
             raise NotRecordable(f"{self.name}: {self._adaptation.method} {reason}", hint=_RECORDED)
+        for key, reason in NOT_RECORDABLE_LORA.items() if self._adaptation.method == "LORA" else ():
+            if key in values:
+                raise NotRecordable(f"{self.name}: LoRA with {key} {reason}", hint=f"leave {key} out; {_RECORDED}")
         try:
             kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(str(values.pop("peft_type")).upper())]
+            values = _known(kind, values)
             config = kind(task_type=TASK_TYPES.get(self.task), **{k: v for k, v in values.items() if k != "task_type"})
             if self._packed and isinstance(config, peft.LoraConfig):
                 config._register_custom_module(adapter_layers())
@@ -139,14 +149,34 @@ class AdaptedSource(WrappedSource):
                     hint=_RECORDED,
                 ) from error
             raise UsageError(
-                f"{self.name}: PEFT {peft.__version__} refuses the adapter: {str(error)[:300]}",
-                hint="see the names in the model's modules; all-linear targets all linear layers but the head",
+                f"{self.name}: PEFT {peft.__version__} refuses the adapter: {str(error)[:300]}", hint=_hint(str(error))
             ) from error
         apply_every_module(adapted)
         return adapted.train()
 
 
 _RECORDED = "most other methods are recorded, such as LORA, LOHA, OFT, BOFT, VERA and IA3"
+
+
+def _hint(refusal: str) -> str:
+    """What to change about an adapter that PEFT refuses with these words."""
+    if "ParamWrapper" in refusal:  # of the weights of experts, which all-linear includes
+        return "leave it out, or name modules other than the experts with --lora-target-modules"
+    if "target" in refusal.lower():
+        return "see the names in the model's modules; all-linear targets all linear layers but the head"
+    return "change the options of the adapter, or the values in its configuration"
+
+
+def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without the keys that this version of PEFT lacks, as a newer one saves them, if they switch nothing on.
+
+    PEFT itself leaves all of them out, with a warning. Raises ValueError for one that switches something on. Source: peft 0.21, config.py,
+    `from_peft_type`.
+    """
+    unknown = values.keys() - {field.name for field in fields(kind)}
+    if active := sorted(name for name in unknown if values[name]):
+        raise ValueError(f"{kind.__name__} has no key {active[0]}, which a newer version may have saved")
+    return {name: value for name, value in values.items() if name not in unknown}
 
 
 class _Never:

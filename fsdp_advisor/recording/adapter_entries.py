@@ -1,4 +1,6 @@
-"""Recording of adapters that train a few entries of a matrix, without computing the positions that PEFT draws or computes."""
+"""Recording of adapters that train a few entries of a matrix, without computing the positions that PEFT draws or computes, and why
+others cannot be recorded.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,19 @@ NOT_RECORDABLE = {
     "SHIRA": "multiplies by sparse tensors, whose memory fake tensors do not show",
     "FROD": "decomposes the weights to make its matrices, and multiplies by sparse tensors, whose memory fake tensors do not show",
     "CPT": "weighs the loss by the type of each token, which only the data says, and reads values of its own weights in each step",
+    "XLORA": "mixes LoRA adapters that were trained before, which it loads from their checkpoints",
+    "POLY": "selects its matrices by the task of each example, which only the data says",
 }
 """Why the layers or the step of a method cannot be recorded. Source: peft 0.21, tuners/{shira,frod}/layer.py, `forward`; frod/model.py,
-`_init_frod_projections`; cpt/model.py, `get_projection` and `calculate_loss`.
+`_init_frod_projections`; cpt/model.py, `get_projection` and `calculate_loss`; xlora/model.py, `XLoraModel.__init__`; poly/router.py,
+`forward`.
 """
+NOT_RECORDABLE_LORA = {
+    "arrow_config": "routes each token to LoRA adapters that were trained before, which it loads from their checkpoints",
+    "megatron_config": "adapts the layers of megatron.core, and the modules of this model are those of transformers",
+    "monteclora_config": "draws its weights in each step from distributions whose parameters it reads on the host",
+}
+"""Why a LoRA adapter with this key cannot be recorded. Source: peft 0.21, tuners/lora/{arrow,monteclora,tp_layer}.py."""
 
 
 class _Places:

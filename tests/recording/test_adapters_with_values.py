@@ -11,7 +11,7 @@ pytest.importorskip("peft")
 
 from tiny_llama import LLAMA  # after the checks for the packages
 
-from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.errors import NotRecordable, UsageError
 from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording import Recorder, source_of
@@ -51,9 +51,56 @@ CPT = {"num_virtual_tokens": 2, "cpt_token_ids": [1, 2], "cpt_mask": [1, 1], "cp
         ({"peft_type": "SHIRA", "r": 8, **TARGETS}, "SHIRA multiplies by sparse tensors"),
         ({"peft_type": "FROD", **TARGETS}, "FROD decomposes the weights"),
         ({"peft_type": "CPT", **CPT}, "CPT weighs the loss by the type of each token"),
+        ({"peft_type": "XLORA"}, "XLORA mixes LoRA adapters that were trained before"),
+        ({"peft_type": "POLY", **TARGETS}, "POLY selects its matrices by the task of each example"),
+        (
+            {"peft_type": "LORA", "arrow_config": {"top_k": 2}, **TARGETS},
+            "arrow_config routes each token to LoRA adapters",
+        ),
+        ({"peft_type": "LORA", "monteclora_config": {}, **TARGETS}, "monteclora_config draws its weights"),
+        (
+            {"peft_type": "LORA", "megatron_config": {"a": 1}, **TARGETS},
+            "megatron_config adapts the layers of megatron.core",
+        ),
     ],
 )
 def test_a_method_that_cannot_be_recorded_says_why(peft: dict[str, Any], reason: str) -> None:
     config = {**LLAMA, CONFIG_KEY: Adaptation(peft=peft).as_dict()}
     with pytest.raises(NotRecordable, match=reason):
         Recorder(source_of(config, name="x"))
+
+
+LORA = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]}
+DEPTH = LLAMA["num_hidden_layers"]
+PER_LAYER = 8 * (64 + 64) + 8 * (64 + 32)
+"""Elements of LoRA's four matrices in a layer of `LLAMA`."""
+
+
+@pytest.mark.parametrize(
+    ("more", "elements"),
+    [
+        ({"layers_to_transform": [0], "layers_pattern": "layers"}, PER_LAYER),
+        ({"rank_pattern": {"q_proj": 32}}, DEPTH * (32 * (64 + 64) + 8 * (64 + 32))),
+        ({"exclude_modules": ["v_proj"]}, DEPTH * 8 * (64 + 64)),
+        ({"lora_bias": True}, DEPTH * (PER_LAYER + 64 + 32)),
+        ({"trainable_token_indices": [1, 2]}, DEPTH * PER_LAYER + 2 * 64),
+        ({"new_switch_of_a_newer_version": False, "qalora_group_size": 16}, DEPTH * PER_LAYER),
+    ],
+)
+def test_keys_of_lora_change_what_is_trained(more: dict[str, Any], elements: int) -> None:
+    config = {**LLAMA, CONFIG_KEY: Adaptation(peft={**LORA, **more}).as_dict()}
+    assert Recorder(source_of(config, name="x")).profile.trainable_parameters == elements
+
+
+@pytest.mark.parametrize(
+    ("more", "hint"),
+    [
+        ({"switch_of_a_newer_version": 2}, "the values in its configuration"),
+        ({"target_modules": ["query"]}, "see the names in the model's modules"),
+    ],
+)
+def test_what_peft_refuses_has_a_hint_about_its_cause(more: dict[str, Any], hint: str) -> None:
+    config = {**LLAMA, CONFIG_KEY: Adaptation(peft={**LORA, **more}).as_dict()}
+    with pytest.raises(UsageError) as refused:
+        Recorder(source_of(config, name="x"))
+    assert hint in str(refused.value.hint)

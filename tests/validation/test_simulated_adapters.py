@@ -26,6 +26,7 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.recording import source_of
+from fsdp_advisor.validation.simulate import simulate
 
 pytestmark = pytest.mark.slow
 
@@ -82,3 +83,35 @@ def test_adalora_is_refused_where_fsdp2_shards_its_matrices_after_the_forward(tm
     refused = model_refusal(profile, plan)
     assert refused is not None and "AdaLoRA fails with FSDP2" in refused.message
     assert model_refusal(profile, replace(plan, strategy="zero2")) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        (
+            {"precision": "bf16", "lora_modules_to_save": "input_layernorm"},
+            "FSDP expects uniform original parameter dtype",
+            "one unit trains weights of two dtypes",
+        ),
+        (
+            {
+                "model": "qwen3",
+                "lora_modules_to_save": "lm_head",
+                "lora_target_modules": "q_proj",
+                "framework": "accelerate",
+            },
+            "is shared with a parameter already managed by another FSDP group",
+            "share one weight",
+        ),
+    ],
+)
+def test_what_fsdp2_cannot_train_is_refused(options: Case, error: str, told: str, tmp_path: Path) -> None:
+    case: Case = {"model": "llama", **ENGINES[2], "use_peft": "true", **options}
+    request = make_request(options_of(CONFIGS, case, tmp_path))
+    profile = resolve(request.model).adapted(adaptation_of(request)).profile
+    assert profile is not None
+    (plan,) = plans(request, seq_len=128)
+    refused = model_refusal(profile, plan)
+    assert refused is not None and told in refused.message
+    with pytest.raises((AssertionError, ValueError), match=error):
+        simulate(source_of(profile.config, name=request.model, task=profile.task), plan)

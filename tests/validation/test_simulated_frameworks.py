@@ -94,6 +94,36 @@ def test_the_trainer_makes_units_of_adapters_with_fsdp1(case: dict[str, str], tm
         assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
 
 
+COPIES: tuple[dict[str, str], ...] = ({"lora_modules_to_save": "lm_head"}, {"lora_modules_to_save": "embed_tokens"})
+MORE_COPIES: tuple[dict[str, str], ...] = (
+    {"lora_modules_to_save": "embed_tokens,lm_head"},
+    {"lora_target_modules": "embed_tokens,q_proj"},
+    {"lora_target_modules": "lm_head,q_proj"},
+    {
+        "lora_modules_to_save": "lm_head",
+        "framework": "trainer",
+        "dtype": "bfloat16",
+        "gradient_accumulation_steps": "2",
+    },
+)
+
+
+@pytest.mark.parametrize("case", taken(COPIES, MORE_COPIES, days=2), ids=str)
+def test_accelerate_keeps_adapters_of_embedding_and_head_in_their_units(case: dict[str, str], tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**TINY_CONFIG, "vocab_size": 1000}))
+    usual = {"gpus": "4", "strategy": "zero3", "framework": "accelerate", "seq_len": "64", "use_peft": "true"}
+    request = make_request({**usual, **case, "model": str(config)})
+    (plan,) = plans(request, seq_len=64)
+    model = resolve(request.model).adapted(adaptation_of(request))
+    profile = model.profile
+    assert profile is not None
+    step = peak_of_step(profile, tape_for(model, plan), plan)
+    found = simulate(source_of(profile.config, name=request.model, task=profile.task), plan)
+    for phase, n_bytes in found.phase_peaks.items():
+        assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
+
+
 QLORA: dict[str, str] = {
     "load_in_4bit": "true",
     "bnb_4bit_quant_storage": "bfloat16",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp_shards import shard_shape
 from fsdp_advisor.engines.units import buffers, per_unit, recorded_units, root_parts, summed, total_of_policy
-from fsdp_advisor.engines.wrapping import Wrapping, wrapping_for
+from fsdp_advisor.engines.wrapping import Wrapping, takes_root_apart, wrapping_for
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
@@ -153,12 +153,45 @@ def fsdp2_refusal(profile: Profile, plan: Plan) -> UsageError | None:
             "AdaLoRA fails with FSDP2 that shards its matrices again after the forward: PEFT reads them there",
             hint="--strategy ddp or zero2, or LoRA: --use-peft",
         )
-    if not has_8_bit_weights(profile):
-        return None
-    return UsageError(
-        "FSDP2 fails with weights in 8 bits: 'Parameter' object has no attribute 'CB'",
-        hint="--load-in-4bit, or --strategy ddp",
-    )
+    if has_8_bit_weights(profile):
+        return UsageError(
+            "FSDP2 fails with weights in 8 bits: 'Parameter' object has no attribute 'CB'",
+            hint="--load-in-4bit, or --strategy ddp",
+        )
+    if takes_root_apart(plan) and _has_copy_of_tied_weight(profile):
+        return UsageError(
+            "accelerate 1.15 fails with FSDP2 and a trained copy of the embedding or the head, which share one weight: it wraps them apart",
+            hint="--backend fsdp1, --strategy ddp or --framework torch; or leave the module out of modules_to_save",
+        )
+    return _dtypes_refusal(profile, plan)
+
+
+def _has_copy_of_tied_weight(profile: Profile) -> bool:
+    """Whether PEFT trains a copy of one of the root's tied weights, or some tokens of it. accelerate compares the copy of the one module
+    with the other module's weight, and FSDP2 finds the original in two units. Source: accelerate/utils/fsdp_utils.py,
+    fsdp2_prepare_model, `is_weights_tied`.
+    """
+    tied = (name for p in profile.root.parameters if p.tied for name in (p.name, *p.tied))
+    return any(wrapper in name for name in tied for wrapper in (".original_module.", ".token_adapter."))
+
+
+def _dtypes_refusal(profile: Profile, plan: Plan) -> UsageError | None:
+    """Why FSDP2 cannot reduce the gradients of a unit together; None if it can.
+
+    Source: torch.distributed.fsdp._fully_shard (torch 2.13), _fsdp_param_group.py, `_init_mp_dtypes`.
+    """
+    for unit in wrapping_for(profile, plan).in_order(profile):
+        first: dict[int, Parameter] = {}
+        for parameter in unit.parameters:
+            if parameter.trainable:
+                first.setdefault(stored_bytes(plan, parameter), parameter)
+        if len(first) > 1:
+            narrow, wide = (first[n_bytes] for n_bytes in sorted(first)[:2])
+            return UsageError(
+                f"FSDP2 fails where one unit trains weights of two dtypes: {narrow.name} is in 16 bits, {wide.name} in fp32",
+                hint="--dtype float32 with --precision bf16-mixed, --framework accelerate, which converts both to fp32, or --strategy ddp",
+            )
+    return None
 
 
 def unit_warnings(profile: Profile, plan: Plan) -> list[str]:
