@@ -7,15 +7,20 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fsdp_advisor.engines.wrapping import takes_root_apart, tape_wrap
-from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotPolynomial, NotRecordable
+from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotPolynomial, NotRecordable, UsageError
 from fsdp_advisor.hardware import Gpu
-from fsdp_advisor.job.choices import Backend, Precision
+from fsdp_advisor.job.adaptation import may_adapt
+from fsdp_advisor.job.choices import DEFAULT_SEQ_LEN, Backend, Precision
+from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.experts import experts_code
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.resolve import catalogued_tapes
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import (
@@ -35,6 +40,29 @@ _PRECISIONS: dict[Precision, TapePrecision] = {
     "fp16-mixed": "bf16-mixed",  # the same sizes
     "fp32": "fp32",
 }
+
+
+def needs_recording(request: EstimateRequest) -> bool:
+    """Whether the answer needs a step that the catalog does not have, so that PyTorch has to record it.
+
+    False for a model that is not in the catalog, whose steps are recorded anyway.
+    """
+    kept = catalogued_tapes(request.model)
+    if kept is None:
+        return False
+    is_thorough = isinstance(request, RecommendRequest) and request.thorough
+    if is_thorough or may_adapt(request) or request.eval_strategy != "no":
+        return True
+    if (
+        request.wrap != "layer" or request.experts_implementation != "grouped_mm"
+    ):  # the model decides whether they matter
+        return True
+    try:
+        job = request.as_estimate if isinstance(request, RecommendRequest) else request
+        asked = plans(job, seq_len=job.seq_len or DEFAULT_SEQ_LEN)
+    except UsageError:  # the answer will be this error
+        return False
+    return not all(tape_key_of(plan).is_in_catalog(kept) for plan in asked)
 
 
 def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
 from fsdp_advisor.model.tape_key import TapeAttention, TapeKey, TapePrecision
 from fsdp_advisor.parallelism.mesh import Mesh
-from fsdp_advisor.tapes import tape_key_of
+from fsdp_advisor.tapes import needs_recording, tape_key_of
 
 SDPA = TapeKey("fsdp2", "bf16", "sdpa", "none", True)
 GPU = replace(SDPA, device="gpu")
@@ -124,3 +126,30 @@ def test_a_name_of_no_key_is_refused(name: str) -> None:
 def test_flash_attention_on_a_cpu_is_refused() -> None:
     with pytest.raises(ValueError, match="only on GPUs"):
         TapeKey("fsdp2", "bf16", "flash_attention_2", "none")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, False),
+        ({"model": "smollm3 3b"}, False),
+        ({"model": "state-spaces/mamba-130m-hf"}, True),
+        ({"model": "7e9", "backend": "fsdp1"}, False),
+        ({"backend": "fsdp1"}, False),
+        ({"backend": "fsdp1", "model": "smollm3 3b"}, True),
+        ({"precision": "fp32"}, False),
+        ({"precision": "fp32", "model": "smollm3 3b"}, True),
+        ({"attention": "flash_attention_2"}, False),
+        ({"backend": "fsdp1", "wrap": "size:10000000"}, True),
+        ({"framework": "trainer", "activation_checkpointing": "reentrant"}, True),
+        ({"strategy": "ddp", "dtype": "bfloat16"}, True),
+        ({"framework": "trl"}, True),
+        ({"strategy": "ddp", "offload": "optimizer"}, False),
+    ],
+    ids=str,
+)
+def test_needs_recording_says_whether_the_catalog_lacks_a_step(options: dict[str, Any], expected: bool) -> None:
+    """gpt2 has all tapes, SmolLM3 the usual ones, Mamba none. The last job is refused, which no recording changes."""
+    job = {"model": "gpt2", "gpus": 4, "strategy": "zero3", **options}
+    assert needs_recording(make_request(job)) is expected
+    assert needs_recording(make_request(job, RecommendRequest)) is expected

@@ -27,14 +27,14 @@ from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.job.ignored import ignored_in_search
 from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
-from fsdp_advisor.job.losses import needs_recording
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.model.resolve import lacks_tapes, resolve
+from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved, split_recorder
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report
+from fsdp_advisor.tapes import needs_recording
 from fsdp_advisor.units import format_gib
 
 if TYPE_CHECKING:
@@ -64,9 +64,7 @@ def recommend(
     """
     fields, recorded = split_recorder({**options, "config_file": config_file})
     request = settled(request or requested(fields, RecommendRequest))
-    # recording is allowed only if the catalog does not have the tapes
-    must_record = needs_recording(request) or lacks_tapes(request.model)
-    model = recorded or resolve(request.model, allow_recording=must_record)
+    model = recorded or resolve(request.model, allow_recording=needs_recording(request))
     if request.method == "any":
         return advice_of_methods(request, lambda one: _advice(settled(one), model, timer))
     return _advice(request, model, timer)

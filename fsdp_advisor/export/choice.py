@@ -15,13 +15,13 @@ from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.compatibility import OFFLOADS, combination_refusal
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS
-from fsdp_advisor.job.losses import needs_recording
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.report import Report
+from fsdp_advisor.tapes import needs_recording
 
 
 class NothingFits(AdvisorError):

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from fsdp_advisor.errors import UsageError, assert_never
-from fsdp_advisor.job.adaptation import may_adapt
 from fsdp_advisor.job.choices import Framework, Loss, TrainingTask
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.job.search_request import RecommendRequest
 
 LossCode = Literal["full", "trl", "liger", "cce", "torchtitan"]
 """The implementation that computes the loss; ``full``: the model's own, from whole logits."""
@@ -82,23 +80,3 @@ def _check_kernels(request: EstimateRequest) -> None:
         raise UsageError(
             f"Liger's kernels are not modelled with --task {request.task}", hint="leave --use-liger-kernel out"
         )
-
-
-def needs_recording(request: EstimateRequest) -> bool:
-    """Whether the catalog has no tape of the request's step for any model, so that the step must be recorded."""
-    if isinstance(request, RecommendRequest) and request.thorough:
-        return True
-    recomputes = request.activation_checkpointing == "selective" or request.activation_offload
-    lays_out = request.padding_free or request.packing == "bfd" or request.padding_fraction > 0
-    lays_out |= request.images_per_sample > 0
-    evaluates = request.eval_strategy != "no"
-    return (
-        may_adapt(request)
-        or evaluates
-        or recomputes
-        or lays_out
-        or request.use_liger_kernel
-        or request.compile != "none"
-        or request.tiled_mlp != "none"
-        or loss_code(request) != "full"
-    )

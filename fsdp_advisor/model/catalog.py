@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 from fsdp_advisor.model.lacking import LACKING, Lacking
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import load
+from fsdp_advisor.model.tape_key import KeptTapes
 from fsdp_advisor.model.tasks import task_of
 
 PATH = Path(__file__).with_name("catalog.zip")
@@ -38,8 +39,8 @@ class Entry:
     source: str
     member: str
     experts: int | None
-    tapes: Literal["all", "usual", "none"] = "all"
-    """Which of the model's recordings the catalog has (`architectures.yaml`)."""
+    tapes: KeptTapes = "all"
+    """Which of the model's tapes the catalog has (`architectures.yaml`)."""
 
     @property
     def has_tapes(self) -> bool:

@@ -16,6 +16,7 @@ from fsdp_advisor.model.multimodal import trained_on_text
 from fsdp_advisor.model.quantization import IGNORED_NOTE, packed_checkpoint
 from fsdp_advisor.model.recorders import RECORDER_LOCK, recorder_for
 from fsdp_advisor.model.resolved import Resolved, renamed, versions_of
+from fsdp_advisor.model.tape_key import KeptTapes
 from fsdp_advisor.units import parse_count
 
 # Models of the catalog need neither the cache, the hub nor the parser of configurations; those are imported when needed.
@@ -139,11 +140,11 @@ def _about_recording(entry: catalog.Entry) -> tuple[str, ...]:
     )
 
 
-def lacks_tapes(name: str) -> bool:
-    """Whether this is a model of the catalog without tapes, whose steps have to be recorded."""
+def catalogued_tapes(name: str) -> KeptTapes | None:
+    """Which tapes the catalog has of the model of this name; None if it does not have the model."""
     entry = catalog.find(name)
     named = [entry] if entry else catalog.by_short_name(name) or catalog.by_words(name)
-    return len(named) == 1 and not named[0].has_tapes
+    return named[0].tapes if len(named) == 1 else None
 
 
 def _counted(wanted: str) -> Resolved:

@@ -38,6 +38,11 @@ TapeCompile = Literal["none", "layer", "layer-ddp", "model", "model-ddp"]
 ``layer-ddp`` and ``model-ddp``: the same within DDP's forward, which divides graphs at the boundaries of its buckets.
 """
 
+KeptTapes = Literal["all", "usual", "none"]
+"""Which of a model's tapes the catalog has. ``usual``: of FSDP2, DDP and DeepSpeed in mixed precision, and of DDP in bf16, with sdpa."""
+
+_USUAL = (("fsdp2", "bf16-mixed"), ("plain", "bf16-mixed"), ("plain", "bf16"))
+
 
 @dataclass(frozen=True, order=True)
 class TapeKey:
@@ -139,6 +144,20 @@ class TapeKey:
         Source: trl 1.16, trainer/grpo_trainer.py, `_get_per_token_logps_and_entropies`.
         """
         return self.mixed and (self.engine == "plain" or self.autocasts_fsdp1 or self.task == "grpo")
+
+    def is_in_catalog(self, kept: KeptTapes) -> bool:
+        """Whether the catalog has the key's CPU tape, or its tape for flash_attention_2, of a model of which it keeps these tapes.
+
+        Steps whose recording failed are missing nevertheless.
+        """
+        plain = TapeKey(self.engine, self.precision, self.attention, self.checkpointing, self.batch_is_one, self.device)
+        if kept == "none" or self != plain or self.checkpointing not in ("none", "full"):
+            return False
+        if kept == "usual":
+            return self.attention == "sdpa" and (self.engine, self.precision) in _USUAL
+        if self.autocasts_fsdp1:
+            return self.precision == "bf16-mixed" and self.attention != "eager"
+        return self.engine != "plain+cast" and self.precision != "bf16-weights-mixed"
 
     @property
     def masks(self) -> bool:

@@ -41,7 +41,7 @@ CHECKPOINTING: tuple[TapeCheckpointing, ...] = ("none", "full")
 ON_CPU = tuple(
     TapeKey(*fields)
     for fields in itertools.product(ENGINES, PRECISIONS, ATTENTIONS, CHECKPOINTING, (False, True))
-    if fields[0] != "fsdp1+autocast" or (fields[1] == "bf16-mixed" and fields[2] != "eager")
+    if TapeKey(*fields).is_in_catalog("all")
 )
 FLASH = tuple(  # the kernel supports half precision only, and treats every B the same
     replace(k, attention="flash_attention_2", device="gpu")
@@ -54,12 +54,7 @@ CUDNN = tuple(replace(k, kernel="cudnn") for k in SDPA if k.precision != "fp32")
 CUDNN_FILLED = tuple(replace(k, window_filled=True) for k in CUDNN)
 EAGER = tuple(replace(k, device="gpu") for k in ON_CPU if k.attention == "eager")
 ALL = ON_CPU + FLASH + SDPA + CUDNN + SDPA_FILLED + CUDNN_FILLED + EAGER
-USUAL = tuple(
-    k
-    for k in ON_CPU
-    if k.attention == "sdpa"
-    and (k.engine, k.precision) in (("fsdp2", "bf16-mixed"), ("plain", "bf16-mixed"), ("plain", "bf16"))
-)
+USUAL = tuple(k for k in ON_CPU if k.is_in_catalog("usual"))
 UNLIKE_FLASH = ("falcon", "t5", "deepseek_v2", "deepseek_v3")
 """Model types that pass sdpa, in half precision, inputs that the flash kernel does not support: a mask at any length, or values
 of another width than the queries.

@@ -25,11 +25,12 @@ from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.config import parse_config
-from fsdp_advisor.model.resolve import lacks_tapes, resolve, resolve_config
+from fsdp_advisor.model.resolve import resolve, resolve_config
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.render.check_line import check_result
 from fsdp_advisor.report import Report
 from fsdp_advisor.server.config_paths import refuse_paths
+from fsdp_advisor.tapes import needs_recording
 
 P = ParamSpec("P")
 AnyRequest = TypeVar("AnyRequest", bound=EstimateRequest)
@@ -118,12 +119,9 @@ def check_document(model: Resolved, request: EstimateRequest) -> Document:
 
 def compare_document(model: Resolved, a: EstimateRequest, b: EstimateRequest) -> Document:
     """Two jobs of catalogued models, and their differences, as JSON. `model` is the model of job `a`."""
-    may_record = lacks_tapes(b.model)
-    other = (
-        model
-        if a.model == b.model
-        else resolve(b.model, allow_hub=False, allow_paths=False, allow_recording=may_record)
-    )
+    other = model
+    if b.model != a.model:
+        other = resolve(b.model, allow_hub=False, allow_paths=False, allow_recording=needs_recording(b))
     found = compare_resolved((decided(a), model), (decided(b), other))
     return Document.of(to_json(found.as_dict(), inf_nan_mode="null"), lasting=model.source != "hub")
 

@@ -11,14 +11,13 @@ from typing import Any
 from starlette.requests import Request
 
 from fsdp_advisor.errors import MissingExtra, UnknownModel
-from fsdp_advisor.job.losses import needs_recording
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model import cache, hub
-from fsdp_advisor.model.resolve import lacks_tapes
 from fsdp_advisor.server.answers import Document, ModelSource, answer
 from fsdp_advisor.server.monitoring import ANSWERS
 from fsdp_advisor.server.settings import Settings
 from fsdp_advisor.server.workers import WorkerPool
+from fsdp_advisor.tapes import needs_recording
 
 
 class AnswerService:
@@ -79,9 +78,8 @@ class AnswerService:
 
     async def _compute(self, source: ModelSource, *rest: Any) -> Document:
         asked = [r for r in rest if isinstance(r, EstimateRequest)]
-        must_record = source.must_record or any(map(needs_recording, asked))
-        if cache.installed_versions() is not None:  # without torch, the answer itself says what is missing
-            must_record |= any(lacks_tapes(name) for name in (source.name, *(r.model for r in asked)))
+        can_record = cache.installed_versions() is not None  # without torch, the answer itself says what is missing
+        must_record = source.must_record or (can_record and any(map(needs_recording, asked)))
         source = replace(source, must_record=must_record)
         if source.config is None:
             try:
