@@ -15,6 +15,7 @@ _OPTIMIZERS: dict[str, OptimizerName] = {
     "adamw_hf": "adamw_torch",
     "adam": "adamw_torch",
     "torch_adam": "adamw_torch",
+    "fusedadam": "adamw_torch_fused",
     "adamw_8bit": "adamw_bnb_8bit",
     "rmsprop_bnb": "rmsprop_bnb_32bit",
     "adamw8bit": "adamw_bnb_8bit",
@@ -132,7 +133,7 @@ def optimizer_called(name: str, arguments: Mapping[str, Any] | str | None = None
         return None
     if optim == "sgd" and _has_momentum(arguments):
         return "sgd_momentum"
-    if plain == "adamw" and isinstance(arguments, Mapping) and arguments.get("fused") in (True, "True"):
+    if plain in ("adam", "adamw") and isinstance(arguments, Mapping) and arguments.get("fused") in (True, "True"):
         return "adamw_torch_fused"
     return optim
 

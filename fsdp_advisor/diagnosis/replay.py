@@ -71,7 +71,7 @@ def moment_of(trace: Trace, segments: Sequence[Segment]) -> int:
     earlier, _ = _earlier(trace, segments)
     now = highest = sum(item.n_bytes for item in earlier)
     sizes: dict[int, int] = {}
-    peak = len(trace) if not len(trace) else 0
+    peak = 0
     for at, action in enumerate(trace.actions):
         address = trace.addresses[at]
         if action == ALLOC:

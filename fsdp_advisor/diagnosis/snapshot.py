@@ -56,7 +56,6 @@ class Segment:
     total_bytes: int
     blocks: tuple[Block, ...]
     expandable: bool
-    private: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,13 +191,11 @@ def _segment(segment: dict[str, Any]) -> Segment:
             block if block.address else block._replace(address=address)
         )  # torch 2.0 has no addresses of blocks
         address += block.size
-    pool = segment.get("segment_pool_id") or (0, 0)
     return Segment(
         device=int(segment.get("device", 0)),
         total_bytes=int(segment["total_size"]),
         blocks=tuple(blocks),
         expandable=bool(segment.get("is_expandable", False)),
-        private=any(pool),
     )
 
 

@@ -34,7 +34,7 @@ BACKENDS: dict[Strategy, tuple[Backend, ...]] = {
 """The backends of each strategy; the first is what `auto` means."""
 
 OFFLOADS: dict[Offload, dict[Strategy, tuple[Backend, ...]]] = {
-    "none": {"ddp": BACKENDS["ddp"], **{s: BACKENDS[s] for s in ("zero1", "zero2", "zero3", "hsdp")}},
+    "none": BACKENDS,
     "optimizer": {"zero1": ("deepspeed",), "zero2": ("deepspeed",), "zero3": ("deepspeed",)},
     "parameters": {"zero2": ("fsdp2", "fsdp1"), "zero3": ("fsdp2", "fsdp1", "deepspeed"), "hsdp": ("fsdp2", "fsdp1")},
 }

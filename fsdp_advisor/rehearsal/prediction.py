@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from fsdp_advisor.configs.names import optimizer_called
 from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.projection import DEFAULT
 from fsdp_advisor.job.training_task import sequences_per_example
@@ -17,12 +18,6 @@ from fsdp_advisor.rehearsal.report import PEAKS, Prediction, RankResult
 
 TIMEOUT_S = 300
 _SHARDINGS = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp"}
-_OPTIMIZERS = {
-    "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adafactor": "adafactor", "FusedAdam": "adamw_torch_fused",
-    "RMSprop": "rmsprop", "Adagrad": "adagrad", "AdamWScheduleFree": "schedule_free_adamw",
-    "SGDScheduleFree": "schedule_free_sgd", "RAdamScheduleFree": "schedule_free_radam",
-    "StableAdamW": "stable_adamw", "CPUOffloadOptimizer": "adamw_cpu_offload", "GrokAdamW": "grokadamw", "Adam_mini": "adam_mini",
-}  # fmt: skip
 _OF_BITSANDBYTES = {
     ("AdamW", 8, False): "adamw_bnb_8bit", ("AdamW", 8, True): "paged_adamw_8bit", ("AdamW", 32, True): "paged_adamw_32bit",
     ("Lion", 32, False): "lion_32bit", ("Lion", 8, False): "lion_8bit", ("Lion", 32, True): "paged_lion_32bit",
@@ -249,11 +244,8 @@ def _optimizer(job: Mapping[str, Any]) -> str:
         if (kind, bits, paged) not in _OF_BITSANDBYTES:
             raise NotRecognized(f"the optimizer {name} is not recognized")
         return _OF_BITSANDBYTES[kind, bits, paged]
-    if name not in _OPTIMIZERS:
+    settings = job.get("optimizer", {})
+    found = optimizer_called(f"{settings.get('module', '')}.{name}", settings)
+    if found is None:
         raise NotRecognized(f"the optimizer {name} is not recognized")
-    found = _OPTIMIZERS[name]
-    if found == "adamw_torch" and job["optimizer"].get("fused"):
-        return "adamw_torch_fused"
-    if found == "rmsprop" and job["optimizer"].get("momentum"):
-        raise NotRecognized("RMSprop with momentum is not modelled")
-    return "sgd_momentum" if found == "sgd" and job["optimizer"].get("momentum") else found
+    return found

@@ -16,7 +16,7 @@ JOB: dict[str, Any] = {
     "engine": {"backend": "ddp"}, "framework": "trl", "task": {"name": "dpo", "precompute_ref_log_probs": False}, "batch": [4, 128],
     "model": {"class": "LlamaForCausalLM", "config": {}, "attention": "sdpa", "checkpointing": "none", "loss": "auto", "peft": None},
     "parameters": 10, "trainable_parameters": 10, "dtypes": ["torch.float32"], "frozen_dtypes": [], "autocast": None,
-    "optimizer": {"class": "AdamW", "fused": True},
+    "optimizer": {"class": "AdamW", "module": "torch.optim.adamw", "fused": True},
 }  # fmt: skip
 
 
@@ -74,6 +74,34 @@ def test_a_base_in_fp32_is_recognized_as_such(tmp_path: Path) -> None:
     model = JOB["model"] | {"peft": {"peft_type": "LORA"}}
     found = options(tmp_path, model=model, frozen_dtypes=["torch.float32"], autocast="torch.bfloat16")
     assert (found["precision"], found["dtype"]) == ("bf16-mixed", "float32")  # without it a base is taken to be in bf16
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "settings", "expected"),
+    [
+        ("torch.optim.adam", "Adam", {"fused": None}, "adamw_torch"),
+        ("torch.optim.adam", "Adam", {"fused": True}, "adamw_torch_fused"),
+        ("torch.optim._muon", "Muon", {}, "muon"),
+        ("torch.optim.sgd", "SGD", {"momentum": 0.9}, "sgd_momentum"),
+        ("torchao.optim.adam", "AdamW8bit", {}, "adamw_torch_8bit"),
+        ("torchao.optim.adam", "AdamWFp8", {}, "adamw_torch_fp8"),
+        ("bitsandbytes.optim.adamw", "PagedAdamW8bit", {"bits": 8, "paged": True}, "paged_adamw_8bit"),
+        ("lomo_optim.adalomo", "AdaLomo", {}, "adalomo"),
+        ("deepspeed.ops.adam.fused_adam", "FusedAdam", {}, "adamw_torch_fused"),
+        ("adam_mini", "Adam_mini", {}, "adam_mini"),
+    ],
+)
+def test_optimizers_are_recognized(
+    module: str, name: str, settings: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    found = options(tmp_path, optimizer={"class": name, "module": module, **settings})
+    assert found["optim"] == expected
+
+
+def test_optimizer_that_is_not_modelled_is_not_recognized(tmp_path: Path) -> None:
+    for name, settings in (("LBFGS", {}), ("RMSprop", {"momentum": 0.9}), ("RMSprop", {"centered": True})):
+        with pytest.raises(NotRecognized, match=f"the optimizer {name} is not recognized"):
+            options(tmp_path, optimizer={"class": name, "module": "torch.optim", **settings})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from fsdp_advisor.engines.fsdp1.units import UnitBytes, fsdp1_units, total_bytes
-from fsdp_advisor.engines.optimizer_work import gpu_step, host_step
+from fsdp_advisor.engines.optimizer_work import clips_gradients, gpu_step, host_step
 from fsdp_advisor.engines.wrapping import marked_units
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, WHOLE, UnitId, module_mark, unit_at
@@ -267,7 +267,7 @@ class Fsdp1Step(StepHooks):
     def optimizer_step(self, step: StepBuilder) -> None:
         plan = self._plan
         own = self._profile.trainable_parameters / plan.shard_degree
-        if plan.facts.clips_gradients:
+        if clips_gradients(plan):
             step.transient(Account.TEMPORARIES, total_bytes(self._profile, self._policy, self._units, "norms"))
         if self._offload:
             step.add(host_step(plan, own))

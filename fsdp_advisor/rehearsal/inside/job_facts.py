@@ -148,13 +148,13 @@ def _task_of(trainer: Any) -> str | None:
 def optimizer_facts(optimizer: Any) -> dict[str, Any]:
     """The class of an optimizer, and its settings that affect memory."""
     settings = optimizer.param_groups[0]
-    kept = {name: settings[name] for name in ("fused", "foreach", "momentum") if name in settings}
+    kept = {name: settings[name] for name in ("fused", "foreach", "momentum", "centered") if name in settings}
     if type(optimizer).__module__.startswith("bitsandbytes"):
         kept |= {"bits": optimizer.args.optim_bits, "paged": optimizer.is_paged}
     ranks = [group["rank"] for group in optimizer.param_groups if "rank" in group]
     if ranks:
         kept |= {"package": type(optimizer).__module__.split(".")[0], "rank": ranks[0]}
-    return {"class": type(optimizer).__name__, **kept}
+    return {"class": type(optimizer).__name__, "module": type(optimizer).__module__, **kept}
 
 
 def model_of(module: Any) -> dict[str, Any] | None:
