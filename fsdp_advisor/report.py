@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from fsdp_advisor.engines.job_peaks import JobPeaks
+from fsdp_advisor.job.choices import Backend, Offload, Strategy
 from fsdp_advisor.job.compatibility import label
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
@@ -84,6 +85,28 @@ class StrategyEstimate:
     not_modelled: tuple[str, ...] = ()
     simulate_peak: Callable[[], int | None] | None = field(default=None, repr=False, compare=False)
     replay_timeline: Callable[[], tuple[TimelinePoint, ...]] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.plan.strategy
+
+    @property
+    def backend(self) -> Backend:
+        return self.plan.backend
+
+    @property
+    def offload(self) -> Offload:
+        return self.plan.offload
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of one optimizer step, with all its micro-batches; None if the time is unknown."""
+        return None if self.step is None else _six_digits(self.step.seconds)
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float | None:
+        """Tokens per second and GPU, without padding; None if the time is unknown."""
+        return None if self.step is None else round(self.step.tokens_per_second_per_gpu, 1)
 
     @property
     def simulated_peak_bytes(self) -> int | None:
@@ -180,9 +203,9 @@ class StrategyEstimate:
     def as_dict(self, *, timeline: bool = False) -> dict[str, Any]:
         """The JSON object of a row, as in `estimates` of the report's document."""
         result: dict[str, Any] = {
-            "strategy": self.plan.strategy,
-            "backend": self.plan.backend,
-            "offload": self.plan.offload,
+            "strategy": self.strategy,
+            "backend": self.backend,
+            "offload": self.offload,
             "fits": self.fits,
             "needed_bytes": self.needed_bytes,
             "needed_breakdown": self.needed_breakdown,

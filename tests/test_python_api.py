@@ -73,6 +73,22 @@ class Tables(HTMLParser):
         assert self.open.pop() == tag
 
 
+def test_row_has_the_figures_of_the_json_as_attributes(report: fsdp_advisor.Report) -> None:
+    structured = ("allocator", "step_breakdown", "job_peaks", "evaluation")
+    for row, found in zip(report.estimates, report.as_dict()["estimates"], strict=True):
+        named = [name for name in found if not name.endswith("_range") and name not in structured]
+        named = [
+            name for name in named if name not in ("samples_per_second_per_gpu", "mfu", "exposed_communication_share")
+        ]
+        assert {name: getattr(row, name) for name in named} == {
+            name: tuple(found[name]) if isinstance(found[name], list) else found[name] for name in named
+        }
+
+
+def test_completion_lists_the_public_names() -> None:
+    assert dir(fsdp_advisor) == sorted(fsdp_advisor.__all__)
+
+
 def test_a_notebook_shows_tables(report: fsdp_advisor.Report, advice: Advice) -> None:
     for answer in (report, advice):
         parser = Tables()
