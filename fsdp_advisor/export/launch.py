@@ -101,10 +101,11 @@ def _any_launcher(job: Job) -> str | None:
 def _target(
     name: str, description: str, file_name: str, *packages: str, starts_with: str = "bash",
     unsupported: Callable[[Job], str | None], backend: str | None = None, framework: Framework = "torch",
+    place: str = "its own folder",
 ) -> Target:  # fmt: skip
     def write(job: Job) -> tuple[str, tuple[str, ...]]:
         text = launch_script(job, file_name, packages, consumer_of(job.plan), name)
-        return text, (f"it starts {SCRIPT} in its own folder and passes its command-line arguments on to it",)
+        return text, (f"it starts {SCRIPT} in {place} and passes its command-line arguments on to it",)
 
     return Target(
         name=name,
@@ -130,5 +131,6 @@ DEEPSPEED = _target(
     unsupported=deepspeed.unsupported, backend="deepspeed", framework="deepspeed",
 )  # fmt: skip
 SBATCH = _target(
-    "sbatch", "Slurm batch script (shell)", SLURM_FILE, "torch", starts_with="sbatch", unsupported=_any_launcher
-)
+    "sbatch", "Slurm batch script (shell)", SLURM_FILE, "torch", starts_with="sbatch", unsupported=_any_launcher,
+    place="the folder where it is submitted",
+)  # fmt: skip

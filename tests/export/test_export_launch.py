@@ -89,14 +89,37 @@ def test_slurm_script_requests_nodes_and_gpus(nodes: int, tmp_path: Path) -> Non
     assert found.rdzv_endpoint == "node-1:29400"
     assert (found.training_script, found.training_script_args) == ("train.py", EXTRA_ARGUMENTS)
     directives = [line for line in export("sbatch", of).text.splitlines() if line.startswith("#SBATCH ")]
-    assert directives[1:5] == [
-        f"#SBATCH --nodes={nodes}", "#SBATCH --ntasks-per-node=1", f"#SBATCH --gpus-per-node={8 // nodes}", "#SBATCH --mem=0",
+    assert directives[1:6] == [
+        f"#SBATCH --nodes={nodes}", "#SBATCH --ntasks-per-node=1", f"#SBATCH --gpus-per-node={8 // nodes}", "#SBATCH --exclusive",
+        "#SBATCH --mem=0",
     ]  # fmt: skip
     lines = export("sbatch", of).text.splitlines()
-    assert lines[1:7] == [line for line in lines if line.startswith("#SBATCH")]  # Slurm stops reading at a command
+    assert lines[1:8] == [line for line in lines if line.startswith("#SBATCH")]  # Slurm stops reading at a command
 
 
 def test_script_for_several_nodes_requires_head_node(tmp_path: Path) -> None:
     (tmp_path / "torchrun.sh").write_text(export("torchrun", job(plan("zero3", "fsdp2", 2))).text)
     done = subprocess.run(["bash", "torchrun.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode != 0 and "HEAD_NODE: set it to the host name of one of the nodes" in done.stderr
+
+
+def test_launch_scripts_say_in_which_folder_they_start_the_script(tmp_path: Path) -> None:
+    """Slurm copies a batch script elsewhere and starts it in the folder where it is submitted."""
+    for target in ("torchrun", "sbatch"):
+        folder = tmp_path / f"of {target}"
+        folder.mkdir()
+        exported = export(target, job(plan("zero3", "fsdp2")))
+        script = folder / exported.file_name
+        script.write_text(exported.text)
+        for program in ("torchrun", "srun"):
+            (tmp_path / program).write_text('#!/bin/sh\npwd >"$0.log"\n')
+            (tmp_path / program).chmod(0o755)
+        (tmp_path / "scontrol").write_text("#!/bin/sh\necho node-1\n")
+        (tmp_path / "scontrol").chmod(0o755)
+        variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node-1", "SLURM_JOB_ID": "7"}
+        subprocess.run(["bash", str(script)], env=variables, cwd=tmp_path, check=True)
+        started = (tmp_path / ("srun.log" if target == "sbatch" else "torchrun.log")).read_text().strip()
+        place, words = (
+            (tmp_path, "the folder where it is submitted") if target == "sbatch" else (script.parent, "its own folder")
+        )
+        assert started == str(place) and any(f"in {words} and" in note for note in exported.notes)
