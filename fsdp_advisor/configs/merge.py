@@ -9,14 +9,28 @@ from typing import Any
 from fsdp_advisor.configs.adapters import has_adapters, is_quantized
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.torchtitan import unmodelled
+from fsdp_advisor.errors import assert_never
+from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 
-_FRAMEWORKS = ("torch", "deepspeed", "accelerate", "trainer", "trl", "axolotl", "torchtitan")
-"""The frameworks from the least to the most specific: TRL and axolotl run on the Trainer, the Trainer on accelerate, and accelerate may
-run DeepSpeed.
-"""
+
+def _specificity(framework: Framework) -> int:
+    """How specific a framework is. TRL and axolotl run on the Trainer, the Trainer on accelerate, and accelerate may run DeepSpeed."""
+    match framework:
+        case "torch":
+            return 0
+        case "deepspeed":
+            return 1
+        case "accelerate":
+            return 2
+        case "trainer":
+            return 3
+        case "trl" | "axolotl" | "torchtitan":
+            return 4
+        case _:
+            assert_never(framework)
 
 
 _LAUNCHERS = ("accelerate", "accelerate command", "trl command")
@@ -40,7 +54,7 @@ def merge(parts: Sequence[Collector]) -> Configuration:
     for part in parts:
         for name, value in part.options.items():
             if name == "framework":
-                if _FRAMEWORKS.index(value) >= _FRAMEWORKS.index(options.get(name, "torch")):
+                if _specificity(value) >= _specificity(options.get(name, "torch")):
                     options[name] = value
                 continue
             if name in options and options[name] != value and name not in ("mixed", "dtype"):

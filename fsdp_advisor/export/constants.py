@@ -9,7 +9,7 @@ VERSIONS = {
     "transformers": "5.23.0",
     "accelerate": "1.15.0",
     "deepspeed": "0.19.8",
-    "axolotl": "0.18.0",
+    "axolotl": "0.19.0",
     "trl": "1.16.0",
     "llamafactory": "0.9.5",
     "peft": "0.21.2",

@@ -1,7 +1,7 @@
 """The settings of losses without whole logits and of Liger's other kernels in exported files.
 
 Source: transformers 5.23, training_args.py (`liger_kernel_config`); liger-kernel 0.8.5, transformers/monkey_patch.py;
-axolotl 0.18.0, integrations/{liger,cut_cross_entropy}/args.py.
+axolotl 0.19.0, integrations/{liger,cut_cross_entropy}/args.py.
 """
 
 from __future__ import annotations

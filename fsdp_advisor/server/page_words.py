@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from fsdp_advisor.job.fields import fields_of
+from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
 from fsdp_advisor.job.search_request import RecommendRequest
 
 _LABELS = {
@@ -76,10 +77,9 @@ _LABELS = {
     "use_bnb_nested_quant": "Nested quantization",
     "bnb_4bit_quant_storage": "4-bit storage",
 }
-_NAMES = {
+_NAMES: Mapping[str, str] = {
     "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "hsdp": "HSDP", "fsdp1": "FSDP1",
-    "fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "torch": "PyTorch", "trainer": "Trainer", "trl": "TRL",
-    "axolotl": "axolotl", "torchtitan": "torchtitan",
+    "fsdp2": "FSDP2", **{str(name): text for name, text in FRAMEWORK_NAMES.items()}, "trainer": "Trainer",
     "cpu": "CPU", "nvme": "NVMe",
     "auto": "choose for me", "all": "choose for me", "sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "reward model", "grpo": "GRPO",
 }  # fmt: skip
@@ -129,7 +129,7 @@ def choice(option: str, value: str) -> str:
     >>> choice("strategy", "zero3"), choice("find", "gpus"), choice("precision", "bf16")
     ('ZeRO-3', 'the fewest GPUs', 'bf16')
     """
-    return _NAMES_OF.get(option, _NAMES | _YES_NO).get(value, value)
+    return _NAMES_OF.get(option, {**_NAMES, **_YES_NO}).get(value, value)
 
 
 def words(text: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.recording.batches import with_batch
@@ -166,9 +167,12 @@ def _trainer(source: Source, model: nn.Module, plan: Plan, mesh: DeviceMesh | No
             return frameworks.transformers_trainer(source, model, plan, batch, parallel)
         case "torchtitan":
             return torchtitan_trainer(source, model, plan, mesh, batch)
-    layers = layers_of(source.stacks(model))
-    wrapped = wrap(model, layers, plan, mesh, "cpu")
-    return TorchTrainer(source, wrapped, optimizer_for(wrapped, plan), batch, autocast_of(plan, "cpu"))
+        case "torch" | "deepspeed":
+            layers = layers_of(source.stacks(model))
+            wrapped = wrap(model, layers, plan, mesh, "cpu")
+            return TorchTrainer(source, wrapped, optimizer_for(wrapped, plan), batch, autocast_of(plan, "cpu"))
+        case _:
+            assert_never(plan.framework)
 
 
 def _post_forward_mesh(plan: Plan, mesh: DeviceMesh | None, meter: StorageMeter) -> AbstractContextManager[object]:

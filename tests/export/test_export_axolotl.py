@@ -1,7 +1,7 @@
 """Every axolotl export agrees with axolotl's published schema. axolotl itself is not installed.
 
-Source: axolotl 0.18.0 (github.com/axolotl-ai-cloud/axolotl, commit 067b021c8b87a9e5e380b9173c704cf7340e30f5), under
-src/axolotl/utils/schemas/: config.py (AxolotlInputConfig), model.py (ModelInputConfig), training.py
+Source: axolotl 0.19.0 (https://pypi.org/project/axolotl/0.19.0), under
+axolotl/utils/schemas/: config.py (AxolotlInputConfig), model.py (ModelInputConfig), training.py
 (HyperparametersConfig), peft.py (LoraConfig), fsdp.py (FSDPConfig), enums.py (CANONICAL_ATTN_IMPLS), validation.py.
 """
 

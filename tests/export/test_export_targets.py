@@ -83,10 +83,13 @@ REHEARSED = ("trl", "liger_kernel", "torchao")
 
 
 def test_checked_versions_equal_installed_versions() -> None:
-    """But for axolotl and LLaMA-Factory, and for TRL, Liger and torchao, which only the tests of rehearsals have."""
+    """But for LLaMA-Factory, for axolotl, which is installed last and not everywhere, and for TRL, Liger and torchao, which only the
+    tests of rehearsals have.
+    """
     others = {package: VERSIONS[package] for package in ("axolotl", "llamafactory", *REHEARSED)}
     installed = {package: version(package).partition("+")[0] for package in VERSIONS if package not in others}
     assert {**installed, **others} == VERSIONS
+    assert f" axolotl=={VERSIONS['axolotl']} " in (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
     rehearsed = (Path(__file__).parents[1] / "rehearsal/requirements.txt").read_text()
     for package in REHEARSED:
         assert f"{package}=={VERSIONS[package]}" in rehearsed

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 
+from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.rehearsal.inside import job_facts
 from fsdp_advisor.rehearsal.prediction import NotRecognized, options_of
 from fsdp_advisor.rehearsal.report import RankResult
@@ -193,3 +195,37 @@ def test_a_trainer_is_known_by_its_class_of_trl(
     monkeypatch.delitem(sys.modules, "accelerate.state", raising=False)
     assert job_facts.task_of()["name"] == task
     assert job_facts.framework_of() == "trl"
+
+
+def test_every_framework_is_recognized_in_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's own loop is recognized by its engine and counts as PyTorch's."""
+
+    def trainer(*modules: str) -> Any:
+        kinds = tuple(type("Trainer", (), {"__module__": module}) for module in modules)
+        return type("OwnTrainer", kinds, {})()
+
+    running: dict[Framework, Any] = {
+        "torch": None,
+        "deepspeed": None,
+        "trainer": trainer("transformers.trainer"),
+        "trl": trainer("trl.trainer.sft_trainer"),
+        "axolotl": trainer("axolotl.core.trainers.base"),
+        "accelerate": None,
+        "torchtitan": None,
+    }
+    assert set(running) == set(get_args(Framework))
+    monkeypatch.delitem(sys.modules, "torchtitan.trainer", raising=False)
+    for framework, of in running.items():
+        monkeypatch.setattr(job_facts, "running_trainer", lambda of=of: of)
+        state = SimpleNamespace(
+            AcceleratorState=SimpleNamespace(_shared_state={"a": 1} if framework == "accelerate" else {})
+        )
+        monkeypatch.setitem(sys.modules, "accelerate.state", state)
+        code = compile("def train(self, ask):\n    return ask()", "titan.py", "exec")
+        module = ModuleType("torchtitan.trainer")
+        module.__file__ = "titan.py"
+        exec(code, vars(module))
+        if framework == "torchtitan":
+            monkeypatch.setitem(sys.modules, "torchtitan.trainer", module)
+        found = module.train("the trainer", job_facts.framework_of)
+        assert found == ("torch" if framework == "deepspeed" else framework)

@@ -101,10 +101,14 @@ def _has_group(module: Any) -> bool:
 
 
 def framework_of() -> str:
-    """The library that runs the training loop, by its state in this process."""
+    """The library that runs the training loop, by its state in this process. DeepSpeed's own loop counts as PyTorch's."""
     trainer, state = running_trainer(), sys.modules.get("accelerate.state")
     if trainer is not None:
+        if any(each.__module__.startswith("axolotl.") for each in type(trainer).__mro__):
+            return "axolotl"
         return "trl" if _task_of(trainer) is not None else "trainer"
+    if _caller_in("torchtitan.trainer") is not None:
+        return "torchtitan"
     return "accelerate" if state is not None and state.AcceleratorState._shared_state else "torch"
 
 
@@ -129,8 +133,13 @@ def is_padding_free() -> bool:
 
 
 def running_trainer() -> Any:
-    """The Trainer whose method is being called; None without one."""
-    module = sys.modules.get("transformers.trainer")
+    """The Trainer of transformers whose method is being called; None without one."""
+    return _caller_in("transformers.trainer")
+
+
+def _caller_in(name: str) -> Any:
+    """The object whose method in the module of that name is being called; None without one."""
+    module = sys.modules.get(name)
     frame: Any = sys._getframe()
     while module is not None and frame is not None:
         if frame.f_code.co_filename == module.__file__:
