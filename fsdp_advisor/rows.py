@@ -101,7 +101,8 @@ def estimate_plan(
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
         base = _base_row(model.profile, plan, gpu, host_memory_bytes)
         time = "" if why_unknown(plan, gpu) else f", {TIME_UNKNOWN}"
-        return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error.message}", *base.not_modelled))
+        install = f"; {error.hint}" if isinstance(error, MissingExtra) else ""
+        return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error.message}{install}", *base.not_modelled))
     step = StepInput(model.profile, gpu_tape(model.profile, selected, plan, gpu), plan, gpu)
     row = _with_step(model, selected, step, conf, host_memory_bytes)
     if not explain:

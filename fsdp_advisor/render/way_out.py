@@ -9,7 +9,8 @@ from fsdp_advisor.report import Report
 def way_out(report: Report) -> str:
     """The options that save memory without offload, and the command that searches.
 
-    Empty if a row without offload fits, or any row if all rows offload; also if nothing is known, and for a bare parameter count.
+    Empty if a row without offload fits, or any row if all rows offload; also if a row may fit whose peak is
+    unknown, and for a bare parameter count.
     """
     known = [row for row in report.estimates if row.fits is not None]
     if not known or report.model_source == "count" or any(row.fits and row.plan.offload == "none" for row in known):
@@ -24,7 +25,10 @@ def way_out(report: Report) -> str:
         options.append("--use-bnb-nested-quant (scales in 8 bits)")
     if request.activation_checkpointing == "none":
         options.append("--activation-checkpointing full")
-    if not any(row.fits for row in known):
+    fits = any(row.fits for row in known)
+    if not fits and len(known) < len(report.estimates):
+        return ""
+    if not fits:
         what = "Nothing fits"
     elif any(row.plan.offload == "none" for row in known):
         what = "Only offload fits"

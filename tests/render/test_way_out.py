@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fsdp_advisor.estimator import estimate
 from fsdp_advisor.render.view import report_view
+from fsdp_advisor.report import Rows
 
 SEARCH = "fsdp-advisor recommend, with the same options, searches for the fastest plan that fits."
 
@@ -50,3 +52,11 @@ def test_a_base_in_4_bits_that_fsdp_keeps_whole_names_the_storage_that_it_shards
         activation_checkpointing="full",
     )  # fmt: skip
     assert "--bnb-4bit-quant-storage bfloat16 (FSDP then shards the base), --use-bnb" in report_view(report).way_out
+
+
+def test_nothing_is_said_to_fit_or_not_while_a_peak_is_unknown() -> None:
+    report = estimate(model="meta-llama/Llama-3.1-8B", gpus=8, gpu="24GiB")
+    assert report_view(report).way_out
+    unknown = replace(report.estimates[-1], fits=None)
+    rows = Rows.of([*report.estimates[:-1], unknown])
+    assert not any(row.fits for row in rows) and report_view(replace(report, estimates=rows)).way_out == ""
