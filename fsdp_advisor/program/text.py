@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from fsdp_advisor.errors import assert_never
-from fsdp_advisor.model.tape import MONOMIALS, Polynomial
+from fsdp_advisor.model.tape import MONOMIALS, Polynomial, Size
 from fsdp_advisor.program.accounts import ACCOUNTS, STREAM_NAMES, Account, Stream
 from fsdp_advisor.program.instructions import (
     AllGather,
@@ -28,6 +30,7 @@ from fsdp_advisor.program.instructions import (
     Visit,
     WaitFor,
 )
+from fsdp_advisor.program.spans import Span
 from fsdp_advisor.units import format_bytes
 
 MAX_PERIOD = 8
@@ -39,8 +42,9 @@ Block = tuple[str, ...]
 
 def program_text(program: StepProgram) -> str:
     """The program, visit by visit. A repeated pattern of visits is written once, with the number of repeats."""
+    sizes = program.layout.tape.sizes
     lines = ["states"]
-    lines += [f"  {_instruction(alloc)}" for alloc in program.states]
+    lines += [f"  {_instruction(alloc, sizes)}" for alloc in program.states]
     if program.lazily_created:
         created = [alloc for alloc in program.states if alloc.buffer in program.lazily_created]
         created_text = ", ".join(f"{_account(a.account)} {format_bytes(a.storages.rounded)}" for a in created)
@@ -52,14 +56,14 @@ def program_text(program: StepProgram) -> str:
     for number, micro_batch in enumerate(program.micro_batches, start=1):
         times = "" if micro_batch.times == 1 else f", {micro_batch.times} times"
         lines += ["", f"micro-batch {number}{times}"]
-        lines += _folded([_block(visit) for visit in micro_batch.visits])
-    lines += ["", *_folded([_block(program.optimizer)])]
+        lines += _folded([_block(visit, sizes) for visit in micro_batch.visits])
+    lines += ["", *_folded([_block(program.optimizer, sizes)])]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _block(visit: Visit) -> Block:
+def _block(visit: Visit, sizes: Sequence[Size]) -> Block:
     head = visit.name if visit.phase == "optimizer" else f"{visit.phase} {visit.name}"
-    return head, *(f"  {line}" for line in _merged([_instruction(i) for i in visit.instructions]))
+    return head, *(f"  {line}" for line in _merged([_instruction(i, sizes) for i in visit.instructions]))
 
 
 def _merged(lines: Sequence[str]) -> Iterator[str]:
@@ -100,7 +104,7 @@ def _longest_repetition(blocks: Sequence[Block], at: int) -> tuple[int, int]:
     return best
 
 
-def _instruction(instruction: Instruction) -> str:
+def _instruction(instruction: Instruction, sizes: Sequence[Size]) -> str:
     match instruction:
         case Alloc(account=account, stream=stream, storages=storages, per_batch=per_batch):
             size = format_bytes(storages.rounded) if per_batch is None else _polynomial(per_batch)
@@ -112,9 +116,10 @@ def _instruction(instruction: Instruction) -> str:
             return f"free {_account(account)}, {size}{held}"
         case Reclassify(n_bytes=n_bytes, before=before, after=after):
             return f"count {format_bytes(n_bytes)} of {_account(before)} as {_account(after)}"
-        case Compute(gradients=gradients):
+        case Compute(span=span, gradients=gradients):
             many = "" if len(gradients) == 1 else "s"
-            return f"compute, {len(gradients)} gradient{many}" if gradients else "compute"
+            written = f", {len(gradients)} gradient{many}" if gradients else ""
+            return "; ".join([f"compute{written}", *_kept(span, sizes)])
         case DropBatch():
             return "free the inputs of the micro-batch before"
         case DropLoss():
@@ -148,11 +153,26 @@ def _instruction(instruction: Instruction) -> str:
             assert_never(instruction)
 
 
+def _kept(span: Span, sizes: Sequence[Size]) -> Iterator[str]:
+    """The bytes by which a span changes each account, such as `activations +512 BT bytes`. Sizes that are not polynomials are left out."""
+    net: defaultdict[int, list[int]] = defaultdict(lambda: [0] * len(MONOMIALS))
+    for account, index, times in span.changes:
+        size = sizes[index]
+        if type(size) is tuple:
+            for at, coefficient in enumerate(cast(Polynomial, size)):
+                net[account][at] += coefficient * times
+    for account, change in sorted(net.items()):
+        if any(change):
+            yield f"{_account(Account(account))} {_polynomial(change, signed=True)}"
+
+
 def _account(account: Account) -> str:
     return (*ACCOUNTS, "workspace")[account]
 
 
-def _polynomial(polynomial: Polynomial) -> str:
-    """A polynomial in B and T as text, such as `131072 BT bytes`."""
-    terms = [f"{c} {m}" if m != "1" else str(c) for c, m in zip(polynomial, MONOMIALS, strict=True) if c]
-    return " + ".join(terms) + " bytes"
+def _polynomial(polynomial: Sequence[int], *, signed: bool = False) -> str:
+    """A polynomial in B and T as text, such as `131072 BT + 512 bytes`. `signed`: with a sign before each term."""
+    terms = [(c, "" if m == "1" else f" {m}") for c, m in zip(polynomial, MONOMIALS, strict=True) if c]
+    if signed:
+        return " ".join(f"{c:+}{m}" for c, m in terms) + " bytes"
+    return " + ".join(f"{c}{m}" for c, m in terms) + " bytes"
