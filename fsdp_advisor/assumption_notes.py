@@ -26,8 +26,8 @@ def memory_notes(gpu: Gpu) -> list[str]:
         )
     if gpu.runtime == "other":
         notes.append(
-            f"for {gpu.name} memory is counted as on a GPU, against the advertised {format_gib(gpu.memory_bytes)}: what its own "
-            "runtime, compiler and communication need is not known"
+            f"for {gpu.name} memory is counted as on a GPU, against the advertised {format_gib(gpu.memory_bytes)}: the memory "
+            "of its own runtime, compiler and communication library is not known"
         )
     return notes
 
@@ -85,7 +85,7 @@ def _dtype_notes(request: EstimateRequest, *, is_packed: bool) -> list[str]:
     if request.dtype != "auto" or is_packed or not adaptation_of(request).peft:
         return []
     if request.precision == "fp16-mixed":
-        return ["the frozen base is stored in fp32; one that is loaded in float16 is not modelled"]
+        return ["the frozen base is assumed to be stored in fp32; a base in float16 is not modelled"]
     if not stores_frozen_base_in_fp32(request):
         return []
     if FRAMEWORKS[request.framework].loads_fp32:
@@ -104,7 +104,7 @@ def batch_notes(request: EstimateRequest) -> list[str]:
         notes.append(f"speeds count the {1 - request.padding_fraction:.0%} of the tokens that are not padding")
     if flattens(request.packing, request.padding_free):
         notes.append(
-            "sequences in one row are taken to be as long as seq_len; more and shorter ones take less time in attention"
+            "each sequence of a row is assumed to have seq_len tokens; shorter sequences need less time in attention"
         )
         if request.attention != "flash_attention_2":
             notes.append(

@@ -122,20 +122,23 @@ def check_kernels(request: EstimateRequest, gpu: Gpu) -> None:
     before_ampere = able is not None and able < FLASH_FROM
     if request.attention == "flash_attention_2" and request.precision == "fp32":
         raise UsageError(
-            "flash_attention_2 computes in bf16 and fp16 alone, not in fp32",
+            "flash_attention_2 computes only in bf16 and fp16, not in fp32",
             hint="use --attention sdpa, or --precision bf16-mixed",
         )
     if request.attention == "flash_attention_2" and before_ampere:
         raise UsageError(
-            f"flash-attn has no kernels for {gpu.name}", hint="use --attention sdpa, or name a GPU from Ampere on"
+            f"flash-attn has no kernels for {gpu.name}",
+            hint="use --attention sdpa, or --gpu with a GPU of the Ampere generation or later",
         )
     if request.compile != "none" and before_ampere:
         raise UsageError(
-            f"compiled layers are not modelled on {gpu.name}", hint="leave --compile out, or name a GPU from Ampere on"
+            f"compiled layers are not modelled on {gpu.name}",
+            hint="leave --compile out, or use --gpu with a GPU of the Ampere generation or later",
         )
     if request.fp8 != "none" and able is not None and able < FP8_FROM:
         raise UsageError(
-            f"{gpu.name} does not multiply in fp8", hint="leave --fp8 out, or name a GPU from Ada or Hopper on"
+            f"{gpu.name} does not multiply in fp8",
+            hint="leave --fp8 out, or use --gpu with a GPU of the Ada or Hopper generation or later",
         )
 
 
@@ -144,5 +147,5 @@ def choose_gpu(name: str | None) -> tuple[Gpu, list[str]]:
     if name is not None:
         return find_gpu(name), []
     if (gpu := attached_gpu()) is not None:
-        return gpu, [f"GPU: {gpu.name}, the one attached"]
-    return find_gpu(DEFAULT_GPU), [f"GPU: none attached, so {DEFAULT_GPU} is assumed; say --gpu for another"]
+        return gpu, [f"GPU: {gpu.name} (attached to this machine)"]
+    return find_gpu(DEFAULT_GPU), [f"GPU: none attached, so {DEFAULT_GPU} is assumed; --gpu names another"]

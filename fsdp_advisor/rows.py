@@ -46,7 +46,7 @@ TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"
 PEAKS_UNKNOWN = "the peak, peak_allocated_bytes, peak_reserved_bytes, peak_device_bytes"
 NO_REENTRANT = "reentrant checkpoints, whose backward keeps one more hidden state and repeats all of a layer"
 NO_AUTOCAST = (
-    "the casts of autocast, under which accelerate runs FSDP1: they are not recorded here; recording needs torch"
+    "the casts of autocast, which accelerate uses with FSDP1: no recording of them is stored, and a new one needs torch"
 )
 NO_SCRATCH = "peak_allocated_bytes: the workspace of the attention kernel"
 
@@ -432,7 +432,7 @@ def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:
         states={"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer},
         host_bytes_per_node=states.host_per_node,
         not_modelled=(
-            f"{PEAKS_UNKNOWN}: a bare parameter count says nothing of activations, logits, gathered units and buckets",
+            f"{PEAKS_UNKNOWN}: a bare parameter count does not tell the sizes of activations, logits, gathered units and buckets",
             f"{TIME_UNKNOWN}: a bare parameter count has no operators to time",
         ),
     )

@@ -345,7 +345,7 @@ def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Ta
     names = [key.name for key in gpu_tape_keys(cpu_key, window_filled=filled)]
     key = gpu_tape_key(cpu_key, gpu.compute_capability, window_filled=filled, recorded=names)
     if key.device == "cpu":
-        raise NotRecordable(f"the kernels of {gpu.name} are not modelled", hint="the step on a CPU stands for it")
+        raise NotRecordable(f"the kernels of {gpu.name} are not modelled", hint="the step on a CPU is used instead")
     own = replace(key, at=plan.tape_shape)
     if (key.batch_is_one or own.name in profile.tapes) and _is_first_question(model, profile, key, own):
         return model.tape(own)

@@ -118,7 +118,7 @@ def test_a_frozen_base_is_stored_as_its_framework_loads_it(
         ({"backend": "fsdp1"}, "stored in fp32, because FSDP1 flattens one dtype, which is that of adapters; dtype bfloat16 halves it"),
         ({"dtype": "bfloat16"}, ""),
         ({"load_in_8bit": True}, ""),
-        ({"gpu": "T4"}, "stored in fp32; one that is loaded in float16 is not modelled"),
+        ({"gpu": "T4"}, "assumed to be stored in fp32; a base in float16 is not modelled"),
         ({"use_peft": False}, ""),
     ],
     ids=str,

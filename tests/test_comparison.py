@@ -90,5 +90,5 @@ def test_an_open_strategy_is_decided() -> None:
 def test_a_comparison_says_why_a_peak_is_unknown_and_nothing_about_options_not_given() -> None:
     found = compare(*(request(model="7e9", gpus=4, gpu=gpu, strategy="zero3") for gpu in ("H100", "A100-40GB")))
     text = comparison_text(found)
-    assert "which has 39.39 GiB: peak unknown (a bare parameter count says nothing of activations" in text
+    assert "which has 39.39 GiB: peak unknown (a bare parameter count does not tell the sizes of activations" in text
     assert not any("experts" in note for side in (found.a, found.b) for note in side.report.notes)

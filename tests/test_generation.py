@@ -33,17 +33,17 @@ def phases(found: StrategyEstimate) -> set[str]:
         ({"task": "sft", "num_generations": 4}, "num_generations is an option of --task grpo"),
         ({"max_completion_length": 64}, "leaves no room for a prompt"),
         ({"micro_batch_size": 3}, "3 x ranks 1 x micro-batches per generation 1 = 3, not a multiple of --num-generations 8"),
-        ({"vllm_mode": "server"}, "vllm_mode is about vLLM"),
-        ({"use_vllm": True, "vllm_mode": "server", "vllm_enable_sleep_mode": True}, "on the GPUs that train"),
+        ({"vllm_mode": "server"}, "--vllm-mode configures vLLM"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_enable_sleep_mode": True}, "on the training GPUs"),
         ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "not divisible"),
         ({"precompute_ref_log_probs": True}, "scores new completions"),
-        ({"ignored_labels": 0.5}, "completions alone"),
+        ({"ignored_labels": 0.5}, "only the tokens of completions"),
     ],
 )  # fmt: skip
 def test_what_trl_refuses_is_refused(options: dict[str, Any], message: str, model: str) -> None:
     with pytest.raises(
         UsageError,
-        match=message.replace("vllm_mode is", "--?vllm.mode is").replace("num_generations is", "--?num.generations is"),
+        match=message.replace("num_generations is", "--?num.generations is"),
     ):
         row(model, **options)
 

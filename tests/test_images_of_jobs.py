@@ -33,7 +33,7 @@ def test_images_take_a_part_of_the_tokens_and_need_memory_and_time(tmp_path: Pat
     assert images.step.seconds > text.step.seconds
     notes = " ".join(with_images.notes)
     assert "each image is 88 tokens: 176 of the 400 tokens" in notes
-    assert "--freeze visual" in notes and "trains on text" not in notes
+    assert "--freeze visual" in notes and "training on text only" not in notes
     frozen = report(tmp_path, freeze="visual", **options_of("qwen2_5_vl"))
     assert frozen.trainable_parameters < with_images.trainable_parameters
     assert frozen.estimates[0].step.seconds < images.step.seconds
@@ -54,7 +54,7 @@ def test_images_that_a_job_cannot_have_are_refused(options: dict[str, Any], mess
 
 
 def test_a_language_model_reads_no_images() -> None:
-    with pytest.raises(UsageError, match="reads images is not known"):
+    with pytest.raises(UsageError, match="reads images, if it reads any"):
         estimate(model="gpt2", strategy="ddp", **IMAGES)
 
 

@@ -126,11 +126,14 @@ def recommend_resolved(
 def _check_sweep(report: Report, model: Resolved, request: RecommendRequest) -> None:
     """Raise UsageError if the model lacks the quantity that `--find` varies, such as a sequence length."""
     if model.profile is None and request.find in ("batch", "sequence"):
-        raise UsageError(f"{model.name} is a bare parameter count: it has no layers", hint="name a model to find this")
+        raise UsageError(
+            f"{model.name} is a bare parameter count: it has no layers", hint="name a model: --find needs its layers"
+        )
     task = task_of(report.task)
     if request.find == "sequence" and not task.takes_any_length:
         raise UsageError(
-            f"{model.name} reads {task.of_length(report.seq_len)}, and no other length", hint="use --find batch"
+            f"{model.name} reads {task.of_length(report.seq_len)} and cannot read another length",
+            hint="use --find batch",
         )
 
 

@@ -123,7 +123,7 @@ def _why_not(other: Candidate, winner: Candidate) -> str:
             else "it is as fast, but less simple"
         )
     if winner.numerics_gain > other.numerics_gain and own > chosen:
-        return f"{gain}, in other numerics"
+        return f"{gain}, with other numerics"
     if own > chosen and other.choice.host_level != winner.choice.host_level:
         return f"{gain}, but it offloads, and the speed of hosts differs"
     if own > chosen:

@@ -134,8 +134,8 @@ def set_stage(found: Collector, stage: int | None, default: int) -> None:
 
 _STRATEGIES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 STAGE_0 = (
-    "ZeRO stage 0: DeepSpeed keeps everything on each rank, as DDP does, of which the estimate is; its masters are copies of weights in"
-    " bf16 or fp16, and it reduces gradients in flat copies after the backward"
+    "ZeRO stage 0: the estimate is of DDP, which also keeps everything on each rank; unlike DDP, DeepSpeed keeps fp32 masters of bf16"
+    " or fp16 weights, and reduces gradients in flat copies after the backward"
 )
 """Note on the differences between DeepSpeed without ZeRO and DDP, by which it is estimated. Source: deepspeed 0.19.8, runtime/engine.py,
 _do_optimizer_sanity_check, _configure_fp16_optimizer, buffered_allreduce_fallback.

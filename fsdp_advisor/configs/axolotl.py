@@ -25,8 +25,8 @@ _TOPICS = {
     "LoRA restarts": ("relora",),
     "kernels of adapters": ADAPTER_KERNELS,
     "quantized weights": ("gptq", "qat", "quantization"),
-    "experts in 4 or 8 bits, which axolotl packs itself; the estimate has them in 16": ("quantize_moe_experts",),
-    "kernels for experts; the estimate has transformers' grouped_mm": ("use_scattermoe", "use_sonicmoe"),
+    "experts in 4 or 8 bits, which axolotl packs itself; the estimate assumes 16 bits": ("quantize_moe_experts",),
+    "kernels for experts; the estimate assumes transformers' grouped_mm": ("use_scattermoe", "use_sonicmoe"),
     "other losses": ("chunked_cross_entropy", "flash_attn_cross_entropy"),
     "some of Liger's kernels without the others": (
         "liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy",
@@ -124,7 +124,7 @@ def _batches(found: Collector) -> None:
         found.options["packing"] = "bfd"
         if not flash and found.options.get("micro_batch_size", 1) > 1:
             found.omits(
-                "sample_packing without flash attention packs each row by itself; the estimate has all tokens in one row"
+                "sample_packing without flash attention packs each row separately; the estimate assumes all tokens in one row"
             )
     flattens = found.take("batch_flattening")
     if flattens and (flash or flattens != "auto") and "packing" not in found.options:
@@ -174,7 +174,7 @@ def _tiled_mlp(found: Collector) -> None:
     found.options["tiled_mlp"] = "auto" if shards is None else str(shards)
     if found.flag("tiled_mlp_use_original_mlp") is False:
         found.omits(
-            "tiled_mlp_use_original_mlp: false, which compiles the shards; the estimate has the model's own code"
+            "tiled_mlp_use_original_mlp: false, which compiles the shards; the estimate assumes the model's own code"
         )
 
 
@@ -253,7 +253,7 @@ def _adapters(found: Collector) -> None:
             found.take(name)
     if not switches and not (adapter == "lora" and active(found.peek("load_in_8bit"))):
         found.omits(
-            "axolotl's kernels of adapters, which are on unless lora_mlp_kernel or another one is set; the estimate has PEFT's code"
+            "axolotl's kernels for adapters, which are on unless lora_mlp_kernel or another is set; the estimate assumes PEFT's code"
         )
     given = found.take("bnb_config_kwargs")
     loads = {"load_in_4bit": found.flag("load_in_4bit"), "load_in_8bit": found.flag("load_in_8bit")}

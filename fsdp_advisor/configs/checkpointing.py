@@ -21,4 +21,4 @@ def set_reentrant(found: Collector) -> None:
     if policy == "full":
         found.options["activation_checkpointing"] = "reentrant"
     else:
-        found.omits("use_reentrant with checkpoints of some operators; the estimate has use_reentrant: false")
+        found.omits("use_reentrant with selective checkpointing; the estimate assumes use_reentrant: false")

@@ -43,7 +43,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     found = Collector(file, "DeepSpeed", keys)
     read_into(found, keys)
     found.default(
-        "framework", "deepspeed", "DeepSpeed's own training loop, because no file is of accelerate or the Trainer"
+        "framework", "deepspeed", "DeepSpeed's own training loop, because no file configures accelerate or the Trainer"
     )
     return found
 

@@ -91,7 +91,9 @@ def _checkpoints(found: Collector, prefix: str, version: int) -> None:
         if found.flag(offload):
             found.options["activation_offload"] = True
     elif prefix == OF_ACCELERATE:
-        found.lacks_active("accelerate refuses it without checkpoints and FSDP2; the estimate leaves it out", offload)
+        found.lacks_active(
+            "accelerate refuses it without FSDP2 and activation checkpointing; the estimate leaves it out", offload
+        )
     else:
         found.lacks_active("the Trainer does not pass it on; the estimate keeps checkpoints on the GPU", offload)
 
@@ -161,7 +163,7 @@ def _strategy_2(found: Collector, name_key: str, reshard_key: str) -> str | None
     if reshard is None:
         return None
     if str(reshard).lower() not in ("true", "false", "yes", "no", "1", "0", "on", "off"):
-        found.lacks(reshard_key, "with FSDP2 it is true or false; the estimate has true")
+        found.lacks(reshard_key, "with FSDP2 it must be true or false; the estimate assumes true")
         return None
     return "zero3" if truth(found.take(reshard_key)) else "zero2"
 

@@ -111,7 +111,9 @@ def _adapters(found: Collector) -> None:
     """Read LLaMA-Factory's `finetuning_type`, and its keys of LoRA and quantization."""
     kind = found.peek("finetuning_type")
     if kind not in (None, "lora", "full"):
-        found.lacks("finetuning_type", "which layers are trained depends on their number: name the others with freeze")
+        found.lacks(
+            "finetuning_type", "the trained layers depend on the number of layers: name the frozen ones with freeze"
+        )
     elif kind == "full":
         found.take("finetuning_type")
     if kind not in (None, "lora"):

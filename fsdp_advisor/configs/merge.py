@@ -92,7 +92,7 @@ def _resolve_torchtitan(options: dict[str, Any], parts: Sequence[Collector]) -> 
         part.omits(UNCOMPILED)
 
 
-UNCOMPILED = "compile.enable: torch.compile with selective checkpointing; the estimate has layers as they are"
+UNCOMPILED = "compile.enable: torch.compile with selective checkpointing; the estimate assumes uncompiled layers"
 
 
 def _drops_compile(options: dict[str, Any]) -> bool:

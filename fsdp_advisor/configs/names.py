@@ -98,7 +98,7 @@ def _set_projection(found: Collector, optim: OptimizerName, arguments: Mapping[s
     while (unknown := unknown_setting(settings)) is not None:
         name, value = unknown
         del settings[name]
-        found.omits(f"{optim} with {name} {value}; the estimate has the Trainer's default")
+        found.omits(f"{optim} with {name} {value}; the estimate assumes the Trainer's default")
     if settings and (text := read_optim_args(",".join(f"{name}={value}" for name, value in settings.items()))):
         found.options["optim_args"] = text
     targets = found.peek("optim_target_modules")

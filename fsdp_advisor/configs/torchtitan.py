@@ -26,7 +26,7 @@ _TOPICS = {
     "pipeline parallelism": ("parallelism.pipeline_parallel_degree",),
     "context and sequence parallelism": ("parallelism.context_parallel_degree",),
     "expert parallelism": ("parallelism.expert_parallel_degree",),
-    "precisions below bf16, but float8 of linear layers": ("model.converters",),
+    "precisions below bf16, except float8 of linear layers": ("model.converters",),
 }
 _FLOAT8 = "quantize.linear.float8"
 """The name of torchtitan 0.2's section on torchao's float8 and of its converter. Until 0.1 both were called ``float8``."""
@@ -162,7 +162,7 @@ def _loss(found: Collector) -> None:
     if "Chunked" in words:
         chunks = re.search(r"num_chunks=(\d+)", words)
         if chunks is not None and int(chunks[1]) != TORCHTITAN_CHUNKS:
-            found.lacks("loss", f"the estimate has {TORCHTITAN_CHUNKS} chunks of the loss")
+            found.lacks("loss", f"the estimate assumes {TORCHTITAN_CHUNKS} chunks of the loss")
         else:
             found.take("loss")
     elif words:
@@ -219,7 +219,7 @@ def _compile(found: Collector) -> None:
             if "loss" not in components:
                 found.assume("the loss is compiled too, as compile.components has it by default")
         elif "loss" in components:
-            found.omits("compile.components: torch.compile of the loss; the estimate has the loss as it is")
+            found.omits("compile.components: torch.compile of the loss; the estimate assumes an uncompiled loss")
 
 
 def _fp8(found: Collector) -> None:
@@ -236,7 +236,7 @@ def _fp8(found: Collector) -> None:
         found.take("model.converters")
     recipe = str(found.peek(f"{section}.recipe_name") or "tensorwise")
     if recipe not in get_args(Fp8):
-        found.lacks(f"{section}.recipe_name", "this recipe; the estimate has no fp8")
+        found.lacks(f"{section}.recipe_name", "this recipe; the estimate assumes no fp8")
         return
     found.take(f"{section}.recipe_name")
     found.options["fp8"] = recipe
@@ -245,7 +245,7 @@ def _fp8(found: Collector) -> None:
     found.flag(f"{section}.precompute_float8_dynamic_scale_for_fsdp")
     left_out = found.take(f"{section}.filter_fqns") or []
     if set(left_out) != {"output"}:
-        found.omits(f"{section}.filter_fqns; the estimate leaves out the head alone")
+        found.omits(f"{section}.filter_fqns; the estimate excludes only the head")
 
 
 def _selective(found: Collector, usual: str) -> str:

@@ -80,7 +80,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     if "chunked" in brief(found.peek("loss._component_")).lower():
         found.lacks("loss._component_", "chunked loss; the estimate assumes that all logits are in memory at once")
     _sharding(found)
-    found.lacks("custom_sharded_layers", "units of their own; the estimate has them in the root unit")
+    found.lacks("custom_sharded_layers", "separate units; the estimate assumes that they are in the root unit")
     for topic, names in _TOPICS.items():
         found.lacks_active(topic, *names)
     return found
@@ -182,7 +182,7 @@ def _lora(found: Collector, builder: str) -> None:
         "use_dora": truth(found.take("model.use_dora") or False) or "dora" in builder.split("_")[0],
     }
     set_lora(found, config)
-    found.omits("torchtune stores adapters in dtype; the estimate has them in fp32, as PEFT")
+    found.omits("torchtune stores adapters in its dtype; the estimate assumes fp32, as PEFT does")
     if builder.startswith("q") or truth(found.take("model.quantize_base") or False):
         set_quantization(found, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True})
-        found.omits("torchao's NF4; the estimate has bitsandbytes' 4 bits")
+        found.omits("torchao's NF4; the estimate assumes bitsandbytes' 4 bits")

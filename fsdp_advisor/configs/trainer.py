@@ -199,7 +199,7 @@ def _precision(found: Collector, trl: bool) -> None:
 def _loss(found: Collector, trl: bool) -> None:
     """Set Liger's loss and its other kernels. TRL has its own loss, which uses whole logits if `loss_type` is dft."""
     if trl and found.peek("loss_type") not in (None, "nll", "chunked_nll"):
-        found.lacks("loss_type", "other losses of TRL; the estimate has its usual one")
+        found.lacks("loss_type", "other losses of TRL; the estimate assumes its default loss")
     found.take("loss_type")
     names = [name for name in ("use_liger_kernel", "use_liger") if active(found.peek(name))]
     kernels = found.take("liger_kernel_config") or {}
@@ -217,9 +217,7 @@ def _loss(found: Collector, trl: bool) -> None:
     if has_loss:
         found.options["loss"] = "liger"
     if True in others:
-        found.omits(
-            "Liger's other kernels are modelled only all together and for supervised training; they need less memory"
-        )
+        found.omits("Liger's other kernels are modelled only as a whole and for supervised training; they save memory")
 
 
 def _checkpointing(found: Collector, trl: bool) -> None:
@@ -239,7 +237,7 @@ def _checkpointing(found: Collector, trl: bool) -> None:
         if keywords.get("offload") is True and not trl:
             found.options["activation_offload"] = True
         elif keywords.get("offload") is True:
-            found.omits("gradient_checkpointing_kwargs.offload: transformers' offload under TRL, beside its own")
+            found.omits("gradient_checkpointing_kwargs.offload: transformers' offload under TRL, which has its own")
         if keywords.get("use_reentrant") is True:
             set_reentrant(found)
     elif False in asked:
@@ -281,7 +279,9 @@ def read_trainers_fsdp(found: Collector) -> None:
     if isinstance(found.peek("fsdp_config"), str):
         found.refer("fsdp_config")  # the version in it decides
         found.default(
-            "strategy", "zero2" if "shard_grad_op" in str(words) else "zero3", "fsdp, whose file decides on more"
+            "strategy",
+            "zero2" if "shard_grad_op" in str(words) else "zero3",
+            "fsdp; the file in fsdp_config decides the rest",
         )
         found.default("backend", "fsdp2")
         if "offload" in str(words):

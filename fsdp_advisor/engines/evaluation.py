@@ -69,6 +69,6 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     notes = ["evaluation: sequences of other lengths than those of training, and the time that it takes"]
     if plan.evaluation.kept_batches:
         if not any(logits_per_batch(profile, 1)):
-            notes.append("evaluation: the outputs that the Trainer keeps of a model without a vocabulary")
-        notes.append("evaluation: host memory of the logits, and what preprocess_logits_for_metrics leaves of them")
+            notes.append("evaluation: outputs other than logits over a vocabulary, which the Trainer keeps too")
+        notes.append("evaluation: host memory of the logits, and the effect of preprocess_logits_for_metrics on them")
     return notes

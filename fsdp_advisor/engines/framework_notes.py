@@ -33,7 +33,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     notes = []
     if takes_root_apart(plan) and HEAD not in wrapping_for(profile, plan).parts:
         what = {
-            "masked-lm": "accelerate 1.15 fails to wrap a head whose bias the module around it shares",
+            "masked-lm": "accelerate 1.15 fails to wrap a head whose bias is also a parameter of its parent module",
             "seq2seq-lm": "accelerate 1.15 fails to wrap an embedding that encoder and decoder share",
         }.get(profile.task, "accelerate makes units of its own around the layers")
         notes.append(f"{what}; this estimate counts one unit per layer and the root")
@@ -43,9 +43,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
             f"layers are units because the configuration names their class; without it the embeddings are one too{fails}"
         )
     if plan.backend == "deepspeed":
-        notes.append(
-            'bucket sizes and thresholds other than those that "auto" stands for in the DeepSpeed configuration'
-        )
+        notes.append('bucket sizes and thresholds in the DeepSpeed configuration other than "auto"')
     if plan.framework == "accelerate":
         notes.append(
             "the memory of logits in a training loop that keeps the model's outputs after it has computed the loss"
@@ -71,7 +69,7 @@ def _axolotl_notes(profile: Profile, plan: Plan) -> list[str]:
     notes = []
     adapts = bool(profile.adapter_parameters)
     if adapts and plan.checkpointing == "none":
-        notes.append("the gradient of the first layer's input, which axolotl lets require one")
+        notes.append("the gradient of the first layer's input: axolotl calls enable_input_require_grads")
     if plan.backend != "ddp" or not plan.stores_half:
         return notes
     if not adapts and plan.attention in ("sdpa", "eager") and plan.loss_code != "cce":

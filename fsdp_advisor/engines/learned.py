@@ -41,7 +41,7 @@ def gradient_warnings(profile: Profile, tape: Tape, plan: Plan) -> tuple[str, ..
         )
     if plan.backend == "deepspeed":
         return (
-            f"{what}: DeepSpeed keeps gradients and optimizer state for them all the same, and the estimate contains these",
+            f"{what}: DeepSpeed keeps gradients and optimizer state for them nevertheless, and the estimate contains these",
         )
     return (f"{what}: the estimate has no gradients and no optimizer state for them",)
 

@@ -131,7 +131,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     if plan.task == "sft":
         return []
     notes = [
-        "sequences of different lengths: the collator pads them, and sdpa then takes a mask of all pairs of tokens"
+        "sequences of different lengths: the collator pads them, and sdpa then needs a mask of all pairs of tokens"
     ]
     if plan.task == "reward":
         return notes
@@ -140,5 +140,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     if plan.reference == "copy":
         notes.append("host memory while the reference model is loaded")
     if plan.reference == "adapters-off" and plan.backend == "deepspeed" and plan.strategy == "zero3":
-        notes.append("parameters that ZeRO-3 still has gathered when the reference's forward begins")
+        notes.append(
+            "parameters of the trained model that ZeRO-3 still keeps gathered when the reference's forward begins"
+        )
     return notes

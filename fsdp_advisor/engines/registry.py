@@ -28,7 +28,7 @@ from fsdp_advisor.program.instructions import StepProgram
 from fsdp_advisor.program.storages import States
 
 PAGED = (
-    "paged optimizer state is in CUDA's managed memory, outside needed_bytes: it uses what the GPU has left, and moves to the host "
+    "paged optimizer state is in CUDA's managed memory, outside needed_bytes: it uses free memory of the GPU, and moves to the host "
     "when the GPU is full; host memory counts all of it"
 )
 

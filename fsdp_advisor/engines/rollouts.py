@@ -96,7 +96,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     if generation is None:
         return []
     notes = [
-        "the time of generation and of the rewards: tokens_per_second_per_gpu and step_seconds are those of scores and training",
+        "the time of generation and of the rewards: tokens_per_second_per_gpu and step_seconds count only scoring and training",
         "models that compute rewards",
     ]
     match generation.generator:

@@ -82,15 +82,15 @@ def wrap_warnings(profile: Profile, plan: Plan) -> list[str]:
     warnings = []
     if largest > COARSE_SHARE * profile.parameters and largest > 2 * max(n for _, n in usual):
         warnings.append(
-            f"--wrap {plan.wrap} is coarse: one unit ({name}) has {format_count(largest)} of {format_count(profile.parameters)} "
+            f"--wrap {plan.wrap} makes large units: one unit ({name}) has {format_count(largest)} of {format_count(profile.parameters)} "
             f"parameters, which every GPU gathers at once ({format_bytes(largest * plan.compute_bytes)}), and whose gradients it "
             "holds whole; use --wrap layer"
         )
     mean = profile.parameters // len(units)
     if len(units) > 2 * len(usual) and mean < EFFICIENT_GATHER_ELEMENTS:
         warnings.append(
-            f"--wrap {plan.wrap} is fine: {len(units)} units have {format_count(mean)} parameters on average, and collectives below "
-            f"{format_count(EFFICIENT_GATHER_ELEMENTS)} are inefficient; use --wrap layer"
+            f"--wrap {plan.wrap} makes small units: {len(units)} units have {format_count(mean)} parameters on average, and collectives "
+            f"below {format_count(EFFICIENT_GATHER_ELEMENTS)} are inefficient; use --wrap layer"
         )
     return warnings
 

@@ -28,7 +28,7 @@ def checkpointing_limit(job: Job, *possible: CheckpointingCode, offloads: tuple[
             "saved": "PyTorch's save_on_cpu",
             "trl": "TRL's activation offload",
         }
-        return f"it has not {whose[plan.offload_code]}"
+        return f"it does not have {whose[plan.offload_code]}"
     if plan.checkpointing in ("none", "full", *possible):
         return None
     if plan.checkpointing == "selective" and "every" in possible:

@@ -121,7 +121,7 @@ def _peak(job: Job) -> str:
     allocated = job.peaks.get("peak_allocated_bytes")
     cache = ""
     if allocated is not None and 0 <= job.margin < CACHE_FILLS_BELOW:
-        cache = f" ({format_gib(allocated)} allocated; the allocator's cache takes what is left, and gives it back)"
+        cache = f" ({format_gib(allocated)} allocated; the allocator's cache fills the rest, and is freed when memory is needed)"
     return f"{peak} {PEAKS[job.peak]}{cache}; {job.gpu_name} has {memory}, {verdict}"
 
 

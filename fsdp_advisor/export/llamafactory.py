@@ -40,7 +40,7 @@ def unsupported(job: Job) -> str | None:
     if job.task != "causal-lm":
         return "it trains only causal language models" if job.task else "a bare parameter count is not a model"
     if plan.backend in ("fsdp1", "fsdp2"):
-        return "its configuration has no FSDP: that is in a file of accelerate"
+        return "its configuration cannot describe FSDP: LLaMA-Factory reads that from a file of accelerate"
     if plan.precision == "bf16" and plan.backend == "deepspeed":
         return "its pure_bf16 contradicts bf16 in DeepSpeed's section; use --precision bf16-mixed"
     if adaptation.peft and "target_modules" not in adaptation.peft:

@@ -80,7 +80,7 @@ def notes(job: Job) -> list[str]:
     if job.offloads_to_nvme:
         found.append(NVME_NOTE)
     if job.plan.evaluation is not None:
-        found.append("the data set needs a split named test, with which TRL's script evaluates")
+        found.append("the data set needs a split named test, on which TRL's script evaluates")
     if (generation := job.plan.generation) is not None:
         found.append(
             f"reward_funcs is an example; TRL does not shorten prompts, so leave out those of more than "

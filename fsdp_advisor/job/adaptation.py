@@ -247,7 +247,9 @@ def names(text: str | None) -> list[str] | str | None:
 
 def _quantization(request: EstimateRequest) -> dict[str, Any]:
     if request.load_in_4bit and request.load_in_8bit:
-        raise UsageError("a base is either in 4 or in 8 bits", hint="leave out load_in_4bit or load_in_8bit")
+        raise UsageError(
+            "the base is quantized to 4 or to 8 bits, not both", hint="leave out load_in_4bit or load_in_8bit"
+        )
     described = _changed(request, QUANTIZATION_OPTIONS)
     if described and not request.load_in_4bit:
         raise UsageError(f"{described[0]} describes a base in 4 bits", hint="add --load-in-4bit")

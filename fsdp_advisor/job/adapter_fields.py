@@ -55,7 +55,7 @@ def with_files_read(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{config} cannot be read: {error}", hint="peft_config is an adapter_config.json"
             ) from error
         if read_adapter_config(text) is None:
-            raise UsageError(f"{config} is no adapter_config.json", hint="it is JSON with the key peft_type")
+            raise UsageError(f"{config} is not an adapter_config.json", hint="it is JSON with the key peft_type")
         values["peft_config"] = text
     return values
 

@@ -68,7 +68,7 @@ PaddingFree = Annotated[
 PaddingFraction = Annotated[
     float,
     Rule(
-        about="the fraction of the tokens that is padding; speeds count only the others",
+        about="the fraction of the tokens that is padding; speeds do not count padding",
         group=GROUP,
         ge=0,
         le=0.99,

@@ -34,12 +34,12 @@ def check_compile(request: EstimateRequest) -> None:
         return
     if request.memory_budget != 1 and request.activation_checkpointing != "none":
         raise UsageError(
-            "--memory-budget recomputes within compiled code, whose layers are then not checkpointed",
+            "--memory-budget already recomputes within compiled code, so the layers cannot also be checkpointed",
             hint="leave --activation-checkpointing out",
         )
     own_models = FRAMEWORKS[request.framework].own_models
     if own_models and request.compile == "model":
-        raise UsageError(f"{request.framework} compiles each layer by itself", hint="use --compile layer")
+        raise UsageError(f"{request.framework} compiles each layer separately", hint="use --compile layer")
     if request.framework == "trainer" and request.compile == "layer":
         raise UsageError("the Trainer's torch_compile compiles the whole model", hint="use --compile model")
     policies = ("none", "full", "selective") if own_models else ("none", "full")
@@ -63,7 +63,7 @@ def refused_compile(plan: Plan) -> UsageError | None:
     """Why the plan's backend is not modelled with compiled code. None if it is."""
     if plan.compile != "none" and plan.framework == "trainer" and plan.world_size > 1:
         return UsageError(
-            "--compile model with the Trainer is modelled on one GPU alone",
+            "--compile model with the Trainer is modelled only on one GPU",
             hint="use --gpus 1, --framework torch, or leave --compile out",
         )
     if plan.compile == "none" or plan.backend in COMPILING:

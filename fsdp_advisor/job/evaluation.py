@@ -54,7 +54,7 @@ def evaluation_of(request: EstimateRequest) -> Evaluation | None:
         for name in OPTIONS:
             if getattr(request, name) != known[name].default:
                 raise UsageError(
-                    f"{dashed(name)} is about evaluation, and the job does not evaluate",
+                    f"{dashed(name)} configures evaluation, and the job does not evaluate",
                     hint="add --eval-strategy steps",
                 )
         return None

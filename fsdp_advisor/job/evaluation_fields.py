@@ -31,7 +31,7 @@ ComputeMetrics = Annotated[
         group=GROUP,
     ),
 ]
-PredictionLossOnly = Annotated[bool, Rule(about="keep losses alone, also with compute_metrics", group=GROUP)]
+PredictionLossOnly = Annotated[bool, Rule(about="keep only losses, also with compute_metrics", group=GROUP)]
 EvalAccumulationSteps = Annotated[
     int | None,
     Rule(

@@ -99,10 +99,10 @@ def generation_of(request: EstimateRequest) -> Generation | None:
             )
         return None
     if not request.use_vllm and (given := _changed(request, ("vllm_mode", *OF_COLOCATED))):
-        raise UsageError(f"{dashed(given[0])} is about vLLM", hint="add --use-vllm")
+        raise UsageError(f"{dashed(given[0])} configures vLLM", hint="add --use-vllm")
     if request.vllm_mode == "server" and (given := _changed(request, OF_COLOCATED)):
         raise UsageError(
-            f"{dashed(given[0])} is about vLLM on the GPUs that train",
+            f"{dashed(given[0])} configures vLLM on the training GPUs",
             hint="use --vllm-mode colocate; a server has options of its own",
         )
     if request.gpus % request.vllm_tensor_parallel_size:

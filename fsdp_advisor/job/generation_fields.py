@@ -18,15 +18,23 @@ MaxCompletionLength = Annotated[
     int, Rule(about="the tokens of a completion; the rest of --seq-len is the prompt", group=GROUP, ge=1, le=16_777_216)
 ]
 Beta = Annotated[
-    float, Rule(about="the weight of the divergence from a reference model; 0 needs none", group=GROUP, ge=0, le=1e6)
+    float,
+    Rule(
+        about="the weight of the divergence from a reference model; with 0 no reference model is loaded",
+        group=GROUP,
+        ge=0,
+        le=1e6,
+    ),
 ]
-NumIterations = Annotated[int, Rule(about="the updates with each batch of completions", group=GROUP, ge=1, le=1024)]
+NumIterations = Annotated[
+    int, Rule(about="the updates made with each batch of completions", group=GROUP, ge=1, le=1024)
+]
 StepsPerGeneration = Annotated[
     int | None,
     Rule(
         about="the micro-batches whose completions are generated at once",
         group=GROUP,
-        default="those of an update",
+        default="the micro-batches of one update",
         ge=1,
         le=65_536,
     ),

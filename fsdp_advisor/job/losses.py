@@ -25,12 +25,14 @@ def loss_code(request: EstimateRequest) -> LossCode:
         return usual_loss(request.framework, request.task, use_liger_kernel=request.use_liger_kernel)
     if usual == "trl" and loss != "chunked":
         raise UsageError(
-            f"TRL 1.16 computes the loss in tiles of its own and accepts no loss {loss}",
+            f"TRL 1.16 always computes the loss in its own tiles and does not accept --loss {loss}",
             hint="--framework trainer accepts it",
         )
     if usual == "torchtitan":
         if loss not in ("chunked", "full"):
-            raise UsageError(f"torchtitan 0.3 has no loss {loss}", hint="--loss chunked (its default) or full")
+            raise UsageError(
+                f"torchtitan 0.3 does not accept --loss {loss}", hint="--loss chunked (its default) or full"
+            )
         return "torchtitan" if loss == "chunked" else "full"
     return "trl" if loss == "chunked" else loss
 

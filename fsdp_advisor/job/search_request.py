@@ -106,12 +106,12 @@ class RecommendRequest(EstimateRequest):
         """
         if self.fp8 != "none":
             raise UsageError(
-                "a search over steps in fp8 is not modelled: their casts are meant to be compiled, and no search compiles",
+                "a search over steps in fp8 is not modelled: fp8 is meant to be compiled, and a search does not compile",
                 hint="leave --fp8 out, then run estimate with it and --compile layer for the plan that is recommended",
             )
         if self.compile != "none":
             raise UsageError(
-                "a search over compiled steps is not modelled: each micro-batch and length is compiled by itself",
+                "a search over compiled steps is not modelled: each micro-batch and length would have to be compiled separately",
                 hint="leave --compile out, then run estimate with it for the plan that is recommended",
             )
         values = {name: getattr(self, name) for name in fields_of(EstimateRequest) if name != "global_batch_size"}

@@ -26,7 +26,10 @@ OFFLOAD = Rule(
     about="the states that are kept in host memory; parameters means parameters, gradients and optimizer state",
     group=GROUP,
     synonyms={"full": "parameters", "all": "parameters", "params": "parameters", "false": "none", "no": "none"},
-    elsewhere={"cpu": "it is what is offloaded: parameters or optimizer", "nvme": "offload_device nvme, with offload"},
+    elsewhere={
+        "cpu": "offload names the states to offload: parameters or optimizer",
+        "nvme": "offload_device nvme, with offload",
+    },
 )
 OFFLOAD_DEVICE = Rule(about="the target of offload", group=GROUP)
 StrategyOption = Annotated[
@@ -65,7 +68,7 @@ BackwardPrefetchOption = Annotated[
 WrapOption = Annotated[
     Wrap,
     Rule(
-        about="what FSDP gathers together: layer, each layer; none, the whole model; size:N, modules of at least N parameters; "
+        about="the units that FSDP gathers as a whole: layer, each layer; none, the whole model; size:N, modules of at least N parameters; "
         "class:A,B, layers of these classes; every:N, groups of N layers",
         group=GROUP,
         metavar="POLICY",

@@ -55,7 +55,7 @@ PrecisionOption = Annotated[
             "16-mixed": "fp16-mixed",
         },
         elsewhere=dict.fromkeys(
-            ("fp8", "fp8-mixed"), "fp8 is an option by itself: fp8 tensorwise or rowwise, with precision bf16-mixed"
+            ("fp8", "fp8-mixed"), "fp8 is a separate option: --fp8 tensorwise or rowwise, with --precision bf16-mixed"
         ),
         not_modelled=("int8", "fp4"),
     ),
@@ -129,7 +129,7 @@ UseLigerKernel = Annotated[
 CompileOption = Annotated[
     Compile,
     Rule(
-        about="part of the model that torch.compile compiles: layer is each layer by itself, with torchtitan also the loss; model is the "
+        about="part of the model that torch.compile compiles: layer is each layer separately, with torchtitan also the loss; model is the "
         "whole model with its loss, which FSDP2's hooks divide into its units",
         group=GROUP,
         synonyms={
@@ -190,7 +190,7 @@ ExpertsImplementationOption = Annotated[
 ExpertImbalance = Annotated[
     float,
     Rule(
-        about="the tokens of the busiest expert as a multiple of the mean; the memory of eager alone depends on it",
+        about="the tokens of the busiest expert as a multiple of the mean; only the memory of eager depends on it",
         group=GROUP,
         ge=1,
         le=1000,
@@ -213,15 +213,15 @@ PrecomputeRefLogProbs = Annotated[
 ActivationOffload = Annotated[
     bool,
     Rule(
-        about="keep activations in pinned host memory until backward: the inputs of checkpointed layers; with trl what its "
-        "activation_offloading takes; without checkpointing all saved tensors",
+        about="keep activations in pinned host memory until backward: the inputs of checkpointed layers; with trl the "
+        "tensors that its activation_offloading selects; without checkpointing all saved tensors",
         group=GROUP,
     ),
 ]
 SaveOnlyModel = Annotated[
     bool,
     Rule(
-        about="save the weights alone, without the optimizer state that a restart needs",
+        about="save only the weights, without the optimizer state that a restart needs",
         group=GROUP,
     ),
 ]

@@ -42,7 +42,7 @@ def check_task(request: EstimateRequest) -> None:
         raise UsageError(f"--loss {request.loss} is not the loss of --task {request.task}", hint="leave --loss out")
     if request.task == "grpo" and request.ignored_labels:
         raise UsageError(
-            "GRPO scores the tokens of completions alone", hint="give --max-completion-length, not --ignored-labels"
+            "GRPO scores only the tokens of completions", hint="give --max-completion-length, not --ignored-labels"
         )
     if request.precompute_ref_log_probs and request.task == "grpo":
         raise UsageError(

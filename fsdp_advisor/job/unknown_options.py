@@ -32,7 +32,7 @@ _TOPICS: dict[str, tuple[str, str]] = {
         "possible are fp32, bf16, bf16-mixed and fp16-mixed, and fp8 products of linear layers by torchao",
     ),
     "ORPO and PPO are": ("orpo ppo rlhf", "--task has dpo, kto, reward and grpo"),
-    "inference is": ("inference generate kv_cache vllm", "the figures are those of training"),
+    "inference is": ("inference generate kv_cache vllm", "the figures are only of training"),
     "gradient clipping apart from the framework's is": (
         "clip_grad gradient_clipping max_grad_norm clip_grad_norm",
         "--framework trainer, trl and torchtitan clip gradients, the others do not",

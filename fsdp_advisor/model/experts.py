@@ -33,8 +33,8 @@ def expert_notes(request: EstimateRequest, profile: Profile | None) -> list[str]
         if request.expert_imbalance == 1.0:
             return []
         return [
-            f"expert_imbalance changes no figure: the tensors of {code} have a row for each pair of a token and an expert,"
-            " whichever experts tokens choose"
+            f"expert_imbalance changes no figure: the tensors of {code} have one row per chosen pair of token and expert,"
+            " so their sizes do not depend on the choice"
         ]
     if request.expert_imbalance == 1.0:
         return [

@@ -176,7 +176,7 @@ def _chosen(profile: Profile, policy: WrapPolicy, places: Mapping[UnitId, Unit])
             if unknown:
                 known = ", ".join(profile.layer_classes) or "none"
                 raise UsageError(
-                    f"{unknown[0]} is no layer class of {profile.name}",
+                    f"{unknown[0]} is not a layer class of {profile.name}",
                     hint=f"its layer classes: {known}; or use --wrap size:N",
                 )
             return frozenset(p for p, unit in places.items() if unit.kind in policy.classes), (), nothing
@@ -213,7 +213,7 @@ def _check_tied(profile: Profile, of_root: tuple[str, ...]) -> None:
         owners = {_owner_outside(name, of_root) for name in (p.name, *p.tied)}
         if len(owners) > 1:
             raise UsageError(
-                f"the policy puts {p.name} and {p.tied[0]}, which are one parameter, into different units; PyTorch fails at that",
+                f"the policy puts the tied parameters {p.name} and {p.tied[0]} into different units, and PyTorch does not allow that",
                 hint="use --wrap layer, or a larger size",
             )
 

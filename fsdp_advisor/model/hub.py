@@ -41,7 +41,7 @@ def did_you_mean(wanted: str) -> str | None:
 def others_of_its_family(wanted: str) -> str | None:
     """A hint with models of the catalog that begin with the same words; None if there are none."""
     family = catalog.family(wanted) if len(wanted) <= 200 else []
-    return f"of this name the catalog has {', '.join(family)}" if family else None
+    return f"models of a similar name in the catalog: {', '.join(family)}" if family else None
 
 
 def download(name: str, *, anonymous: bool = False) -> tuple[bytes, tuple[str, ...]]:

@@ -56,7 +56,7 @@ def layout_of(config: Mapping[str, Any], images: Images) -> Layout:
     if family is None:
         known = ", ".join(sorted(_FAMILIES))
         raise UsageError(
-            f"how a model of type {model_type} reads images is not known, or it reads none",
+            f"it is not known how a model of type {model_type} reads images, if it reads any",
             hint=f"leave --images-per-sample out, or use fsdp-advisor rehearse on your script; known types: {known}",
         )
     if not images.height and not family.has_own_size:

@@ -36,7 +36,7 @@ def kernel_notes(profile: Profile | None) -> list[str]:
         return []
     if model_type in STATE_SPACE_DUALITY:
         return [
-            f"mamba-ssm and causal-conv1d{_ASSUMED}; the time of mamba-ssm's kernels is estimated from their FLOPs and traffic alone"
+            f"mamba-ssm and causal-conv1d{_ASSUMED}; the time of mamba-ssm's kernels is estimated only from their FLOPs and memory traffic"
         ]
     return [_NO_SCAN_KERNELS]
 
@@ -45,10 +45,10 @@ def compile_notes(compile: str) -> list[str]:
     """Notes on figures of compiled code."""
     if compile == "none":
         return []
-    masked = "compiled code cannot see that no sequences are packed, so that decoders of transformers make a mask of all pairs of tokens"
+    masked = "compiled code cannot check whether sequences are packed, so decoders of transformers make a mask of all pairs of tokens"
     return [
         *[masked] * (compile == "model"),
-        f"--compile {compile}: simulated_peak_bytes is of the code as it is, on a CPU; all other figures are of what Inductor makes of it",
+        f"--compile {compile}: simulated_peak_bytes is of the uncompiled code on a CPU; all other figures are of Inductor's compiled code",
         "Inductor chooses the number of partial sums for a GPU with the 132 multiprocessors of an H100; the first step, which compiles, is"
         " not included",
     ]
@@ -75,6 +75,6 @@ def liger_notes(*, has_kernels: bool) -> list[str]:
     if not has_kernels:
         return []
     return [
-        f"Liger {LIGER_VERSION}'s kernels run on GPUs alone: simulated_peak_bytes has transformers' own code for all but the"
-        " loss; the other figures have the kernels"
+        f"Liger {LIGER_VERSION}'s kernels run only on GPUs: simulated_peak_bytes is of transformers' own code, except for the"
+        " loss; the other figures are of the kernels"
     ]

@@ -45,7 +45,7 @@ LACKING = (
     Lacking(
         ("Ling-flash-2.0", "Ling-1T", "Ling-lite-1.5", "Ling-plus", "Ring-flash-2.0", "Ring-1T", "Ring-lite"),
         f"Ling and Ring up to 2.0 have the model type bailing_moe_v2, which transformers 5.23 lacks: {_REMOTE}",
-        "of these the catalog has inclusionAI/Ling-mini-2.0; inclusionAI/Ling-3.0-Flash is a later model of another architecture",
+        "the catalog has inclusionAI/Ling-mini-2.0 of this family; inclusionAI/Ling-3.0-Flash is a later model of another architecture",
     ),
     Lacking(
         ("Intern-S1", "Intern-S1-mini", "InternS1"),

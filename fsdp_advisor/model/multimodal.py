@@ -54,7 +54,7 @@ def trained_on_images(model_type: str) -> str:
 def trained_on_text(model_type: str) -> str:
     """The note that a multimodal model of this type is estimated for text batches: no activations of images or sound."""
     return (
-        f"{model_type} is recorded as it trains on text: all its parameters are counted, but no activations of images or sound, and"
+        f"{model_type} is estimated for training on text only: all its parameters are counted, but no activations of images or sound, and"
         " its towers get no gradients"
         + ("; --images-per-sample adds images" if has_images({"model_type": model_type}) else "")
     )

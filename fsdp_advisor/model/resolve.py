@@ -123,8 +123,8 @@ def _embeds(name: str, task: str) -> str:
     Source: sentence-transformers 5, losses/MultipleNegativesRankingLoss.py, which runs the model on each text of a pair.
     """
     return (
-        f"{name} is estimated with the head and the loss of {task}; contrastive training of embeddings has neither, and runs the texts of a"
-        " pair one after the other: it is not modelled"
+        f"{name} is estimated with the head and the loss of {task}; contrastive training of embeddings,"
+        " which has neither, is not modelled"
     )
 
 

@@ -284,7 +284,7 @@ def _refusal(payload: ErrorPayload) -> AdvisorError:
     """The error of an earlier attempt to record. If the model's own code failed, training fails in the same way."""
     error = from_payload(payload)
     if (failed := _RUN_FAILED.fullmatch(error.message)) is not None:
-        error.message = f"{failed[1]} fails in this step, in training as here: {failed[2]}"
+        error.message = f"{failed[1]} fails in this step, and would fail in training too: {failed[2]}"
     return error
 
 

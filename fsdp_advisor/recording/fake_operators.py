@@ -21,7 +21,7 @@ def fake_operator(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def declare(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise NotImplementedError(f"{name} runs on fake tensors alone")
+            raise NotImplementedError(f"{name} runs only on fake tensors")
 
         operator = torch.library.custom_op(f"fsdp_advisor::{name}", refuse, mutates_args=())
         operator.register_fake(function)

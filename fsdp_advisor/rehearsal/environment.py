@@ -51,7 +51,7 @@ class Machine:
             )
         if not 1 <= self.gpus_per_node <= MOST_GPUS:
             raise RehearsalError(
-                f"a node has 1 to {MOST_GPUS} GPUs, not {self.gpus_per_node}", hint="say --nnodes for several nodes"
+                f"a node has 1 to {MOST_GPUS} GPUs, not {self.gpus_per_node}", hint="--nnodes gives the number of nodes"
             )
 
     def variables(self) -> dict[str, str]:

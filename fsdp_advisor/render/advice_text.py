@@ -110,7 +110,7 @@ def outcome(view: AdviceView) -> str:
         return answer
     if view.winner is not None:
         return f"{answer}: {view.winner.label}"
-    return f"{answer}: with one of the changes above" if answer == YES else "nothing is known that fits"
+    return f"{answer}: with one of the changes above" if answer == YES else "no change is known that makes it fit"
 
 
 def _runners_up(view: AdviceView, screen: Screen) -> str:

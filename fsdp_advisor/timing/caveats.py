@@ -58,7 +58,7 @@ def caveats_of(profile: Profile, plan: Plan, gpu: Gpu, breakdown: Mapping[str, f
     """The caveats of a job. They depend on its plan, on the GPU, and on the causes' seconds (`breakdown`) in the step's `seconds`."""
     found = []
     if unlike := unlike_published(profile, plan, gpu):
-        words = f"it was not checked: no published training run {' or '.join(unlike)} is known"
+        words = f"it was not compared with a measurement: no published training run {' or '.join(unlike)} is known"
         found.append(Caveat("no published run", words, UNSEEN))
     if gpu.bf16_flops is None and plan.precision.startswith("bf16"):
         words = f"{gpu.name} has no tensor cores for bf16; fp16-mixed would be faster"

@@ -146,7 +146,7 @@ def why_unknown(plan: Plan, gpu: Gpu) -> str | None:
     """The reason why there is no step time; None if there is one."""
     if _device(plan, gpu) is None:
         if gpu.is_memory_size:
-            return f"{gpu.name} is known by its memory alone: name a GPU for the time of a step"
+            return f"{gpu.name} is known only by its memory: name a GPU for the time of a step"
         return f"the rates that {gpu.name} achieves are not known"
     if plan.offload != "none" and plan.offload_device == "nvme":
         return "the rate of the NVMe drives is not known"

@@ -182,7 +182,7 @@ def test_keys_of_an_adapter_are_read_not_reported() -> None:
     (reading,) = from_texts({"axolotl.yaml": json.dumps({**keys, "lora_mlp_kernel": False})}).readings
     assert not reading.not_modelled and not reading.ignored
     (usual,) = from_texts({"axolotl.yaml": json.dumps(keys)}).readings
-    assert "axolotl's kernels of adapters, which are on" in usual.not_modelled[0]
+    assert "axolotl's kernels for adapters, which are on" in usual.not_modelled[0]
     assert {"adapter: qlora", "lora_r: 8", "load_in_4bit: True"} <= set(reading.read)
 
 
@@ -204,8 +204,8 @@ def test_axolotl_keeps_bf16_around_a_quantized_base_and_fp32_in_adapters(quantiz
     ("text", "told"),
     [
         ("experts_implementation: scattermoe", "the estimate assumes grouped_mm"),
-        ("use_scattermoe: true", "the estimate has transformers' grouped_mm"),
-        ("quantize_moe_experts: true", "the estimate has them in 16"),
+        ("use_scattermoe: true", "the estimate assumes transformers' grouped_mm"),
+        ("quantize_moe_experts: true", "the estimate assumes 16 bits"),
         ("experts_implementation: eager", None),
     ],
 )

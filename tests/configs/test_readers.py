@@ -121,7 +121,7 @@ def test_settings_of_a_projection_are_read_and_others_are_reported() -> None:
     other = read("sft.yaml", text.format("left", ".*attn.*"))
     assert other.options["optim_args"] == "rank=256,scale=2" and "optim_target_modules" not in other.options
     reported = said(other, "not_modelled")
-    assert "galore_adamw with proj_type left; the estimate has the Trainer's default" in reported
+    assert "galore_adamw with proj_type left; the estimate assumes the Trainer's default" in reported
     assert "optim_target_modules: .*attn.* (the estimate projects all linear layers)" in reported
 
 
@@ -392,7 +392,7 @@ def test_torchtune() -> None:
         "lora_target_modules": "q_proj,v_proj", "use_dora": False,
     }  # fmt: skip
     for words in (
-        "adapters in dtype",
+        "adapters in its dtype",
         "chunked loss",
         "torch.compile",
         "optimizer_in_bwd",

@@ -58,7 +58,7 @@ def test_the_trainer_s_mixed_precision_begins_with_the_launcher_s(
         ("fsdp_version: 1, fsdp_reshard_after_forward: SHARD_GRAD_OP, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
             {"strategy": "zero3"}, "with FSDP1 it has no effect: full_shard decides"),
         ("fsdp_version: 2, fsdp_sharding_strategy: SHARD_GRAD_OP", {"strategy": "zero3"}, "FSDP2 follows reshard_after_forward instead"),
-        ("fsdp_version: 2, fsdp_reshard_after_forward: FULL_SHARD", {"strategy": "zero3"}, "with FSDP2 it is true or false"),
+        ("fsdp_version: 2, fsdp_reshard_after_forward: FULL_SHARD", {"strategy": "zero3"}, "with FSDP2 it must be true or false"),
     ],
 )  # fmt: skip
 def test_defaults_of_accelerate_s_fsdp(keys: str, options: dict[str, Any], reported: str) -> None:
@@ -121,7 +121,7 @@ def test_stage_0_of_deepspeed_keeps_everything_on_each_rank(files: dict[str, str
     ).options
     (plan,) = plans(make_request(options), seq_len=512)
     assert (plan.strategy, plan.backend, plan.offload, plan.precision) == ("ddp", "ddp", "none", "bf16-mixed")
-    assert "ZeRO stage 0: DeepSpeed keeps everything on each rank" in said
+    assert "ZeRO stage 0: the estimate is of DDP" in said
 
 
 TITAN = """

@@ -94,5 +94,5 @@ def test_what_it_cannot_say_is_refused(adaptation: Adaptation, reason: str) -> N
 
 
 def test_fsdp_is_refused() -> None:
-    with pytest.raises(UsageError, match="in a file of accelerate"):
+    with pytest.raises(UsageError, match="from a file of accelerate"):
         export("llamafactory", job(plan("zero3", "fsdp2")))

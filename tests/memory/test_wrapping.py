@@ -213,8 +213,8 @@ def test_no_sync_keeps_whole_gradients() -> None:
         ({"wrap": "every:2", "strategy": "zero3", "backend": "fsdp1"}, "a group of layers is not a module"),
         ({"wrap": "every:2", "strategy": "zero3", "framework": "accelerate"}, "no wrap policy for groups"),
         ({"wrap": "size:1M", "strategy": "zero3", "framework": "accelerate"}, "SIZE_BASED_WRAP fails with FSDP2"),
-        ({"wrap": "size:5M", "strategy": "zero3"}, "lm_head.weight, which are one parameter"),
-        ({"wrap": "class:GPT2MLP", "strategy": "zero3"}, "GPT2MLP is no layer class"),
+        ({"wrap": "size:5M", "strategy": "zero3"}, "lm_head.weight into different units"),
+        ({"wrap": "class:GPT2MLP", "strategy": "zero3"}, "GPT2MLP is not a layer class"),
         ({"wrap": "none", "strategy": "zero3", "framework": "trainer", "activation_checkpointing": "full"}, "not the layers"),
         ({"framework": "trainer", "strategy": "zero2", "backend": "fsdp1"}, "framework trainer with backend fsdp1 has no zero2"),
     ],
@@ -252,7 +252,7 @@ def test_casts_that_are_not_recorded_and_cannot_be_are_left_out_and_said() -> No
     tapes = {key: tape for key, tape in profile.tapes.items() if not TapeKey.from_name(key).autocasts_fsdp1}
     model = replace(model, profile=replace(profile, tapes=tapes))
     (row,) = estimate_resolved(make_request(options), model).estimates
-    assert row.peak_tensor_bytes and any("under which accelerate runs FSDP1" in note for note in row.not_modelled)
+    assert row.peak_tensor_bytes and any("which accelerate uses with FSDP1" in note for note in row.not_modelled)
     (bf16,) = estimate_resolved(make_request({**options, "precision": "bf16"}), model).estimates
     assert bf16.peak_tensor_bytes and not any("autocast" in note for note in bf16.not_modelled)
 

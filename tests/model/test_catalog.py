@@ -330,7 +330,7 @@ def test_other_models_of_the_family_are_not_lacking(typed: str) -> None:
 def test_a_step_that_the_models_code_refuses_is_said_in_plain_words() -> None:
     with pytest.raises(NotRecordable) as refused:
         refusing_autocast().tape(AUTOCAST)
-    assert "fails in this step, in training as here" in refused.value.message
+    assert "fails in this step, and would fail in training too" in refused.value.message
     assert "RuntimeError" not in refused.value.message and "could not be run" not in refused.value.message
 
 

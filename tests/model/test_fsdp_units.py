@@ -68,7 +68,7 @@ def test_every_parameter_of_every_model_is_in_one_unit() -> None:
 
 
 def test_shared_parameters_in_different_units_are_refused() -> None:
-    with pytest.raises(UsageError, match="which are one parameter"):
+    with pytest.raises(UsageError, match="tied parameters"):
         units_of(profile_of("openai-community/gpt2"), "size:5000000")
 
 
@@ -87,8 +87,8 @@ def test_a_policy_has_one_spelling() -> None:
 
 @pytest.mark.parametrize(
     ("wrap", "warned"),
-    [("layer", ""), ("every:2", ""), ("none", "is coarse: one unit (root)"), ("size:5B", "is coarse: one unit (model)"),
-     ("size:1M", "is fine: 227 units")],
+    [("layer", ""), ("every:2", ""), ("none", "makes large units: one unit (root)"), ("size:5B", "makes large units: one unit (model)"),
+     ("size:1M", "makes small units: 227 units")],
 )  # fmt: skip
 def test_wrapping_that_is_too_coarse_or_too_fine_is_warned_about(wrap: str, warned: str) -> None:
     found = wrap_warnings(profile_of(LLAMA), plan_of(LLAMA, wrap=wrap))

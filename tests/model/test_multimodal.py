@@ -54,7 +54,7 @@ def test_all_parameters_of_a_multimodal_model_are_counted(home: Path, model_type
     assert any("visi" in name or "visual" in name for name, _ in whole.named_parameters())
     assert found.profile is not None and found.profile.task in ("causal-lm", "image-text-to-text")
     (note,) = found.notes
-    assert note.startswith(f"{model_type} is recorded as it trains on text")
+    assert note.startswith(f"{model_type} is estimated for training on text only")
 
 
 @pytest.mark.parametrize(

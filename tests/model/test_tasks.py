@@ -48,7 +48,7 @@ def test_image_length_ignores_the_requested_sequence_length() -> None:
 
 
 def test_image_length_is_not_searched() -> None:
-    with pytest.raises(UsageError, match="reads images of 197 tokens, and no other length"):
+    with pytest.raises(UsageError, match="reads images of 197 tokens and cannot read another length"):
         recommend(model=VIT, gpus=2, gpu="H100", find="sequence")
     advice = recommend(
         model=VIT, gpus=1, gpu="2GiB", offload="none", micro_batch_size=64, activation_checkpointing="none"

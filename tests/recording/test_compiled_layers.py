@@ -47,7 +47,7 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
     [
         ({"framework": "accelerate"}, "--framework accelerate"),
         ({"framework": "trainer"}, "compiles the whole model"),
-        ({"framework": "trainer", "compile": "model", "gpus": 2}, "on one GPU alone"),
+        ({"framework": "trainer", "compile": "model", "gpus": 2}, "only on one GPU"),
         ({"attention": "eager"}, "--attention eager"),
         ({"activation_checkpointing": "every-2"}, "--activation-checkpointing every-2"),
         ({"activation_checkpointing": "selective"}, "--activation-checkpointing selective"),
@@ -71,7 +71,7 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
             {"compile": "model", "backend": "fsdp1", "strategy": "zero3"},
             "--compile model is not modelled with backend fsdp1",
         ),
-        ({"memory_budget": 0.5, "activation_checkpointing": "full"}, "--memory-budget recomputes"),
+        ({"memory_budget": 0.5, "activation_checkpointing": "full"}, "--memory-budget already recomputes"),
         ({"memory_budget": 0.5, "compile": "none"}, "--memory-budget is a setting of the compiler"),
     ],
 )

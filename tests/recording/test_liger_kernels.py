@@ -84,7 +84,7 @@ def test_adapters_of_experts_have_no_peak_because_liger_fails(tmp_path: Path) ->
 def test_an_answer_says_which_figures_have_the_kernels(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **CONFIG}))
     report = estimate(model=str(tmp_path), strategy="ddp", framework="trainer", use_liger_kernel=True, loss="full")
-    assert any("simulated_peak_bytes has transformers' own code" in note for note in report.notes)
+    assert any("simulated_peak_bytes is of transformers' own code" in note for note in report.notes)
 
 
 def test_liger_has_a_loss_for_each_type_with_kernels() -> None:

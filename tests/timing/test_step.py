@@ -260,7 +260,7 @@ def test_where_it_is_not_trustworthy_it_says_so() -> None:
 def test_beyond_every_published_run_it_says_so_once_and_its_range_is_wider(job: Plan, profile: Profile, words: str) -> None:  # fmt: skip
     found = time(job, profile=profile)
     (said,) = [warning for warning in found.warnings if "no published training run" in warning]
-    assert said == f"step time: it was not checked: no published training run {words} is known"
+    assert said == f"step time: it was not compared with a measurement: no published training run {words} is known"
     unsure = sum(value * UNCERTAINTY[name] for name, value in found.breakdown.items())
     assert found.seconds - found.low_seconds == pytest.approx(unsure + 0.15 * found.seconds)
 

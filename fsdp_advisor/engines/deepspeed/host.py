@@ -104,7 +104,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
             "NVMe offload: the host's swap buffers are not counted; the host figure is that of offloading to the CPU"
         )
     if plan.offload == "parameters" and stage(plan) < 3:
-        notes.append("DeepSpeed offloads parameters under ZeRO-3 only; here the optimizer alone is offloaded")
+        notes.append("DeepSpeed offloads parameters only under ZeRO-3; here only the optimizer is offloaded")
     if plan.precision == "bf16" and offloads_optimizer(plan) and not optimizer.is_cpu_adam:
         notes.append("DeepSpeed refuses bf16 masters with offload unless the optimizer is DeepSpeedCPUAdam")
     return notes

@@ -69,7 +69,7 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
         ),
         unit_by_unit(
             "rank0",
-            "rank 0 alone loads, the others build on the meta device; FSDP(model, device_id=..., sync_module_states=True, "
+            "only rank 0 loads, the others build on the meta device; FSDP(model, device_id=..., sync_module_states=True, "
             "param_init_fn=lambda m: m.to_empty(device=..., recurse=False))",
             shards_on_host,
         ),

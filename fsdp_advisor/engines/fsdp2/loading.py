@@ -107,7 +107,7 @@ def _from_meta_device(
     )
     rank0 = LoadMethod(
         way="rank0",
-        how="rank 0 alone loads, all build on the meta device, fully_shard, to_empty; "
+        how="only rank 0 loads, all build on the meta device, fully_shard, to_empty; "
         "set_model_state_dict(full_state_dict=True, broadcast_from_rank0=True)",
         gpu_bytes=peak_bytes(broadcast) + buffers(profile).rounded,
         first_rank_host_bytes=checkpoint.private_bytes + shards_on_host + broadcast_on_host,

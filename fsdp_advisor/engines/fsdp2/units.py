@@ -150,7 +150,7 @@ def fsdp2_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     adapts_rank = any(".lora_E." in p.name for unit, _ in profile.counted_units() for p in unit.parameters)
     if adapts_rank and plan.reshards and plan.shard_degree > 1:
         return UsageError(
-            "AdaLoRA fails with FSDP2 that shards its matrices again after the forward: PEFT reads them there",
+            "AdaLoRA fails if FSDP2 reshards after forward: PEFT reads whole adapter matrices after it",
             hint="--strategy ddp or zero2, or LoRA: --use-peft",
         )
     if has_8_bit_weights(profile):
@@ -224,7 +224,7 @@ def _padding_warnings(profile: Profile, shards: int) -> tuple[str, ...]:
     times = -(-rows // shards) * shards / rows
     return (
         f"FSDP2 splits {worst.name} {list(worst.shape)} along dim 0, which has {rows} rows for {shards} ranks: "
-        f"with padding every rank keeps and gathers {times:.1f} times its fair share",
+        f"with padding every rank keeps and gathers {times:.1f} times an even share",
     )
 
 

@@ -88,6 +88,6 @@ ADALOMO = _lomo(
     AdaLomo,
     "adalomo",
     "AdaLomo",
-    "the GPU's workspace for averaging columns (138 MB on an H100): it exceeds the update itself only in models without larger matrices",
+    "the GPU's workspace for averaging columns (138 MB on an H100): it matters only in models without larger matrices",
 )
 ALL = (LOMO, ADALOMO)

@@ -305,15 +305,15 @@ def _notes(label: str, projection: Projection) -> tuple[str, ...]:
     what = f"the linear layers with {targets} in their names" if targets else "all linear layers"
     chosen = (
         f"{label} projects {what} (optim_target_modules) to rank {projection.rank};"
-        " the step is one that computes the projections again"
+        " the estimated step is one that recomputes the projections"
     )
     if label != "GaLore":
         return (chosen,)
     gap = projection.update_proj_gap
     return (
         chosen,
-        f"the singular value decompositions every {gap} steps: their tensors count in the peak, but not cuSOLVER's"
-        " workspace nor their time",
+        f"the singular value decompositions every {gap} steps: the peak counts their tensors but not cuSOLVER's"
+        " workspace, and the step time does not count them",
     )
 
 

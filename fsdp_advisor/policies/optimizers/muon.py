@@ -183,7 +183,7 @@ MUON = Muon(
     deepspeed_host_kernel="many_passes",
     is_cpu_adam=False,
     notes=(
-        "muon is torch.optim.Muon for the matrices of the layers, and fused AdamW for embeddings, head, norms and biases; its products "
-        "count at the precision's rate, and under HSDP as if there were one replica",
+        "muon is torch.optim.Muon for the matrices of the layers, and fused AdamW for embeddings, head, norms and biases; its matrix "
+        "products are timed at the GPU's rate in the training precision, and under HSDP as with one replica",
     ),
 )
