@@ -426,13 +426,15 @@ def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
 
 def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:
     states = textbook_states(parameters, plan)
+    gathered = (f"{plan.backend} gathers the whole parameters in each step; only the verdict counts them",)
     return StrategyEstimate(
         plan=plan,
-        fits=False if states.total > gpu.memory_bytes else None,
+        fits=False if states.total + states.gathered > gpu.memory_bytes else None,
         states={"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer},
         host_bytes_per_node=states.host_per_node,
         not_modelled=(
             f"{PEAKS_UNKNOWN}: a bare parameter count does not tell the sizes of activations, logits, gathered units and buckets",
             f"{TIME_UNKNOWN}: a bare parameter count has no operators to time",
+            *(gathered if states.gathered else ()),
         ),
     )

@@ -113,23 +113,50 @@ def test_more_tokens_never_take_less_memory(
 
 
 TEXTBOOK = [
-    # 7B parameters, fp32 AdamW, 4 GPUs, decimal GB: 28 + 28 + 56 divided as each strategy divides them.
-    # Source: arXiv:1910.02054 section 3, and every tutorial since.
-    ("ddp", "none", 112_000_000_000),
-    ("zero1", "none", 70_000_000_000),
-    ("zero2", "none", 49_000_000_000),
-    ("zero3", "none", 28_000_000_000),
-    ("zero3", "parameters", 0),
+    # 7B parameters, AdamW, 4 GPUs, decimal GB. Source: arXiv:1910.02054 section 3, for bf16-mixed and DeepSpeed 2 + 2 + 12 bytes.
+    ("ddp", "ddp", "fp32", "none", 112.0),
+    ("zero3", "fsdp2", "fp32", "none", 28.0),
+    ("zero3", "fsdp2", "fp32", "parameters", 0.0),
+    ("zero1", "deepspeed", "bf16-mixed", "none", 14 + 14 + 84 / 4),
+    ("zero2", "deepspeed", "bf16-mixed", "none", 14 + 98 / 4),
+    ("zero3", "deepspeed", "bf16-mixed", "none", 112 / 4),
+    # FSDP shards the parameters of ZeRO-2 between steps. DeepSpeed has masters in fp32, too.
+    ("zero2", "fsdp2", "fp32", "none", 28.0),
+    ("zero1", "deepspeed", "fp32", "none", 28 + 28 + 84 / 4),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "offload", "n_bytes"), TEXTBOOK)
-def test_a_bare_count_is_the_textbook(strategy: str, offload: str, n_bytes: int) -> None:
-    result = one(model="7e9", gpus=4, precision="fp32", strategy=strategy, offload=offload)
-    assert sum(result.states.values()) == n_bytes
+@pytest.mark.parametrize(("strategy", "backend", "precision", "offload", "gigabytes"), TEXTBOOK)
+def test_a_bare_count_is_the_textbook(
+    strategy: str, backend: str, precision: str, offload: str, gigabytes: float
+) -> None:
+    result = one(model="7e9", gpus=4, precision=precision, strategy=strategy, backend=backend, offload=offload)
+    assert sum(result.states.values()) == gigabytes * 1e9
     assert result.peak_tensor_bytes is None and result.at_peak is None and result.phase_peaks is None
-    assert result.fits is (False if n_bytes > 80 * 2**30 else None)
+    assert result.fits is (False if gigabytes * 1e9 > 80 * 2**30 else None)
     assert any("bare parameter count" in reason for reason in result.not_modelled)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("strategy", "backend"),
+    [(s, b) for s in ("zero2", "zero3") for b in ("fsdp1", "fsdp2", "deepspeed")] + [("zero1", "deepspeed")],
+)
+def test_a_bare_count_keeps_what_a_model_of_that_size_keeps(strategy: str, backend: str, precision: str) -> None:
+    """Parameters and optimizer state. DeepSpeed's ZeRO-1 and 2 free gradients between steps; the textbook counts them."""
+    options = {"gpus": 8, "strategy": strategy, "backend": backend, "precision": precision}
+    count, model = (one(model=name, **options) for name in ("8030261248", "meta-llama/Llama-3.1-8B"))
+    parts = ("parameters", "optimizer") if backend == "deepspeed" else ("parameters", "gradients", "optimizer")
+    for part in parts:
+        assert count.states[part] == pytest.approx(model.states[part], rel=1e-3)
+
+
+def test_the_whole_parameters_that_fsdp_gathers_decide_whether_a_count_fits() -> None:
+    """40B in bf16-mixed on 8 GPUs of 80 GiB: 80 GB of shards and 80 GB of whole parameters in bf16."""
+    zero2, zero3 = (one(model="40B", gpus=8, strategy=s, backend="fsdp2") for s in ("zero2", "zero3"))
+    assert zero2.kept_bytes == zero3.kept_bytes == 80e9
+    assert zero2.fits is False
+    assert zero3.fits is None
 
 
 def test_the_json_has_the_contracts_keys() -> None:

@@ -198,7 +198,8 @@ def _why(estimate: StrategyEstimate) -> str:
 def _footnotes(rows: Sequence[RowView], sizes: Sizes, unit: str, *, textbook: bool) -> tuple[str, ...]:
     """Sentences that explain the columns."""
     known = any(row.peak_known for row in rows)
-    notes = [f"Sizes in {sizes.unit_with_meaning}{', by the formulas of the ZeRO paper' if textbook else ''}."]
+    formulas = ", by the formulas of the ZeRO paper, divided as each backend divides them" if textbook else ""
+    notes = [f"Sizes in {sizes.unit_with_meaning}{formulas}."]
     if known:
         notes.append("needs: memory of one GPU at the worst moment of the job, with fragmentation, CUDA and NCCL.")
     notes.append("states: what a rank keeps between steps (parameters, gradients, optimizer state, buffers).")
