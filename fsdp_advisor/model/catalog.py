@@ -247,8 +247,11 @@ _NUMBERS, _WORDS = r"\d+(?:\.\d+)*", r"[^\W\d_]+"
 _TOKENS = rf"{_NUMBERS}(?:[bm](?![^\W\d_]))?|{_WORDS}"
 _VENDORS = re.compile(r"^(nvidia|c4ai|meta|ai21)-", re.IGNORECASE)
 """Prefixes of names that repeat the model's vendor."""
-_COPIERS = ("unsloth", "nousresearch", "mlx-community", "redhatai", "neuralmagic")
-"""Owners who publish others' models under the names that these have."""
+_COPIERS = (
+    "unsloth", "nousresearch", "mlx-community", "redhatai", "neuralmagic", "llamafactory", "llm-research", "ai-modelscope", "zhipuai",
+    "01ai", "paddlepaddle", "tencent-hunyuan", "openai-mirror", "nv-community", "swift", "xorbits", "cohereforai", "thudm",
+)  # fmt: skip
+"""Owners who publish others' models under the names that these have, ModelScope's among them, and former names of owners."""
 _FORMATS = re.compile(
     r"([\s._-]+(unsloth|gguf|mlx|bnb|(bnb[\s_-]*)?[3468]bit|bf16|fp16|(nv)?fp[48](-(dynamic|block|hybrid))?|mxfp[48]|dynamic"
     r"|quantized|w[48]a(8|16|fp8)|int[48]|q[2-8]_(0|1|k|k_[sml])|i1))+$",

@@ -73,6 +73,31 @@ LACKING = (
         _GIVE,
     ),
     Lacking(
+        ("Qwen3.8-2.4T-A95B",),
+        f"Qwen3.8-2.4T-A95B has Qwen3.5's mixture of experts; {_NO_SIZES}",
+        f"{_GIVE}; Qwen/Qwen3.8-27B is the dense model",
+    ),
+    Lacking(
+        ("Llama-3_3-Nemotron-Super-49B-v1", "Llama-3_3-Nemotron-Super-49B-v1_5", "Llama-3_1-Nemotron-Ultra-253B-v1"),
+        f"its layers differ in width (model type nemotron-nas), and transformers 5.23 lacks it: {_REMOTE}",
+        "nvidia/Llama-3.1-Nemotron-70B-Instruct-HF and nvidia/Llama-3.1-Nemotron-Nano-8B-v1 have Llama's layers",
+    ),
+    Lacking(
+        ("Phi-3.5-vision-instruct", "Phi-3-vision-128k-instruct"),
+        f"transformers 5.23 lacks Phi-3's vision model: {_REMOTE}",
+        "microsoft/Phi-4-multimodal-instruct is its successor",
+    ),
+    Lacking(
+        ("MiniCPM-V-4_5", "MiniCPM-V-2_6", "MiniCPM-o-4_5", "MiniCPM-o-2_6", "MiniCPM4.1-8B", "MiniCPM4-8B"),
+        f"transformers 5.23 lacks this MiniCPM: {_REMOTE}",
+        "a config.json with a model_type that transformers has is recorded",
+    ),
+    Lacking(
+        ("GLM-5.3-Flash", "GLM-5.3-Flash-BF16"),
+        "transformers' code of GLM-5.3-Flash selects tokens by their values, which fake tensors do not have",
+        "measure it with --validate on the GPUs; zai-org/GLM-5 and zai-org/GLM-4.5V are other models",
+    ),
+    Lacking(
         ("Kimi-K3",),
         f"Kimi-K3 has the model type kimi_k3, which transformers 5.23 lacks: {_REMOTE}",
         "moonshotai/Kimi-K2.5 and moonshotai/Kimi-Linear-48B-A3B-Base are other models",

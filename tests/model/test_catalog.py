@@ -203,6 +203,19 @@ AS_TYPED = {
     "kimi dev 72b": "Qwen/Qwen2.5-72B",
     "vibethinker 3b": "Qwen/Qwen2.5-3B",
     "medgemma 4b": "google/gemma-3-4b-pt",
+    "qwen3.8 27b": "Qwen/Qwen3.5-27B",
+    "muse glimmer": "meta-models/Muse-Glimmer-30B",
+    "nemotron 3.5 lightning": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "deepseek v4 flash 0731": "deepseek-ai/DeepSeek-V4-Flash",
+    "granite 4.0 1b": "ibm-granite/granite-4.0-1b",
+    "llama 3.2 11b vision": "meta-llama/Llama-3.2-11B-Vision",
+    "pixtral 12b": "mistral-community/pixtral-12b",
+    "llava v1.6 mistral 7b": "llava-hf/llava-v1.6-mistral-7b-hf",
+    "functiongemma": "google/gemma-3-270m",
+    "glm 4.6v flash": "zai-org/GLM-4.1V-9B-Thinking",
+    "qwq 32b preview": "Qwen/Qwen2.5-32B",
+    "hermes 4.3 36b": "ByteDance-Seed/Seed-OSS-36B-Base",
+    "solar 10.7b": "upstage/SOLAR-10.7B-v1.0",
 }
 
 
@@ -304,6 +317,9 @@ def test_models_of_the_family_are_named_if_none_is_near(typed: str, named: str) 
         "deepseek ocr 2",
         "molmo 7b",
         "kimi k3",
+        "glm 5.3 flash",
+        "qwen3.8 2.4t",
+        "phi-3.5-vision-instruct",
         "qwen image",
     ],
 )
