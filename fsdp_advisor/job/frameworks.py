@@ -160,3 +160,5 @@ FRAMEWORK_NAMES: dict[Framework, str] = {
     "axolotl": "axolotl", "torchtitan": "torchtitan",
 }  # fmt: skip
 """The name of each framework in messages."""
+BACKEND_NAMES: dict[Backend, str] = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
+"""The name of each backend in messages."""

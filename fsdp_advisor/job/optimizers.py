@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.choices import Backend, Framework, Offload, OptimizerName
-from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.frameworks import BACKEND_NAMES, FRAMEWORKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,7 @@ def _lomo(label: str) -> Mapping[Backend, Limit]:
 def _only_ddp(label: str) -> Mapping[Backend, Limit]:
     """The limits of an optimizer that was compared with its package only on whole (unsharded) parameters."""
     reason, hint = f"{label} under {{}} has not been run, and is not modelled", "--strategy ddp, or another --optim"
-    names: Mapping[Backend, str] = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "deepspeed": "DeepSpeed"}
-    return {backend: Limit(reason.format(name), hint) for backend, name in names.items()}
+    return {backend: Limit(reason.format(name), hint) for backend, name in BACKEND_NAMES.items() if backend != "ddp"}
 
 
 def _cpu_offload() -> Mapping[Backend, Limit]:

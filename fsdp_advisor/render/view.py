@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.choices import Backend
 from fsdp_advisor.job.compilation import compiled_text
 from fsdp_advisor.job.generation import generation_of
 from fsdp_advisor.job.images import images_of
@@ -32,7 +33,7 @@ class RowView:
     label: str
     strategy: str
     offload: str
-    backend: str
+    backend: Backend
     fits: bool | None
     needed_bytes: int | None
     headroom_bytes: int | None

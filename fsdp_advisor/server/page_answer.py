@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 from fsdp_advisor.assumptions import gpu_of
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.job.frameworks import BACKEND_NAMES
 from fsdp_advisor.job.losses import loss_words
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
@@ -150,8 +151,7 @@ def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str
 
 def name_of(row: RowView) -> str:
     """The name of a row, such as `ZeRO-3 with FSDP2`."""
-    backend = {"ddp": "", "fsdp2": " with FSDP2", "fsdp1": " with FSDP1", "deepspeed": " with DeepSpeed"}
-    return row.label + backend[row.backend]
+    return row.label if row.backend == "ddp" else f"{row.label} with {BACKEND_NAMES[row.backend]}"
 
 
 def summary(report: Report, advice: AdviceView, row: RowView, unit: str) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import get_args
 
+from fsdp_advisor.job.choices import Strategy
+from fsdp_advisor.job.compatibility import label as strategy_name
 from fsdp_advisor.job.fields import fields_of
-from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
+from fsdp_advisor.job.frameworks import BACKEND_NAMES, FRAMEWORK_NAMES
 from fsdp_advisor.job.search_request import RecommendRequest
 
 _LABELS = {
@@ -78,8 +81,8 @@ _LABELS = {
     "bnb_4bit_quant_storage": "4-bit storage",
 }
 _NAMES: Mapping[str, str] = {
-    "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "hsdp": "HSDP", "fsdp1": "FSDP1",
-    "fsdp2": "FSDP2", **{str(name): text for name, text in FRAMEWORK_NAMES.items()}, "trainer": "Trainer",
+    **{str(strategy): strategy_name(strategy) for strategy in get_args(Strategy)},
+    **{str(name): text for names in (BACKEND_NAMES, FRAMEWORK_NAMES) for name, text in names.items()}, "trainer": "Trainer",
     "cpu": "CPU", "nvme": "NVMe",
     "auto": "choose for me", "all": "choose for me", "sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "reward model", "grpo": "GRPO",
 }  # fmt: skip
@@ -96,7 +99,7 @@ _NAMES_OF: Mapping[str, Mapping[str, str]] = {
     "loss": {
         "auto": "the framework's",
         "full": "from all logits at once",
-        "chunked": "in TRL's tiles",
+        "chunked": "in tiles or chunks",
         "liger": "Liger's",
         "cce": "cut cross entropy",
     },

@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_advisor.errors import MeasurementError
+from fsdp_advisor.export.accelerate import FSDP1_SHARDING
+from fsdp_advisor.export.constants import FSDP1_PREFETCH
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Refusal
@@ -30,7 +32,6 @@ from fsdp_advisor.validation import engines
 from fsdp_advisor.validation.failures import ModeUnavailable
 
 MAX_STEPS = 10
-_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
 
 
 @dataclass
@@ -242,11 +243,11 @@ def _plugin(plan: Plan, classes: list[str]) -> Any:
     }
     if plan.backend == "fsdp2":
         return plugin(fsdp_version=2, reshard_after_forward=plan.reshards, **common)
-    sharding = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "hsdp": "HYBRID_SHARD"}[plan.strategy]
+    sharding = FSDP1_SHARDING[plan.strategy]
     if plan.strategy == "hsdp" and not plan.reshards:
         sharding = "HYBRID_SHARD_ZERO2"
     return plugin(
-        fsdp_version=1, sharding_strategy=sharding, backward_prefetch=_PREFETCH[plan.backward_prefetch],
+        fsdp_version=1, sharding_strategy=sharding, backward_prefetch=FSDP1_PREFETCH[plan.backward_prefetch],
         forward_prefetch=plan.forward_prefetch,
         use_orig_params=True, sync_module_states=False, **common,
     )  # fmt: skip
@@ -278,7 +279,7 @@ def _fsdp_config(plan: Plan, classes: list[str], *, checkpointing: bool) -> dict
     return {
         "version": 1,
         "reshard_after_forward": "full_shard",
-        "backward_prefetch": _PREFETCH[plan.backward_prefetch].lower(),
+        "backward_prefetch": FSDP1_PREFETCH[plan.backward_prefetch].lower(),
         "sync_module_states": False,
         **common,
     }

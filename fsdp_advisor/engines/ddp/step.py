@@ -27,7 +27,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_of
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.model.tape import ROOT, Op, Segment, Tape
-from fsdp_advisor.policies.dtypes import stored_bytes
+from fsdp_advisor.policies.dtypes import FP32_BYTES, stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account
 from fsdp_advisor.program.builder import StepBuilder, StepHooks
@@ -35,7 +35,6 @@ from fsdp_advisor.program.instructions import ADDED_TENSORS, NO_BUFFER, AllReduc
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 FIRST_BUCKET_BYTES = 2**20
-FP32_BYTES = 4
 BUCKET_BYTES = 25 * 2**20
 
 

@@ -10,6 +10,7 @@ from math import prod
 from typing import ClassVar
 
 from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.dtypes import FP32_BYTES
 from fsdp_advisor.policies.optimizers.interface import (
     Constructor,
     NamedOptimizer,
@@ -19,7 +20,6 @@ from fsdp_advisor.policies.optimizers.interface import (
 )
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
-FP32_BYTES = 4
 RMS_BYTES = 4
 """transformers' Adafactor keeps the root mean square of the parameter, an fp32 scalar."""
 PASSES = 19

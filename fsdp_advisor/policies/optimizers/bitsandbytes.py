@@ -11,6 +11,7 @@ from math import prod
 
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.dtypes import FP32_BYTES
 from fsdp_advisor.policies.optimizers.interface import (
     Constructor,
     NamedOptimizer,
@@ -27,7 +28,6 @@ QUANTIZED_MIN_ELEMENTS = 4096
 PAGED_MIN_ELEMENTS = 100_000
 """The states of a tensor with fewer elements are not paged (`get_state_buffer`)."""
 SCALE_BYTES = 4
-FP32_BYTES = 4
 QUANTIZATION_TABLE_BYTES = 1024
 """256 fp32 values. There is one table for signed and one for unsigned states."""
 

@@ -16,9 +16,9 @@ from typing import ClassVar
 
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.dtypes import FP32_BYTES
 from fsdp_advisor.policies.optimizers.bitsandbytes import (
     ADAMW_8BIT,
-    FP32_BYTES,
     QUANTIZATION_TABLE_BYTES,
     QUANTIZED_MIN_ELEMENTS,
 )

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.dtypes import FP32_BYTES
 from fsdp_advisor.policies.optimizers.interface import (
     NamedOptimizer,
     NotForDeepSpeed,
@@ -23,7 +24,6 @@ from fsdp_advisor.policies.optimizers.interface import (
 )
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
-FP32_BYTES = 4
 _ACCUMULATION = "updates the weights after each micro-batch, and does not clip gradients"
 
 

@@ -19,6 +19,7 @@ from typing import ClassVar
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.job.projection import ALL_LINEAR, DEFAULT, Projection, projection_of, settings_of
 from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.dtypes import FP32_BYTES
 from fsdp_advisor.policies.optimizers.interface import (
     WHOLE,
     NamedOptimizer,
@@ -34,7 +35,6 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 # L = the larger and S = the smaller dimension of a matrix; R = the rank
 
-FP32_BYTES = 4
 INFO_BYTES = 4
 """cuSOLVER reports its success in an int32."""
 _NOT_LINEAR = ("mlp.gate", "feed_forward.gate", "mixer.gate", "mlp.router", "block_sparse_moe.router")

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.dtypes import FP32_BYTES
 from fsdp_advisor.policies.optimizers.interface import (
     STEP_COUNT_BYTES,
     Constructor,
@@ -29,7 +30,6 @@ It is the Trainer's value for 8 and 4 bits, and torchao's for fp8; torchao's own
 """
 QUANTIZED_MIN_ELEMENTS = 4096
 """A tensor with fewer elements, or one whose elements are not a multiple of the block, keeps moments of its own dtype."""
-FP32_BYTES = 4
 INT64_BYTES = 8
 
 
