@@ -72,7 +72,7 @@ class Launch:
     unknown: Sequence[str] = ()
 
     @property
-    def rank(self) -> int:
+    def likelihood(self) -> int:
         """How likely the command is the training: 2 for a launcher, 1 for a plain script with arguments, 0 for any other script."""
         return 2 if self.program != "python" else 1 if self.arguments else 0
 

@@ -32,10 +32,10 @@ def read(file: str, text: str) -> list[Collector]:
     launches, others = _launches(text, variables)
     parts: list[Collector] = []
     if launches:
-        launch = max(launches, key=lambda launch: launch.rank)
+        launch = max(launches, key=lambda launch: launch.likelihood)
         parts += _parts(file, launch, allocation)
         variables |= launch.environment
-        more = [other for other in launches if other.rank == launch.rank and other != launch]
+        more = [other for other in launches if other.likelihood == launch.likelihood and other != launch]
         if more:
             parts[0].assume(f"the first command that launches a training; the script has {len(more)} more")
     elif others:

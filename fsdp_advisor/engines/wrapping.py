@@ -126,12 +126,12 @@ def _by_policy(profile: Profile, wrap: str) -> Wrapping:
 
 
 @lru_cache(maxsize=512)
-def wrapping_of(profile: Profile, apart: bool, whole: bool = False) -> Wrapping:
-    """The root's units: those of accelerate if `apart`, else one. `whole`: the layers are not units; their parameters belong to the
-    root's.
+def wrapping_of(profile: Profile, several: bool, whole: bool = False) -> Wrapping:
+    """The root's units: accelerate's if `several`, else one. `whole`: the layers are not units; their parameters belong to the
+    root's unit.
     """
     parameters = profile.root.parameters
-    embedding = _in_module(profile, "embedding") if apart and task_of(profile.task).has_root_units else ()
+    embedding = _in_module(profile, "embedding") if several and task_of(profile.task).has_root_units else ()
     if not embedding:
         root = profile.root if not whole else Unit(profile.root.kind, (*parameters, *_of_layers(profile)))
         return Wrapping({AT_ROOT: Part(root, tuple(range(len(parameters))))}, (AT_ROOT,), whole)

@@ -45,5 +45,5 @@ def reduction_workspace_bytes(rows: int, columns: int, resident_threads: int) ->
 
 
 def _power_of_two(n: int, most: int) -> int:
-    """The largest power of two up to `n`, at most `most`."""
+    """The largest power of two that is at most `n`, but not more than `most`."""
     return min(1 << n.bit_length() - 1, most)

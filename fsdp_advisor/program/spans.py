@@ -126,7 +126,7 @@ class Allocated(NamedTuple):
 
 
 class Freed(NamedTuple):
-    """A storage is freed, the `birth`-th of `segment`. `is_near`: `stays_near`."""
+    """A storage is freed: number `birth` among those allocated in `segment`. `is_near` is the result of `stays_near`."""
 
     segment: int
     birth: int
@@ -225,7 +225,9 @@ class _LayoutReader:
             yield self._spans[-1]
 
     def _real_storages(self, freed: Freed) -> int:
-        """The number of real storages that one recorded free stands for: those of all layers if it is one of a distant layer."""
+        """How many real storages one recorded free frees: 1, or, if the storage was allocated in a layer that is not adjacent, one for each
+        real layer that the recorded layer stands for.
+        """
         born = self._tape.segments[freed.segment]
         return 1 if freed.is_near or born.stack == ROOT else self._profile.stacks[born.stack].counts[born.layer]
 

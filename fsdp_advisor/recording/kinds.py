@@ -77,9 +77,9 @@ def contexts(kinds: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def representatives(kinds: Sequence[int]) -> list[int]:
-    """Indices of a short subsequence of layers in which every context of the whole sequence still occurs.
+    """Indices of a short subsequence of layers that still contains every value of `contexts(kinds)`.
 
-    Greedy: removes the layers between two places with equal surroundings, as long as no context is lost.
+    Greedy: where two places are followed by the same kinds, the layers between them are removed, as long as no context is lost.
     >>> representatives([0] * 32)
     [0, 28, 29, 30, 31]
     """

@@ -42,6 +42,16 @@ from fsdp_advisor.recording.package_kernels import with_kernels
 from fsdp_advisor.recording.packed import packed_weights
 from fsdp_advisor.recording.preferences import PreferenceSource
 from fsdp_advisor.recording.quantized import is_packed, packed_shape, state_tensors
+from fsdp_advisor.recording.raw_steps import (
+    Fitted,
+    RawStep,
+    check_order,
+    constant,
+    fit_confirmed,
+    fit_raw_steps,
+    storages_of,
+    tape_of,
+)
 from fsdp_advisor.recording.remembered import Operators
 from fsdp_advisor.recording.replaced_buffers import replaced_buffers
 from fsdp_advisor.recording.rewards import RewardSource
@@ -49,16 +59,6 @@ from fsdp_advisor.recording.roles import parameter_roles
 from fsdp_advisor.recording.source import LayerStack, Source
 from fsdp_advisor.recording.state_space import USUAL_CHUNKS
 from fsdp_advisor.recording.step import Step
-from fsdp_advisor.recording.take import (
-    Fitted,
-    Take,
-    check_order,
-    constant,
-    fit_confirmed,
-    fit_takes,
-    storages_of,
-    tape_of,
-)
 from fsdp_advisor.recording.tiled_mlp import tile_mlps
 from fsdp_advisor.recording.values import needs_values
 from fsdp_advisor.recording.wrapping import units_to_record, with_whole_gradients
@@ -132,24 +132,24 @@ class Recorder:
                     step.run(*(key.at or points[0]))
                     self._warm = True
                 if key.at is not None:
-                    take = step.run(*key.at)
-                    return with_whole_gradients(tape_of(take, constant(take)), self.profile, key)
+                    raw_step = step.run(*key.at)
+                    return with_whole_gradients(tape_of(raw_step, constant(raw_step)), self.profile, key)
                 corner = step.run(*points[-1])
                 first = step.run(*points[0])
                 check_order([first, corner])
                 checked = step.run(*check)
                 check_order([checked, corner])
-                if (known := self._alike({check: checked, points[-1]: corner})) is not None:
+                if (known := self._matching_tape({check: checked, points[-1]: corner})) is not None:
                     return with_whole_gradients(known, self.profile, key)
                 fitted = fit_confirmed({points[0]: first, points[-1]: corner, check: checked})
                 if fitted is None:
-                    takes = {
+                    raw_steps = {
                         **{point: step.run(*point) for point in points[1:-1]},
                         points[0]: first,
                         points[-1]: corner,
                     }
-                    fitted = fit_confirmed({**takes, check: checked}, self._chunks)
-                    fitted = fitted or fit_takes([takes[point] for point in points], checked, bs, ts, check)
+                    fitted = fit_confirmed({**raw_steps, check: checked}, self._chunks)
+                    fitted = fitted or fit_raw_steps([raw_steps[point] for point in points], checked, bs, ts, check)
                     if fitted.chunks:
                         self._confirm(step, key, fitted, corner, longest)
         except AdvisorError:
@@ -165,26 +165,27 @@ class Recorder:
         self._made.append((storages_of(corner), fitted))
         return with_whole_gradients(tape_of(corner, fitted), self.profile, key)
 
-    def _confirm(self, step: Step, key: TapeKey, fitted: Fitted, known: Take, longest: int) -> None:
+    def _confirm(self, step: Step, key: TapeKey, fitted: Fitted, known: RawStep, longest: int) -> None:
         """Check quantities that depend on chunks against two more recordings: one whose last chunk is full, because code may then skip
         the padding, and one whose last chunk is not. Raises NotPolynomial if one differs.
         """
         b = 1 if key.batch_is_one else CHUNK_CHECK_B
         whole = longest - longest % max(fitted.chunks)
         for t in (longest // 3 | 1, whole):
-            take = step.run(b, t)
-            check_order([take, known])
-            if fitted.at(b, t) != take.totals:
+            raw_step = step.run(b, t)
+            check_order([raw_step, known])
+            if fitted.at(b, t) != raw_step.totals:
                 raise NotPolynomial(f"sizes at B = {b}, T = {t} are not those fitted to others")
 
-    def _alike(self, takes: dict[tuple[int, int], Take]) -> Tape | None:
-        """A tape with the fitted sizes of an earlier tape that matches all `takes`; None if none does. Many keys' tapes are equal, or
-        differ only in the marks.
+    def _matching_tape(self, raw_steps: dict[tuple[int, int], RawStep]) -> Tape | None:
+        """A tape with the sizes fitted for an earlier key, if all `raw_steps` agree with them; else None.
+
+        Many keys have equal steps, or steps that differ only in the marks of modules.
         """
-        last = list(takes.values())[-1]
+        last = list(raw_steps.values())[-1]
         storages = storages_of(last)
         for known, fitted in self._made:
-            if known == storages and all(fitted.at(*point) == take.totals for point, take in takes.items()):
+            if known == storages and all(fitted.at(*point) == raw_step.totals for point, raw_step in raw_steps.items()):
                 return tape_of(last, fitted)
         return None
 

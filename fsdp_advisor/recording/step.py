@@ -25,13 +25,13 @@ from fsdp_advisor.recording.loss_chunks import LossChunks
 from fsdp_advisor.recording.operators import NONE, rows_and_columns
 from fsdp_advisor.recording.places import HookedModule, Leaf, hooked_modules
 from fsdp_advisor.recording.quantized import state_tensors
+from fsdp_advisor.recording.raw_steps import RawStep
 from fsdp_advisor.recording.remembered import Operators
 from fsdp_advisor.recording.root_units import mark_root_units
 from fsdp_advisor.recording.scoring import phases_watched
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.recording.step_events import StepEvents
 from fsdp_advisor.recording.storages import StorageWatch
-from fsdp_advisor.recording.take import Take
 from fsdp_advisor.recording.tiled_mlp import gradients_wait
 from fsdp_advisor.recording.tiles import current_tile
 from fsdp_advisor.recording.unit_hooks import UnitHooks
@@ -114,7 +114,7 @@ class Step:
             self._leaves += parameters
         return assigned
 
-    def run(self, micro_batch_size: int, seq_len: int) -> Take:
+    def run(self, micro_batch_size: int, seq_len: int) -> RawStep:
         """Run one step: forward, backward, and freeing the gradients."""
         self._events.reset()
         watch = StorageWatch(self._resized, sums_in_place=self._sums_in_place, call=self._called)
@@ -144,14 +144,14 @@ class Step:
                 self._events.mark(Op.POST_FORWARD, MarkedUnit.OUTPUTS)
             self._events.begin_backward()
             loss.backward()
-            take = self._take()
+            raw_step = self._raw_step()
             self._records = False
             for leaf in self._leaves:
                 leaf.grad = None
             if self._chunks is not None:
                 self._chunks.forget()
             del loss, batch
-        return take
+        return raw_step
 
     def _offloading(self) -> contextlib.AbstractContextManager[None]:
         """Context that offloads saved tensors to host memory by the key's implementation.
@@ -211,13 +211,13 @@ class Step:
     def _copied(self, n_bytes: int) -> None:
         self._events.segment.host_copies.append(n_bytes)
 
-    def _take(self) -> Take:
+    def _raw_step(self) -> RawStep:
         for leaf in self._leaves:
             if leaf.grad is not None:
                 self._count_as_gradient(leaf.grad, leaf)
         if self._chunks is not None and self._chunks.gradient is not None:
             self._count_as_gradient(self._chunks.gradient, self._chunks.weight)
-        return self._events.take()
+        return self._events.raw_step()
 
     def _count_as_gradient(self, gradient: torch.Tensor, parameter: torch.Tensor) -> None:
         if (storage := self._events.storage_of(gradient)) is not None:
@@ -248,7 +248,7 @@ class Step:
                 self._flat[of.place.module].use_shards()
 
     def _chunk_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook the gradients of the head's inputs, with which FSDP2 ends the backward of a chunk of the loss."""
+        """Hook the gradients of the head's inputs: when they are computed, the backward of this chunk of the loss ends."""
         return watch_input_gradients(args, kwargs, self._chunk_ends)
 
     def _chunk_ends(self) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Hashable
 import torch
 
 from fsdp_advisor.model.tape import ROOT, Category, Op, TapePhase
+from fsdp_advisor.recording.raw_steps import RawSegment, RawStep, RawStorage
 from fsdp_advisor.recording.scoring import scoring_phase
-from fsdp_advisor.recording.take import RawSegment, RawStorage, Take
 from fsdp_advisor.recording.tiles import current_parts, current_tile
 
 
@@ -112,13 +112,13 @@ class StepEvents:
         self.segment.events.append((Op.ALLOC, number, 0))
         return number
 
-    def take(self) -> Take:
+    def raw_step(self) -> RawStep:
         """The recorded step."""
         for number in self._alive.values():
             self._storages[number].outlives_phase()
         for segment in self._segments:
             segment.events = _frees_in_order(segment.events)
-        return Take(self._segments, self._storages)
+        return RawStep(self._segments, self._storages)
 
 
 def _frees_in_order(events: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -90,7 +90,9 @@ class RankResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The estimate of the job. `options`: those of the command line. `figures`: the values of PEAKS, or empty with a `reason`."""
+    """The estimate of the job that the rehearsal recognized. `options` are its command-line options, `figures` its bytes by the names in
+    PEAKS. Without an estimate `figures` is empty, and `reason` says why.
+    """
 
     options: Mapping[str, str]
     figures: Mapping[str, int]

@@ -124,7 +124,7 @@ class MicroBatchTime:
 
     @property
     def host_share(self) -> float:
-        """The share of PCIe in all communication."""
+        """The fraction of all communication time that transfers over PCIe take, 0 to 1."""
         return self.host / self.sent if self.sent else 0.0
 
     def send(self, seconds: float, not_before: float, name: str) -> float:

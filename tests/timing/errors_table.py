@@ -9,7 +9,7 @@ import csv
 import io
 from pathlib import Path
 
-from published_runs import Row, said
+from published_runs import Row, predictable_rows
 
 from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.render.svg import speed_errors
@@ -24,7 +24,7 @@ DRAWING = ROOT / "web" / "screenshots" / "speed-errors.svg"
 def compared() -> list[tuple[Row, StepTime]]:
     found = [
         (row, step_time(row.profile, step_program(row.profile, row.tape, row.plan), row.plan, row.gpu, row.between))
-        for row in said()
+        for row in predictable_rows()
     ]
     return [(row, step) for row, step in found if step is not None]
 

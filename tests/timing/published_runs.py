@@ -69,7 +69,7 @@ def published() -> list[dict[str, Any]]:
     return rows
 
 
-def unsayable(row: dict[str, Any]) -> str | None:
+def why_not_predictable(row: dict[str, Any]) -> str | None:
     """Why a row cannot be an input of the time model; None if it can."""
     measured = row["measured"]
     if not any(measured.get(k) for k in ("tokens_per_s_per_gpu", "seconds_per_step")):
@@ -82,15 +82,15 @@ def unsayable(row: dict[str, Any]) -> str | None:
     if "NO_SHARD" in row["strategy"]:
         return "FSDP1's NO_SHARD is no strategy of this tool"
     if row["micro_batch"] is None or row["seq_len"] is None:
-        return "the micro-batch or the length is not told"
+        return "the micro-batch or the length is not stated"
     if "activation checkpoints" in row["offload"]:
         return "activation checkpoints in host memory"
     return None
 
 
-def said() -> tuple[Row, ...]:
+def predictable_rows() -> tuple[Row, ...]:
     """All rows that can be inputs of the time model."""
-    return tuple(_row(row) for row in published() if unsayable(row) is None)
+    return tuple(_row(row) for row in published() if why_not_predictable(row) is None)
 
 
 def _row(row: dict[str, Any]) -> Row:

@@ -76,7 +76,7 @@ def source_of(row: dict[str, Any]) -> Any:
 def main() -> None:
     wanted: dict[str, tuple[dict[str, Any], set[str]]] = {}
     for row in rows.published():
-        if rows.unsayable(row) is None and row["model"] not in rows.CATALOG:
+        if rows.why_not_predictable(row) is None and row["model"] not in rows.CATALOG:
             plan, checkpointing = rows.plan_of(row)
             keys = wanted.setdefault(rows.key_of(row), (row, set()))[1]
             keys.add(rows.variant_key(plan, plan.activation_checkpointing))

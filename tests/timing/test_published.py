@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 from errors_table import DRAWING, TABLE, drawing, table
-from published_runs import Row, published, said, unsayable
+from published_runs import Row, predictable_rows, published, why_not_predictable
 from published_split import FITTED, part_of
 
 from fsdp_advisor.advice.ranking import OFFLOAD_RESOLUTION, SPEED_RESOLUTION
@@ -41,7 +41,7 @@ class Compared:
 @cache
 def compared() -> tuple[Compared, ...]:
     found = []
-    for row in said():
+    for row in predictable_rows():
         step = step_time(row.profile, step_program(row.profile, row.tape, row.plan), row.plan, row.gpu, row.between)
         assert step is not None
         found.append(Compared(row, step))
@@ -61,10 +61,10 @@ def within(found: list[float], bound: float) -> float:
 
 
 def test_every_row_with_a_speed_is_said_or_has_its_reason() -> None:
-    said_ids = {c.row.id for c in compared()}
-    assert len(said_ids) == 66
+    compared_ids = {c.row.id for c in compared()}
+    assert len(compared_ids) == 66
     for row in published():
-        assert (row["id"] in said_ids) == (unsayable(row) is None)
+        assert (row["id"] in compared_ids) == (why_not_predictable(row) is None)
 
 
 def test_the_split_is_by_source() -> None:

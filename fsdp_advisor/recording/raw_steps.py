@@ -1,4 +1,4 @@
-"""Recordings of one step (takes), and the fit of takes at several (B, T) points into one tape."""
+"""Recorded steps at single (B, T) points, and the fit of several of them into one tape."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class RawSegment:
 
 @dataclass(slots=True)
 class RawStorage:
-    """A storage of one step. `phase`: in which it is allocated.
+    """A storage of one step. `phase` is the phase that allocates it, `size` its bytes.
 
-    `size`: its bytes. But for the workspace of a sum (`columns` is set) the sum's rows, for a `tiled` storage 0, and with `parts` the
-    bytes of one part.
+    `size` has another meaning in three cases: the sum's rows for the workspace of a sum (`columns` is set), 0 for a `tiled` storage, and
+    the bytes of one part if `parts` is set.
     """
 
     size: int
@@ -61,8 +61,8 @@ class RawStorage:
 
 
 @dataclass
-class Take:
-    """One recorded step at one point. Storages are in order of birth."""
+class RawStep:
+    """A recorded step at one micro-batch B and length T. Storages are in order of allocation."""
 
     segments: list[RawSegment]
     storages: list[RawStorage]
@@ -93,10 +93,10 @@ def quantities(work: Work) -> tuple[int, int, int]:
     return work.matmul_flops, work.attention_flops, work.traffic_bytes
 
 
-def storages_of(take: Take) -> object:
+def storages_of(raw_step: RawStep) -> object:
     """The order of allocations and frees as a comparable value, without sizes and without marks of modules."""
     return (
-        [(s.category, s.columns is None, s.tiled, s.parts) for s in take.storages],
+        [(s.category, s.columns is None, s.tiled, s.parts) for s in raw_step.storages],
         [
             (
                 s.phase,
@@ -107,7 +107,7 @@ def storages_of(take: Take) -> object:
                 None if s.recomputed is None else operators(s.recomputed),
                 len(s.host_copies),
             )
-            for s in take.segments
+            for s in raw_step.segments
         ],
     )
 
@@ -119,7 +119,7 @@ def operators(works: list[Work]) -> int:
 @dataclass(frozen=True)
 class Fitted:
     """The polynomials of a tape: the sizes of all storages in order of allocation, the columns of the workspaces of sums, the bytes of
-    copies to and from the host, and the work (`Take.works`).
+    copies to and from the host, and the work (`RawStep.works`).
     """
 
     storages: tuple[Quantity, ...]
@@ -145,27 +145,29 @@ class Fitted:
         return [value_at(quantity, b, t) for quantity in self.all]
 
 
-def fit_takes(takes: list[Take], check: Take, bs: tuple[int, ...], ts: tuple[int, ...], at: tuple[int, int]) -> Fitted:
+def fit_raw_steps(
+    raw_steps: list[RawStep], check: RawStep, bs: tuple[int, ...], ts: tuple[int, ...], at: tuple[int, int]
+) -> Fitted:
     """Polynomials through recordings at the grid of points `bs` x `ts`. Raises NotPolynomial if there are none, or if they do not
     reproduce exactly the recording `check`, which was made at the point `at`.
     """
-    check_order([*takes, check])
+    check_order([*raw_steps, check])
     t0, t1, t2 = ts
-    polynomials = [fit(bs, (t0, t1, t2), values) for values in zip(*(t.totals for t in takes), strict=True)]
-    fitted = _fitted(takes[0], polynomials)
+    polynomials = [fit(bs, (t0, t1, t2), values) for values in zip(*(t.totals for t in raw_steps), strict=True)]
+    fitted = _fitted(raw_steps[0], polynomials)
     for expected, found in zip(check.totals, fitted.at(*at), strict=True):
         if expected != found:
             raise NotPolynomial(f"a size at B = {at[0]}, T = {at[1]} is {expected}, but its polynomial gives {found}")
     return fitted
 
 
-def fit_confirmed(takes: dict[tuple[int, int], Take], chunks: tuple[int, ...] = ()) -> Fitted | None:
+def fit_confirmed(raw_steps: dict[tuple[int, int], RawStep], chunks: tuple[int, ...] = ()) -> Fitted | None:
     """Quantities of few terms (`fit_terms`) through recordings at three or more points: for each size, and for the work of each operator.
     None if a value has more terms.
     """
-    points, found = tuple(takes), list(takes.values())
-    totals = [fit_terms(points, values, chunks) for values in zip(*(take.bytes for take in found), strict=True)]
-    for works in zip(*(take.works for take in found), strict=True):
+    points, found = tuple(raw_steps), list(raw_steps.values())
+    totals = [fit_terms(points, values, chunks) for values in zip(*(raw_step.bytes for raw_step in found), strict=True)]
+    for works in zip(*(raw_step.works for raw_step in found), strict=True):
         if len({len(work) for work in works}) > 1:
             return None
         for number in range(len(quantities(NONE))):
@@ -176,43 +178,43 @@ def fit_confirmed(takes: dict[tuple[int, int], Take], chunks: tuple[int, ...] = 
     return _fitted(found[0], known) if len(known) == len(totals) else None
 
 
-def constant(take: Take) -> Fitted:
+def constant(raw_step: RawStep) -> Fitted:
     """The sizes of one recording, which are valid at its own (B, T)."""
-    return _fitted(take, [(value, 0, 0, 0, 0, 0) for value in take.totals])
+    return _fitted(raw_step, [(value, 0, 0, 0, 0, 0) for value in raw_step.totals])
 
 
-def check_order(takes: Sequence[Take]) -> None:
-    """Raise NotPolynomial unless all takes have the same events in the same order."""
-    if any(storages_of(take) != storages_of(takes[0]) for take in takes):
+def check_order(raw_steps: Sequence[RawStep]) -> None:
+    """Raise NotPolynomial unless all recorded steps have the same events in the same order."""
+    if any(storages_of(raw_step) != storages_of(raw_steps[0]) for raw_step in raw_steps):
         raise NotPolynomial("the order of allocations depends on batch or length")
 
 
-def _fitted(take: Take, totals: Sequence[Quantity]) -> Fitted:
-    """`totals`: a polynomial for each of the take's totals."""
-    births = len(take.storages)
-    ends = births + len(take.columns)
-    copies = ends + sum(len(s.host_copies) for s in take.segments)
+def _fitted(raw_step: RawStep, totals: Sequence[Quantity]) -> Fitted:
+    """`totals`: a polynomial for each of `raw_step.totals`."""
+    births = len(raw_step.storages)
+    ends = births + len(raw_step.columns)
+    copies = ends + sum(len(s.host_copies) for s in raw_step.segments)
     rest = totals[copies:]
     work = tuple(zip(rest[0::3], rest[1::3], rest[2::3], strict=True))
     return Fitted(tuple(totals[:births]), tuple(totals[births:ends]), tuple(totals[ends:copies]), work)
 
 
-def tape_of(take: Take, fitted: Fitted) -> Tape:
-    """The events of a take with fitted sizes."""
+def tape_of(raw_step: RawStep, fitted: Fitted) -> Tape:
+    """The events of a recorded step, with fitted sizes."""
     columns = iter(fitted.columns)
-    sizes = [_size(storage, size, columns) for storage, size in zip(take.storages, fitted.storages, strict=True)]
+    sizes = [_size(storage, size, columns) for storage, size in zip(raw_step.storages, fitted.storages, strict=True)]
     table = {size: i for i, size in enumerate(dict.fromkeys(sizes))}
     home: dict[int, tuple[int, int]] = {}
     segments = []
-    again_of, copies = iter(fitted.work[len(take.segments) :]), iter(fitted.host_copies)
-    for number, (raw, work) in enumerate(zip(take.segments, fitted.work, strict=False)):
+    again_of, copies = iter(fitted.work[len(raw_step.segments) :]), iter(fitted.host_copies)
+    for number, (raw, work) in enumerate(zip(raw_step.segments, fitted.work, strict=False)):
         events = []
         births = 0
         for op, a, b in raw.events:
             if op == Op.ALLOC:
                 home[a] = (number, births)
                 births += 1
-                events.append((int(op), table[sizes[a]], int(take.storages[a].category)))
+                events.append((int(op), table[sizes[a]], int(raw_step.storages[a].category)))
             elif op == Op.FREE:
                 events.append((int(op), *home[a]))
             else:
