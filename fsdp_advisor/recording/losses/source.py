@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.errors import NotRecordable, assert_never
 from fsdp_advisor.job.losses import LossCode
 from fsdp_advisor.model.liger import LIGER_LOSSES
 from fsdp_advisor.recording.losses import cce, liger, trl
 from fsdp_advisor.recording.losses.fused import FusedLoss, FusedLossSource, LossInputs, fused_loss_of, set_loss
 from fsdp_advisor.recording.source import Source
 
-_LOSSES: dict[LossCode, Callable[[LossInputs], torch.Tensor]] = {"trl": trl.loss, "liger": liger.loss, "cce": cce.loss}
+TiledLoss = Literal["trl", "liger", "cce"]
+_LOSSES: dict[TiledLoss, Callable[[LossInputs], torch.Tensor]] = {"trl": trl.loss, "liger": liger.loss, "cce": cce.loss}
 
 
 class LossSource(FusedLossSource):
@@ -25,7 +26,7 @@ class LossSource(FusedLossSource):
     not_causal = "losses in tiles are for causal language models, not for {task}"
     instead = "use --loss full"
 
-    def __init__(self, base: Source, loss: LossCode, ignored_labels: float = 0.0, gathered_head: str = "") -> None:
+    def __init__(self, base: Source, loss: TiledLoss, ignored_labels: float = 0.0, gathered_head: str = "") -> None:
         super().__init__(base)
         self._loss = loss
         self._ignored_labels = ignored_labels
@@ -51,11 +52,17 @@ def with_loss(source: Source, loss: LossCode, ignored_labels: float = 0.0, gathe
 
     Its `configure` raises NotRecordable for a model that is not a causal language model.
     """
-    if loss == "torchtitan":
-        from fsdp_advisor.recording.torchtitan_models import ChunkedLossSource
+    match loss:
+        case "full":
+            return source
+        case "torchtitan":
+            from fsdp_advisor.recording.torchtitan_models import ChunkedLossSource
 
-        return ChunkedLossSource(source)
-    return source if loss == "full" else LossSource(source, loss, ignored_labels, gathered_head)
+            return ChunkedLossSource(source)
+        case "trl" | "liger" | "cce":
+            return LossSource(source, loss, ignored_labels, gathered_head)
+        case _:
+            return assert_never(loss)
 
 
 def _forward(self: PreTrainedModel, labels: torch.Tensor, **inputs: Any) -> CausalLMOutput:
