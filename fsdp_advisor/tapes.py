@@ -97,9 +97,7 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
     if plan.evaluates:
         key = replace(key, evaluates=True)
     if plan.compile != "none":
-        in_ddp = plan.backend == "ddp" and plan.world_size > 1
-        compiled: TapeCompile = ("layer-ddp" if plan.compile == "layer" else "model-ddp") if in_ddp else plan.compile
-        key = replace(key, compile=compiled, memory_budget=plan.memory_budget, at=plan.tape_shape)
+        key = replace(key, compile=_compiled_code(plan), memory_budget=plan.memory_budget, at=plan.tape_shape)
     if plan.fp8 != "none":
         key = replace(key, fp8=plan.fp8)
     if plan.tiled_mlp != "none":  # shards differ by one token
@@ -117,6 +115,13 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
         if plan.padding_fraction and plan.attention == "flash_attention_2":
             key = replace(key, padding=plan.padding_fraction, at=plan.tape_shape)
     return key
+
+
+def _compiled_code(plan: Plan) -> TapeCompile:
+    """What is compiled, and what divides its graphs."""
+    if plan.backend == "ddp" and plan.world_size > 1:
+        return "layer-ddp" if plan.compile == "layer" else "model-ddp"
+    return "model-units" if plan.compile == "model" and takes_root_apart(plan) else plan.compile
 
 
 def _with_loss(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:

@@ -52,6 +52,10 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
         notes.append(
             "tensors that a data collator adds to a batch, and batches that the Trainer loads in advance for one update"
         )
+    if plan.compile != "none" and plan.backend == "fsdp2" and plan.checkpointing != "none":
+        notes.append(
+            "activation_checkpointing in fsdp_config: its compiled wrappers keep more than the model's gradient_checkpointing"
+        )
     if plan.precision == "fp16-mixed":
         notes.append("the gradient scaler's few scalars")
     if plan.framework == "axolotl":

@@ -11,11 +11,12 @@ from fsdp_advisor.job.request import EstimateRequest
 
 COMPILING: tuple[Backend, ...] = ("ddp", "fsdp2")
 """The backends whose compiled steps were compared with PyTorch's own."""
-COMPILING_FRAMEWORKS: tuple[Framework, ...] = ("torch", "torchtitan", "trainer")
-"""The frameworks whose compiled steps were compared with PyTorch's own. torchtitan compiles its layers and its loss; the Trainer
-(`torch_compile`) compiles the model, as accelerate wraps it.
+COMPILING_FRAMEWORKS: tuple[Framework, ...] = ("torch", "torchtitan", "accelerate", "trainer")
+"""The frameworks whose compiled steps were compared with their own code. torchtitan compiles its layers and its loss; the
+Trainer (`torch_compile`) and accelerate compile the model, in DDP's wrapper or before FSDP2 shards it.
+
 Source: torchtitan 0.3.0, distributed/compile.py and, in components/loss.py, `_maybe_compile`; accelerate 1.15, accelerator.py,
-prepare_model.
+prepare_model and _prepare_fsdp2.
 """
 
 
@@ -40,8 +41,12 @@ def check_compile(request: EstimateRequest) -> None:
     own_models = FRAMEWORKS[request.framework].own_models
     if own_models and request.compile == "model":
         raise UsageError(f"{request.framework} compiles each layer separately", hint="use --compile layer")
-    if request.framework == "trainer" and request.compile == "layer":
-        raise UsageError("the Trainer's torch_compile compiles the whole model", hint="use --compile model")
+    if request.framework in ("accelerate", "trainer") and request.compile == "layer":
+        raise UsageError(
+            f"{'the Trainer' if request.framework == 'trainer' else 'accelerate'} compiles the whole model unless "
+            "use_regional_compilation is set, which also compiles embedding, final norm and head and is not modelled",
+            hint="use --compile model, or --framework torch",
+        )
     policies = ("none", "full", "selective") if own_models else ("none", "full")
     lacking = {
         f"--framework {request.framework}": request.framework not in COMPILING_FRAMEWORKS,
@@ -61,12 +66,14 @@ def check_compile(request: EstimateRequest) -> None:
 
 def refused_compile(plan: Plan) -> UsageError | None:
     """Why the plan's backend is not modelled with compiled code. None if it is."""
-    if plan.compile != "none" and plan.framework == "trainer" and plan.world_size > 1:
+    if plan.compile == "none":
+        return None
+    if plan.framework == "accelerate" and plan.backend == "fsdp2" and plan.checkpointing != "none":
         return UsageError(
-            "--compile model with the Trainer is modelled only on one GPU",
-            hint="use --gpus 1, --framework torch, or leave --compile out",
+            f"--compile {plan.compile} is not modelled with accelerate's fsdp_activation_checkpointing: its wrappers become compiled code",
+            hint="use --framework trainer, whose gradient_checkpointing is modelled, or leave --activation-checkpointing out",
         )
-    if plan.compile == "none" or plan.backend in COMPILING:
+    if plan.backend in COMPILING:
         return None
     return UsageError(
         f"--compile {plan.compile} is not modelled with backend {plan.backend}",

@@ -300,7 +300,7 @@ def _described(key: TapeKey) -> str:
     checkpointing += " with activation offload" if key.activation_offload != "none" else ""
     batch += f", {key.batch} batch" if key.batch != "full" else ""
     kernels = ", Liger's kernels" if key.liger_kernels else ""
-    kernels += f", --compile {key.compile.removesuffix('-ddp')}" if key.compile != "none" else ""
+    kernels += f", --compile {key.compile.partition('-')[0]}" if key.compile != "none" else ""
     kernels += f", MLP in shards ({key.tiled_mlp})" if key.tiled_mlp else ""
     what = "a forward without gradients" if key.evaluates else "a step"
     return f"{what} of {key.engine}, {key.precision}, {key.attention}{device}, {checkpointing}{wrap}{loss}{kernels}, {batch}"

@@ -33,9 +33,10 @@ half precision on Hopper and Blackwell.
 TapeCheckpointing = Literal["none", "full", "reentrant", "every", "selective", "selective-trl"]
 """``every``: some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``: torchtitan's policy."""
 
-TapeCompile = Literal["none", "layer", "layer-ddp", "model", "model-ddp"]
+TapeCompile = Literal["none", "layer", "layer-ddp", "model", "model-ddp", "model-units"]
 """``layer``: each layer is compiled; ``model``: the model is compiled as a whole, and then has no layers (`Adaptation.in_one_graph`).
 ``layer-ddp`` and ``model-ddp``: the same within DDP's forward, which divides graphs at the boundaries of its buckets.
+``model-units``: the whole model under accelerate's FSDP2, where the hooks of the root's units break the graph, too.
 """
 
 KeptTapes = Literal["all", "usual", "none"]
@@ -126,6 +127,11 @@ class TapeKey:
     def compiles_whole(self) -> bool:
         """Whether the whole model is compiled code."""
         return self.compiles and self.compile.startswith("model")
+
+    @property
+    def marks_root_units(self) -> bool:
+        """Whether embedding and head have the hooks of accelerate's FSDP2 units. In a compiled model they would break the graph."""
+        return self.engine == "fsdp2" and (not self.compiles_whole or self.compile == "model-units")
 
     @property
     def mixed(self) -> bool:

@@ -10,6 +10,7 @@ torch 2.13). The end of the head's forward has no mark, because the head's param
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,20 +23,23 @@ from fsdp_advisor.recording.source import RootModules
 Mark = Callable[[Op, MarkedUnit], None]
 
 
-def mark_root_units(modules: RootModules, mark: Mark, *, loss_takes_head: bool = False) -> None:
+def mark_root_units(
+    modules: RootModules, mark: Mark, *, loss_takes_head: bool = False, in_compiled_code: bool = False
+) -> None:
     """Hook the modules of each unit, so that they call `mark`. `mark` ignores repeated marks in the same step.
 
     `loss_takes_head`: the loss runs the head's forward and backward after the model's forward, and the unit's forward ends with the
     model's.
     """
+    hook = partial(_hook, mark=mark, in_compiled_code=in_compiled_code)
     head = [m for m in (modules.final_norm, None if loss_takes_head else modules.head) if m is not None]
     if modules.embedding is not None and is_tied(modules):
-        _hook(MarkedUnit.HEAD, [modules.embedding, *head], mark)
+        hook(MarkedUnit.HEAD, [modules.embedding, *head])
         return
     if modules.embedding is not None:
-        _hook(MarkedUnit.EMBEDDING, [modules.embedding], mark)
+        hook(MarkedUnit.EMBEDDING, [modules.embedding])
     if head:
-        _hook(MarkedUnit.HEAD, head, mark)
+        hook(MarkedUnit.HEAD, head)
 
 
 def is_tied(modules: RootModules) -> bool:
@@ -44,7 +48,7 @@ def is_tied(modules: RootModules) -> bool:
     return weight is not None and weight is getattr(modules.head, "weight", None)
 
 
-def _hook(unit: MarkedUnit, modules: list[nn.Module], mark: Mark) -> None:
+def _hook(unit: MarkedUnit, modules: list[nn.Module], *, mark: Mark, in_compiled_code: bool) -> None:
     to_run: set[nn.Module] = set()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -64,9 +68,14 @@ def _hook(unit: MarkedUnit, modules: list[nn.Module], mark: Mark) -> None:
         for leaf in _watched(output):
             leaf.register_hook(lambda _: mark(Op.PRE_BACKWARD, unit))
 
+    hooks: tuple[Any, Any] = (before, after)
+    if in_compiled_code:  # a hook breaks the graph, as FSDP2's hooks do
+        from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable
+
+        hooks = (_dynamo_disable(before), _dynamo_disable(after))
     for module in modules:
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after)
+        module.register_forward_pre_hook(hooks[0], prepend=True, with_kwargs=True)
+        module.register_forward_hook(hooks[1])
 
 
 def _register_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:

@@ -72,9 +72,14 @@ class Step:
         modules = source.root_modules(model)
         if modules.head is not None and not key.compiles_whole:
             modules.head.register_forward_pre_hook(self._head_begins, with_kwargs=True)
-        if key.engine == "fsdp2" and task_of(source.task).has_root_units and not key.compiles_whole:
+        if key.marks_root_units and task_of(source.task).has_root_units:
             marked = replace(modules, head=None) if key.gathered_head else modules
-            mark_root_units(marked, self._mark_root_unit, loss_takes_head=key.loss == "torchtitan")
+            mark_root_units(
+                marked,
+                self._mark_root_unit,
+                loss_takes_head=key.loss == "torchtitan",
+                in_compiled_code=key.compiles_whole,
+            )
         self._chunks = None
         if key.loss == "torchtitan":
             assert modules.head is not None

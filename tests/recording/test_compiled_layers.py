@@ -45,9 +45,19 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"framework": "accelerate"}, "--framework accelerate"),
+        ({"framework": "trl"}, "--framework trl"),
+        ({"framework": "accelerate"}, "use_regional_compilation"),
+        (
+            {
+                "framework": "accelerate",
+                "compile": "model",
+                "backend": "fsdp2",
+                "strategy": "zero3",
+                "activation_checkpointing": "full",
+            },
+            "fsdp_activation_checkpointing",
+        ),
         ({"framework": "trainer"}, "compiles the whole model"),
-        ({"framework": "trainer", "compile": "model", "gpus": 2}, "only on one GPU"),
         ({"attention": "eager"}, "--attention eager"),
         ({"activation_checkpointing": "every-2"}, "--activation-checkpointing every-2"),
         ({"activation_checkpointing": "selective"}, "--activation-checkpointing selective"),

@@ -101,6 +101,37 @@ def test_whole_models_and_memory_budgets_need_what_is_predicted(
     assert row.peak_allocated_bytes == pytest.approx(other_peaks[name], rel=1e-3)
 
 
+SHARDED: dict[str, Any] = {"strategy": "zero3", "backend": "fsdp2"}
+TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
+    taken(
+        [("the Trainer, sharded and checkpointed", ({"fsdp": True, "checkpointing": True}, SHARDED))],
+        [
+            ("the Trainer, sharded", ({"fsdp": True}, SHARDED)),
+            ("the Trainer in DDP", ({}, {})),
+            ("accelerate, sharded", ({"library": "accelerate", "fsdp": True}, {**SHARDED, "framework": "accelerate"})),
+        ],
+        days=6,
+    )
+)
+"""Whole models on two ranks that the Trainer or accelerate compiles: settings of the script, and options."""
+
+
+@in_turn(2, of=4)
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trainers_that_compile_on_two_ranks_need_what_is_predicted(
+    name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
+) -> None:
+    settings, options = TRAINERS[name]
+    config, _, precision, _, batch, length = _job("llama", "trainer", "bf16-mixed", length=8000)
+    job = {"library": "trainer", "fsdp": False, "checkpointing": False, "batch": batch, "length": length, **settings}
+    found = run_on_ranks("compiled_trainers.py", json.dumps(config), json.dumps(job), gpus=2)
+    row = row_of(
+        tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, compile="model", gpus=2,
+        **{"framework": "trainer", "activation_checkpointing": "full" if job["checkpointing"] else "none", **options},
+    )  # fmt: skip
+    assert row.peak_allocated_bytes == pytest.approx(found["peak"], rel=1e-3)
+
+
 @pytest.fixture(scope="module")
 def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
     return run("compiled.py", json.dumps(CASES))

@@ -1,0 +1,74 @@
+"""The peak of compiled steps of transformers' Trainer, or of a loop with accelerate, on each of several ranks, in bf16-mixed.
+
+Arguments as JSON: the model's configuration, and the job: `library` (`trainer` or `accelerate`), `fsdp` (FSDP2 instead of DDP),
+`checkpointing` (the Trainer's `gradient_checkpointing`), `batch` and `length`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import TorchDynamoPlugin
+from compiled import launch_nothing
+from datasets import Dataset
+from training import SteadyPeak, usual_arguments
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+
+def of_trainer(model: Any, job: dict[str, Any]) -> int:
+    settings = usual_arguments(job["batch"], "bf16-mixed")
+    if job["fsdp"]:
+        layer = type(model.model.layers[0]).__name__
+        wrap = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": [layer]}
+        settings |= {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True, **wrap}}
+    rows = {"input_ids": [[token % 50 + 1 for token in range(job["length"])]] * (16 * job["batch"])}
+    found = SteadyPeak()
+    data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
+    arguments = TrainingArguments(**settings, torch_compile=True, gradient_checkpointing=job["checkpointing"])
+    Trainer(model, args=arguments, train_dataset=data, callbacks=[found]).train()
+    return found.peak
+
+
+def of_accelerate(model: Any, job: dict[str, Any]) -> int:
+    sharded = None
+    if job["fsdp"]:
+        layer = type(model.model.layers[0]).__name__
+        sharded = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=[layer],
+            reshard_after_forward=True,
+        )
+    accelerator = Accelerator(
+        mixed_precision="bf16", fsdp_plugin=sharded, dynamo_plugin=TorchDynamoPlugin(backend="inductor")
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    trained, optimizer = accelerator.prepare(model.train(), optimizer)
+    tokens = torch.zeros(job["batch"], job["length"], dtype=torch.long, device="cuda")
+    peak = 0
+    for step in range(4):
+        gc.collect()  # the compiler's cycles of references keep tensors
+        torch.cuda.reset_peak_memory_stats()
+        accelerator.backward(trained(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        peak = max(peak, torch.cuda.max_memory_allocated()) if step > 1 else 0
+    return peak
+
+
+def main() -> None:
+    config, job = map(json.loads, sys.argv[1:])
+    launch_nothing()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    peak = (of_trainer if job["library"] == "trainer" else of_accelerate)(model, job)
+    print(json.dumps({"rank": int(os.environ["RANK"]), "peak": peak}))
+
+
+if __name__ == "__main__":
+    main()
