@@ -235,11 +235,11 @@ def _is_refused(profile: Profile, key: TapeKey, kind: type[AdvisorError]) -> boo
 def _for_any_batch(
     model: Resolved, profile: Profile, plan: Plan, key: TapeKey, gpu: Gpu | None
 ) -> tuple[TapeKey, Tape]:
-    """The key's tape, which is valid for any micro-batch and length, or a tape for the plan's micro-batch and length alone.
+    """The key's tape, which is valid for any micro-batch and length, or else a tape for the plan's own micro-batch and length.
 
-    Recording a tape for any takes three steps or more, recording one for the plan's values takes one. So the first request on a code path
-    records the tape for its own values, and the next one with other values records the tape for any. If the sizes are not polynomials, no
-    tape is valid for any.
+    Recording a tape that is valid for any batch takes three steps or more; recording one for the plan's own batch takes one step. So the
+    first request on a code path records its own batch, and a later request with another batch records a tape for any batch. If the sizes
+    are not polynomials, no tape is valid for any batch.
     """
     own = replace(key, at=plan.tape_shape)
     if _is_first_question(model, profile, key, own):
@@ -250,7 +250,9 @@ def _for_any_batch(
 
 
 def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: TapeKey) -> bool:
-    """Whether to use the tape for the plan's micro-batch and length alone: it is the first of its code path, or none is valid for any.
+    """Whether to use a tape for the plan's own micro-batch and length: because it is the first of its code path, or because no tape is
+    valid
+    for any batch.
 
     A model whose sizes are not polynomials on one code path (because of linear attention, for example) has such sizes on all.
     """
@@ -279,7 +281,7 @@ def _with_attention(
 
 
 def _keys_to_record(key: TapeKey, gpu: Gpu | None, *, window_filled: bool) -> tuple[TapeKey, ...]:
-    """The keys of the tapes to record with GPU kernels: those of `gpu` alone, because each recording takes long, or of every GPU if it
+    """The keys of the tapes to record with GPU kernels: only those of `gpu`, because each recording takes long, or of every GPU if it
     is None.
     """
     keys = gpu_tape_keys(key, window_filled=window_filled)

@@ -1,7 +1,7 @@
 """The reference model of preference training as a trainer prepares a copy of the model: its states and the hooks of its forward.
 
 Source: trl 1.16, trainer/dpo_trainer.py, `__init__`; models/utils.py, `prepare_deepspeed`, `prepare_fsdp`. With FSDP2 the whole copy
-is one unit, because `prepare_fsdp` calls `fully_shard` on the model alone. With ZeRO-1 and 2 every rank keeps a whole copy in the
+is one unit, because `prepare_fsdp` calls `fully_shard` only on the model. With ZeRO-1 and 2 every rank keeps a whole copy in the
 compute dtype; ZeRO-3 shards it with DeepSpeed's defaults, because "auto" has no value yet when it is prepared.
 """
 

@@ -80,7 +80,7 @@ def handover_bytes(profile: Profile, plan: Plan) -> int:
 
 
 def batch_warnings(plan: Plan) -> tuple[str, ...]:
-    """A warning if an optimizer step learns from one prompt alone. With TRL's own defaults it has as many as ranks."""
+    """A warning if an optimizer step learns from only one prompt. With TRL's own defaults it has as many as ranks."""
     generation = plan.generation
     if generation is None or generation.prompts(plan.global_batch_size) > 1:
         return ()

@@ -1,6 +1,6 @@
 """Saving: every method of a plan's backend, and the choice of one.
 
-A checkpoint has the weights and the optimizer states, which a resumed run needs, unless the plan saves the weights alone
+A checkpoint has the weights and the optimizer states, which a resumed run needs, unless the plan saves only the weights
 (`save_only_model`, as transformers' TrainingArguments call it).
 """
 

@@ -108,7 +108,7 @@ def effective_wrap(profile: Profile, plan: Plan) -> str:
 
 
 def tape_wrap(profile: Profile, plan: Plan) -> str:
-    """The policy with whose units the plan's tape is recorded; empty for a tape with marks of layers and root alone.
+    """The policy with whose units the plan's tape is recorded; empty for a tape with marks only of layers and root.
 
     FSDP2's hooks are the same for any layers or groups of them. FSDP1's flat parameters are part of the autograd graph.
     """

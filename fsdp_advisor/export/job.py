@@ -131,7 +131,7 @@ class Job:
 
 
 def _loading(estimate: StrategyEstimate) -> tuple[str, int] | None:
-    """(name of the load method, its host bytes per node). The exported FSDP2 script loads on rank 0 alone."""
+    """(name of the load method, its host bytes per node). The exported FSDP2 script loads only on rank 0."""
     if estimate.job is None:
         return None
     by_script = estimate.plan.backend == "fsdp2" and estimate.plan.framework == "torch"

@@ -181,7 +181,7 @@ def adaptation_of(request: EstimateRequest) -> Adaptation:
 
 def _makes_one_graph(request: EstimateRequest) -> bool:
     """Whether the compiler makes one graph of the model. It does under DDP; FSDP2's hooks break the graph at each unit. `--strategy all`
-    of such a job has DDP alone.
+    of such a job has only DDP.
     """
     return (
         request.compile == "model"

@@ -38,7 +38,7 @@ OFFLOADS: dict[Offload, dict[Strategy, tuple[Backend, ...]]] = {
     "optimizer": {"zero1": ("deepspeed",), "zero2": ("deepspeed",), "zero3": ("deepspeed",)},
     "parameters": {"zero2": ("fsdp2", "fsdp1"), "zero3": ("fsdp2", "fsdp1", "deepspeed"), "hsdp": ("fsdp2", "fsdp1")},
 }
-"""The backends of each strategy with an offload. Optimizer offload exists in DeepSpeed alone."""
+"""The backends of each strategy with an offload. Optimizer offload exists only in DeepSpeed."""
 
 OVERVIEW: tuple[tuple[Strategy, Offload], ...] = (
     ("ddp", "none"),

@@ -45,7 +45,7 @@ def read_image_size(text: str) -> str | None:
 
 
 def images_of(request: EstimateRequest) -> Images | None:
-    """The images of the request's samples; None for text alone."""
+    """The images of the request's samples; None if there is only text."""
     if not request.images_per_sample:
         return None
     width, height = map(int, request.image_size.split("x")) if request.image_size else (0, 0)

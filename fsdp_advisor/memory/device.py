@@ -213,7 +213,7 @@ def communicator_range(gpu: Gpu, ranks: int, nnodes: int = 1) -> tuple[int, int]
     nvlink = gpu.intra_node is not None and gpu.intra_node.kind == "nvlink"
     channels = NVLINK_CHANNELS.get(gpu.architecture or "", PCIE_CHANNELS) if nvlink else PCIE_CHANNELS
     if gpu.intra_node is None:
-        channels = (0, NVLINK_CHANNELS["hopper"][1])  # a GPU given by its memory size alone
+        channels = (0, NVLINK_CHANNELS["hopper"][1])  # a GPU of which only the memory size is given
     one = connection_bytes()
     low, high = channels[0] * one, channels[1] * one * (1 if ranks == 2 else 2)
     if nnodes > 1:

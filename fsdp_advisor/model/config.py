@@ -126,7 +126,7 @@ def json_depth_exceeds(data: bytes, limit: int) -> bool:
 def trained_part(config: Config, name: str) -> tuple[Config, tuple[str, ...]]:
     """The part of a checked configuration that is built and trained, and notes on what is not estimated.
 
-    For a multimodal model, this is the whole configuration if the model can train on text alone, else its text part. Raises
+    For a multimodal model, this is the whole configuration if the model can train on text only, else its text part. Raises
     UnreadableConfig if no model can be built from the configuration.
     """
     _check_architectures(config, name)

@@ -1,4 +1,4 @@
-"""Multimodal models that train on text alone: their language model runs, and images or sound are optional."""
+"""Multimodal models that train on text only: their language model runs, and images or sound are optional."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def _quadratic(ts: Sequence[int], values: Sequence[int]) -> tuple[Fraction, Frac
 
 @lru_cache(maxsize=65536)
 def fit(bs: tuple[int, ...], ts: tuple[int, int, int], values: tuple[int, ...]) -> Polynomial:
-    """The polynomial through `values` at the grid bs x ts (B outermost). One B gives a polynomial in T alone.
+    """The polynomial through `values` at the grid bs x ts (B outermost). One B gives a polynomial only in T.
 
     Raises NotPolynomial if no polynomial with integer coefficients passes through the points.
     >>> fit((2, 3), (4, 6, 9), tuple(5 + 2 * b * t * t for b in (2, 3) for t in (4, 6, 9)))
@@ -56,7 +56,7 @@ def fit_terms(
     """The quantity with the fewest terms that equals `values` at three or more points (B, T); None if there is none.
 
     It has at most `MOST_TERMS` terms, and fewer than points, so that at least one point confirms it. `chunks`: possible numbers of tokens
-    of a chunk; a term may contain the number of chunks instead of T. If all points have the same B, the result depends on T alone.
+    of a chunk; a term may contain the number of chunks instead of T. If all points have the same B, the result depends only on T.
     >>> fit_terms(((2, 48), (3, 112), (7, 5003)), tuple(5 * b * t - 9 * b for b, t in ((2, 48), (3, 112), (7, 5003))))
     (0, -9, 0, 5, 0, 0)
     """

@@ -4,7 +4,7 @@ The model, reduced to a few representative layers, runs one step under `FakeTens
 but allocates and frees every storage as in a real run. The step is recorded at three points (B, T); if these do not determine the
 sizes, at a grid and at one more point, which checks the fit. The order of events must be the same at all points, and every size must be a
 polynomial in B, T and the number of chunks of a sequence. A model for which this does not hold raises NotPolynomial; it is
-recorded at the requested (B, T) alone.
+recorded only at the requested (B, T).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class _Output:
 @dataclass(slots=True)
 class Outcome:
     """The result of a call, and its work. `container`: list or tuple, or None for a single result. `outputs`: None if the result cannot
-    be made again from shapes alone.
+    be made again from shapes only.
     """
 
     container: type | None

@@ -82,7 +82,7 @@ def _names(source: Source, profile: Profile, model: nn.Module, units: Units) -> 
 
 
 def with_whole_gradients(tape: Tape, profile: Profile, key: TapeKey) -> Tape:
-    """The tape with the sizes of flat parameters' gradients corrected from the recorded layers alone to the whole model."""
+    """The tape with the sizes of flat parameters' gradients corrected from those of the recorded layers to those of the whole model."""
     if not key.wrap or not key.uses_flat_parameter:
         return tape
     element_bytes = 4 if key.precision == "fp32" else 2

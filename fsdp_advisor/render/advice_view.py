@@ -38,7 +38,7 @@ PEAK_UNKNOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateView:
-    """One configuration: a row of a table and a point of a chart. `needed_bytes` is the states alone if no peak is known."""
+    """One configuration: a row of a table and a point of a chart. `needed_bytes` has only the states if no peak is known."""
 
     plan: Plan
     label: str

@@ -128,7 +128,7 @@ def predict(
 
 
 def _on_cpu(model: Resolved, row: StrategyEstimate) -> GpuPrediction:
-    """The prediction of a run on a CPU: the tensors of PyTorch's own step there, and the verdict on a GPU's steps alone."""
+    """The prediction of a run on a CPU: the tensors of PyTorch's own step there. The verdict, on a GPU, is only about the steps."""
     assert model.profile is not None
     tape = select_tape(model, row.plan)[1]
     step = peak_of_step(model.profile, tape, row.plan)

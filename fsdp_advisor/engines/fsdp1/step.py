@@ -71,7 +71,7 @@ class Fsdp1Step(StepHooks):
         self._offloaded: list[Buffer] = []
         self._unseen: list[
             Buffer
-        ] = []  # gradients of shards with frozen parameters alone: no `param.grad` is a view of them
+        ] = []  # gradients of shards with only frozen parameters: no `param.grad` is a view of them
         self._freed: deque[int] = deque()
 
     def unsharded(self, unit: UnitId) -> Storages:

@@ -420,7 +420,9 @@ class _Assembly:
         return [whole * 4 + FREE, *(self._new(round_up(n)) * 4 + MALLOC for n in rebuilt.each())]
 
     def _setup(self, not_yet: set[int]) -> list[int]:
-        """The operations before the first step: the states and the temporary tensors of loading."""
+        """The operations before the first step: the states, without those that a step creates (`not_yet`), and the temporary tensors of
+        loading.
+        """
         residents: defaultdict[int, deque[int]] = defaultdict(deque)
         for _, number in self._read.residents:
             if number not in not_yet:
