@@ -22,6 +22,7 @@ from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROLLOUT_PHASES, Tape
+from fsdp_advisor.policies.dtypes import packing_refusal
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.builder import build_program
 from fsdp_advisor.program.instructions import StepProgram
@@ -96,11 +97,11 @@ def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
         )
     match plan.backend:
         case "fsdp1":
-            return fsdp1_refusal(profile, plan)
+            return fsdp1_refusal(profile, plan) or packing_refusal(profile, plan)
         case "deepspeed":
             return deepspeed_refusal(profile, plan)
         case "fsdp2":
-            return fsdp2_refusal(profile, plan) or stepping_refusal(profile, plan)
+            return fsdp2_refusal(profile, plan) or packing_refusal(profile, plan) or stepping_refusal(profile, plan)
         case "ddp":
             return stepping_refusal(profile, plan)
         case _:

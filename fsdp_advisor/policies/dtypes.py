@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
 
@@ -28,6 +29,26 @@ def is_sharded(parameter: Parameter) -> bool:
 def has_8_bit_weights(profile: Profile) -> bool:
     """Whether bitsandbytes stores weights of the model in 8 bits."""
     return any(p.dtype == "int8" for unit, _ in profile.counted_units() for p in unit.parameters)
+
+
+def packing_refusal(profile: Profile, plan: Plan) -> UsageError | None:
+    """Why FSDP's mixed precision destroys the packed weights; None if it does not. It converts all floating-point parameters when it
+    gathers them, and the bytes of packed weights are no numbers of their storage dtype.
+
+    Source: torch.distributed.fsdp (torch 2.13), _flat_param.py, `_use_low_precision_shard`; _fully_shard/_fsdp_param.py,
+    `all_gather_inputs`.
+    """
+    if not plan.mixed:
+        return None
+    computed = "float16" if plan.precision == "fp16-mixed" else "bfloat16"
+    for unit, _ in profile.counted_units():
+        for p in unit.parameters:
+            if p.role == "quantized" and is_floating(p) and p.dtype not in (None, computed):
+                return UsageError(
+                    f"FSDP's mixed precision converts packed weights from {p.dtype} to {computed}, which destroys their values",
+                    hint=f"--bnb-4bit-quant-storage {computed}",
+                )
+    return None
 
 
 def stored_bytes(plan: Plan, parameter: Parameter) -> int:

@@ -115,3 +115,25 @@ def test_what_fsdp2_cannot_train_is_refused(options: Case, error: str, told: str
     assert refused is not None and told in refused.message
     with pytest.raises((AssertionError, ValueError), match=error):
         simulate(source_of(profile.config, name=request.model, task=profile.task), plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"bnb_4bit_quant_storage": "float32"}, True),
+        ({"bnb_4bit_quant_storage": "float32", "backend": "fsdp1"}, True),
+        ({"bnb_4bit_quant_storage": "bfloat16"}, False),
+        ({"bnb_4bit_quant_storage": "float32", "precision": "fp32"}, False),
+        ({"bnb_4bit_quant_storage": "float32", "strategy": "ddp", "backend": "ddp"}, False),
+    ],
+)
+def test_packed_weights_that_mixed_precision_would_convert_are_refused(
+    options: Case, refused: bool, tmp_path: Path
+) -> None:
+    case: Case = {"model": "llama", **ENGINES[2], "use_peft": "true", "load_in_4bit": "true", **options}
+    request = make_request(options_of(CONFIGS, case, tmp_path))
+    profile = resolve(request.model).adapted(adaptation_of(request)).profile
+    assert profile is not None
+    (plan,) = plans(request, seq_len=128)
+    found = model_refusal(profile, plan)
+    assert (found is not None and "destroys their values" in found.message) == refused
