@@ -22,7 +22,7 @@ from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROLLOUT_PHASES, Tape
-from fsdp_advisor.policies.dtypes import packing_refusal
+from fsdp_advisor.policies.dtypes import packing_refusal, with_cast_biases
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.builder import build_program
 from fsdp_advisor.program.instructions import StepProgram
@@ -53,7 +53,7 @@ def _reference_of(profile: Profile, plan: Plan) -> ReferenceStep | None:
 def _step_of_backend(profile: Profile, plan: Plan) -> EngineStep:
     match plan.backend:
         case "ddp":
-            return DdpStep(profile, plan)
+            return DdpStep(with_cast_biases(profile) if plan.mixed else profile, plan)
         case "fsdp1":
             return Fsdp1Step(profile, plan)
         case "fsdp2":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import Parameter, Profile
+from fsdp_advisor.model.profile import Parameter, Profile, Unit
 
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1, "int8": 1,
@@ -49,6 +52,30 @@ def packing_refusal(profile: Profile, plan: Plan) -> UsageError | None:
                     hint=f"--bnb-4bit-quant-storage {computed}",
                 )
     return None
+
+
+@lru_cache(maxsize=64)
+def with_cast_biases(profile: Profile) -> Profile:
+    """The profile after the first forward of layers in 4 bits whose other weights are in fp32: each has cast its bias to the dtype in which
+    it computes, for good. FSDP's parameters are not theirs to change.
+
+    Source: bitsandbytes 0.50.2, nn/modules.py, `Linear4bit.forward`; peft 0.21, `prepare_model_for_kbit_training`.
+    """
+
+    def cast(unit: Unit) -> Unit:
+        packed = {p.name.removesuffix(".weight") for p in unit.parameters if p.role == "quantized"}
+        if not packed:
+            return unit
+        parameters = (
+            replace(p, dtype="bfloat16")
+            if p.dtype is None and p.name.endswith(".bias") and p.name.removesuffix(".bias") in packed
+            else p
+            for p in unit.parameters
+        )
+        return replace(unit, parameters=tuple(parameters))
+
+    stacks = tuple(replace(stack, units=tuple(cast(unit) for unit in stack.units)) for stack in profile.stacks)
+    return replace(profile, root=cast(profile.root), stacks=stacks)
 
 
 def stored_bytes(plan: Plan, parameter: Parameter) -> int:

@@ -175,7 +175,8 @@ class TransformersSource:
                 flash.VARLEN: "_supports_flash_attn",
             }.get(attention)
             if needed is not None and not getattr(module, needed, False):
-                raise NoSuchAttention(type(module).__name__, attention)
+                base: Any = getattr(module, "get_base_model", lambda: module)()  # of a PeftModel
+                raise NoSuchAttention(type(base).__name__, attention)
             if attention == "flash_attention_2":
                 attention = flash.NAME
             module.set_attn_implementation(_of_parts(module, attention))  # type: ignore[operator]  # of every PreTrainedModel

@@ -105,4 +105,6 @@ MORE: list[Case] = [
         {"load_in_4bit": "true", "bnb_4bit_quant_type": "fp4", "lora_target_modules": "all-linear"},
         {"load_in_4bit": "true", "activation_checkpointing": "full", "gradient_accumulation_steps": "2"},
     )),
+    {"model": "gpt2", **ENGINES[0], "use_peft": "true", "load_in_4bit": "true", "lora_target_modules": "all-linear"},
+    {"model": "gpt2", **ENGINES[1], "use_peft": "true", "load_in_4bit": "true", "activation_checkpointing": "full"},
 ]  # fmt: skip
