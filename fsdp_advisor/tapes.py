@@ -118,7 +118,7 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
 
 
 def _compiled_code(plan: Plan) -> TapeCompile:
-    """What is compiled, and what divides its graphs."""
+    """The compiled part of the model, and whether DDP or FSDP2 divides its graphs."""
     if plan.backend == "ddp" and plan.world_size > 1:
         return "layer-ddp" if plan.compile == "layer" else "model-ddp"
     return "model-units" if plan.compile == "model" and takes_root_apart(plan) else plan.compile
@@ -250,9 +250,7 @@ def _for_any_batch(
 
 
 def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: TapeKey) -> bool:
-    """Whether to use a tape for the plan's own micro-batch and length: because it is the first of its code path, or because no tape is
-    valid
-    for any batch.
+    """Whether to use a tape for the plan's own micro-batch and length: it is the first of its code path, or no tape is valid for any batch.
 
     A model whose sizes are not polynomials on one code path (because of linear attention, for example) has such sizes on all.
     """
@@ -313,7 +311,7 @@ def _record_on_gpu(model: Resolved, key: TapeKey) -> None:
 
 
 def _needs_window(profile: Profile, key: TapeKey, plan: Plan) -> bool:
-    """Whether the plan's sequences fill a sliding window, and its tape depends on it. Under a mask of the batch it does not."""
+    """Whether the plan's sequences fill a sliding window and the tape depends on that. It does not if the batch has its own mask."""
     return not key.masks and profile.fills_window(plan.seq_len)
 
 

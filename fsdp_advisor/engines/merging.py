@@ -24,7 +24,7 @@ BLOCK, NESTED_BLOCK = 64, 256
 nn/modules.py, `Params4bit`; functional.py, `quantize_4bit`.
 """
 TABLE_4BIT_BYTES, TABLE_8BIT_BYTES = 64, 1024
-"""16 and 256 values in fp32."""
+"""Bytes of the tables of 4-bit and 8-bit codes: 16 and 256 values in fp32."""
 _FIRST, _SECOND = ".lora_A.default.weight", ".lora_B.default.weight"
 
 

@@ -16,7 +16,7 @@ from fsdp_advisor.job.fields import Rule
 GROUP = "Adapters"
 MAX_NAMES = 4096
 MAX_CONFIG = 65_536
-"""Characters of an adapter_config.json."""
+"""The largest accepted number of characters of an adapter_config.json."""
 
 StoredDtype = Literal["auto", "float32", "bfloat16"]
 QuantType = Literal["nf4", "fp4"]

@@ -42,7 +42,7 @@ MAX_GPUS = 65_536
 MAX_BATCH = 1_048_576
 MAX_SEQ_LEN = 16_777_216
 MAX_SHARDS = 1024
-"""Shards of the sequence in a tiled MLP."""
+"""The largest accepted number of shards of the sequence in a tiled MLP."""
 DEFAULT_SEQ_LEN = 2048
 
 

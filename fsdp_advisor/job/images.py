@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fsdp_advisor.job.request import EstimateRequest  # the module imports this one
 
 LARGEST_SIDE = 16_384
-"""Pixels."""
+"""The largest accepted side of an image, in pixels."""
 _SIZE = re.compile(r"(\d{1,5})(?:\s*[x*,]\s*(\d{1,5}))?")
 
 

@@ -78,7 +78,8 @@ def _torchtitan_operators(attention: str) -> frozenset[str]:
 
 
 def _torchtitan_policy(attention: str) -> _Policy:
-    """The policy of one layer and step. Source: the same file, SelectiveAC: every second matrix product is recomputed.
+    """torchtitan's policy for one layer and step, which recomputes every second matrix product. Source: torchtitan 0.3.0,
+    distributed/activation_checkpoint.py, SelectiveAC.
 
     PyTorch 2.13 calls it in forward only, older versions also in the recomputation.
     """

@@ -122,7 +122,7 @@ def _device_guard() -> Iterator[None]:
 
 
 _CUDA, _META = 1, 14
-"""Numbers of types of devices."""
+"""The numbers of CUDA and meta in PyTorch's enum DeviceType."""
 
 
 @contextlib.contextmanager

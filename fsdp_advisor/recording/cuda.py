@@ -32,7 +32,7 @@ IN_FP32_UNLESS_ASKED = ("softmax.int", "log_softmax.int", "cumprod", "cumsum", "
 """Operators with a dtype argument that autocast on CUDA sets to fp32 if the caller leaves it out."""
 
 AS_IT_IS = "cross_entropy_loss"
-"""Operators whose arguments autocast casts only on the CPU."""
+"""The operator whose arguments autocast casts only on the CPU."""
 
 _autocast_is_enabled = torch.is_autocast_enabled
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)

@@ -28,7 +28,7 @@ from fsdp_advisor.recording.fake_operators import fake_operator
 
 NAME = "recorded_fused_attention"  # transformers looks for a kernel package behind any name with "flash" in it
 VARLEN = "recorded_varlen_attention"
-"""As NAME, for sequences of several lengths, in one row or padded."""
+"""The name of the attention for sequences of several lengths, in one row or padded. `NAME` is for sequences of one length."""
 HEAD_ROUNDING = 32
 
 

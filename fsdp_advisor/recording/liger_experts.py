@@ -22,7 +22,9 @@ ROUTED_AT_ONCE = 1024
 def experts(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The forward that replaces a module's of routed experts. Source: liger-kernel 0.8.5, transformers/swiglu.py, `LigerExperts`."""
+    """The forward that replaces the forward of a module of routed experts. Source: liger-kernel 0.8.5, transformers/swiglu.py,
+    `LigerExperts`.
+    """
     x = hidden_states.view(-1, hidden_states.shape[-1])
     chosen = top_k_index.view(-1, top_k_index.shape[-1]).to(torch.int32)
     weights = top_k_weights.view(-1, top_k_weights.shape[-1])

@@ -1,7 +1,7 @@
 """A step of PyTorch DistributedDataParallel with its default settings, and a step on a single GPU.
 
 Source: torch.nn.parallel.distributed and torch/csrc/distributed/c10d/reducer.cpp (torch 2.13). The first step has one bucket
-per dtype. At the second forward they are rebuilt: 1 MiB, then 25 MiB, in the order in which gradients became ready. If DDP searches
+per dtype. At the second forward the buckets are rebuilt: 1 MiB, then 25 MiB, in the order in which gradients became ready. If DDP searches
 for unused parameters, they have these sizes from the start, over the parameters in reverse order.
 `gradient_as_bucket_view=False` makes them a second copy of the gradients.
 """
@@ -50,7 +50,9 @@ def buckets(profile: Profile, plan: Plan) -> Storages:
 
 
 def _assigned(parameters: Iterable[Parameter], plan: Plan, limits: tuple[int, int]) -> Storages:
-    """The buckets of these parameters. Each dtype has its own buckets. `limits`: bytes of the first of them, and of the others."""
+    """The buckets of these parameters. Each dtype has its own buckets. `limits`: bytes of a dtype's first bucket, and of its other
+    buckets.
+    """
     result = NO_STORAGES
     filled: dict[int, int] = {}  # by bytes per element, which identify the dtype
     first, others = limits

@@ -97,7 +97,7 @@ class Fsdp1Step(StepHooks):
         self._repeated = repeated
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
-        """Free flat gradients that `zero_grad` does not free: those of the last step, and those that no parameter sees
+        """Free flat gradients that `zero_grad` does not free: those of the last step, and those that are no parameter's `grad`
         (`_reset_flat_param_grad_info_if_needed`).
         """
         step.free(self._previous_gradients, *self._unseen)

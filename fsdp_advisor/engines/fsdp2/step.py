@@ -195,9 +195,9 @@ class Fsdp2Step(StepHooks):
         self._reduce(step, unit, gradients, last, sizes)
 
     def _reduce(self, step: StepBuilder, unit: UnitId, gradients: list[Buffer], last: Buffer, sizes: UnitBytes) -> None:
-        """Copy gradients in, reduce-scatter them, and all-reduce them over the replicas (`foreach_reduce`). A loop variable keeps the
-        gradient of the
-        unit's `last` parameter alive until the reduction ends, if there is more than one rank.
+        """Copy gradients in, reduce-scatter them, and all-reduce them over the replicas (`foreach_reduce`).
+
+        If there is more than one rank, a loop variable keeps the gradient of the unit's `last` parameter alive until the reduction ends.
         """
         keeps_last = not self._one_shard and last in gradients  # otherwise an earlier micro-batch allocated it
         step.free(self._previous_reduce_input)

@@ -269,7 +269,9 @@ class _Reader:
         self.operations.append(number * 4 + FREE)
 
     def _births(self, segment: Segment, span: Span, layer: int) -> tuple[list[int], list[list[int]], int]:
-        """The segment's storages by birth, the layers that contain its neighbours, and its index among them."""
+        """(the storages of the span's segment by birth, those of every layer of its stack, index of this layer). The root counts as one
+        layer.
+        """
         count = len(self._tape.births[span.segment])
         if segment.stack == ROOT:
             births = self._roots.setdefault(span.segment, [])

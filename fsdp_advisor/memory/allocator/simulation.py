@@ -86,7 +86,7 @@ def completes(
 
 
 def _run_within(roomy: _Run, limit_bytes: int | None, device_bytes: int | None) -> _Run | None:
-    """The run within a limit, given the one without it; None if the tensors alone exceed the limit."""
+    """The run within a limit; None if the tensors alone exceed the limit. `roomy` is the same run without a limit."""
     conf, allocator = roomy.conf, roomy.allocator
     if limit_bytes is None:
         return roomy

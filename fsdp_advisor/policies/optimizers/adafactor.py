@@ -57,7 +57,7 @@ class Adafactor(Optimizer):
         return 0
 
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
-        """The update."""
+        """The update: one tensor of the stepped tensor's size."""
         return Storages.of(prod(shape) * element_bytes)
 
     def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:

@@ -29,7 +29,7 @@ PAGED_MIN_ELEMENTS = 100_000
 """The states of a tensor with fewer elements are not paged (`get_state_buffer`)."""
 SCALE_BYTES = 4
 QUANTIZATION_TABLE_BYTES = 1024
-"""256 fp32 values. There is one table for signed and one for unsigned states."""
+"""Bytes of a table of codes: 256 fp32 values. There is one table for signed and one for unsigned states."""
 
 
 @dataclass(frozen=True, kw_only=True)

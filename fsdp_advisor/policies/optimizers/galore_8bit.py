@@ -75,7 +75,9 @@ class Galore8bit(Galore):
         return whole + ADAMW_8BIT.step_bytes(low, element_bytes) + 3 * element_bytes * low.elements
 
     def quantized_states(self, parameter: Parameter) -> int:
-        """Only those of parameters that are not projected: a projected tensor's are few beside the traffic of the whole weight."""
+        """Only those of parameters that are not projected. The states of a projected tensor are few compared with the traffic of the
+        whole weight.
+        """
         return 0 if self.projects(parameter) else ADAMW_8BIT.quantized_states(parameter)
 
     def update_passes(self) -> int:

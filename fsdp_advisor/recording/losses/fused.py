@@ -31,13 +31,13 @@ class LossInputs:
     bias: torch.Tensor | None
     labels: torch.Tensor
     scored: int
-    """The number of tokens with a label, which fake labels cannot tell."""
+    """The number of tokens with a label. It is given because fake labels have no values."""
     examples: tuple[int, int]
     """(number of sequences, tokens per sequence) of the labels, even if all sequences are in one row."""
 
 
 class FusedLoss(nn.Module):
-    """Head and loss in one, called with hidden states and labels. It stands for the head: its call begins the loss."""
+    """A module that replaces the head and also computes the loss. It is called with hidden states and labels; its call begins the loss."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class FusedLoss(nn.Module):
         self.gathered_head = gathered_head
         self._completion_length = completion_length
         self.examples: tuple[int, int] | None = None
-        """As in `LossInputs`; None if the labels' shape is that."""
+        """`LossInputs.examples`; None if it equals the shape of the labels."""
 
     @property
     def weight(self) -> nn.Parameter:
