@@ -109,12 +109,9 @@ def _checked(
 
 
 def _plain(search: Search, strategy: Strategy, offload: Offload) -> Candidate | None:
-    """The estimate of a bare strategy, as a rule of thumb names it.
+    """The estimate of a bare strategy, as a rule of thumb names it; None if its memory is unknown.
 
     That is the `auto` backend, the smallest micro-batch, and no checkpointing unless the request requires it.
-
-
-    None if its memory is unknown.
     """
     choice = StrategyChoice(
         strategy=strategy,

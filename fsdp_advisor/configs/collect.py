@@ -52,7 +52,7 @@ class Collector:
         return key in self._pending
 
     def _written(self, key: str) -> str:
-        """A key with the spelling that the file has."""
+        """The key as the file spells it."""
         return self._whole.get(key, key)
 
     def peek(self, key: str) -> Any:

@@ -79,7 +79,7 @@ def read_fsdp(found: Collector, prefix: str, version: int, units: str = "layer")
 
 def _checkpoints(found: Collector, prefix: str, version: int) -> None:
     """Set checkpointing of the units, and offload of their inputs to host memory, which accelerate has with FSDP2. The Trainer passes only
-    the former to accelerate.
+    checkpointing to accelerate.
 
     Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_apply_ac`; utils/dataclasses.py, FullyShardedDataParallelPlugin; transformers
     5.23, training_args.py, _process_fsdp_args.

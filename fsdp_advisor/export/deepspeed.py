@@ -110,7 +110,7 @@ _TRAINERS_OPTIMIZER = {
 
 
 def _batch(job: Job) -> dict[str, int]:
-    """The batch sizes. DeepSpeed asserts that the first is the product of the others and the number of ranks."""
+    """The batch sizes. DeepSpeed asserts that `train_batch_size` is micro-batch x accumulation x ranks."""
     return {
         "train_batch_size": job.plan.global_batch_size,
         "train_micro_batch_size_per_gpu": job.plan.micro_batch_size,

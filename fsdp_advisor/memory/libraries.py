@@ -5,7 +5,6 @@ and recomputation in autograd's thread, so the compute stream has two workspaces
 Source: aten/src/ATen/cuda/CublasHandlePool.cpp (torch 2.13): setWorkspaceForHandle, getCUDABlasLtWorkspace,
 unified_cublas_and_lt_workspaces; c10's DeviceThreadHandlePool.
 
-
 Workspaces of attention kernels are on the GPU tapes (Category.SCRATCH; `tapes` selects the tape). `program.reduction_workspace`
 computes those of reductions over rows, which depend on the GPU. Not modelled: memory of cuDNN's engines beyond the workspace that
 cudnn-frontend requests, workspaces of convolutions, and the kernels of GPUs before Ampere.
@@ -31,7 +30,6 @@ LARGE_ON = (9, 10, 12)
 def cublas_workspace_bytes(compute_capability: tuple[int, int] | None, config: str | None = None) -> int:
     """Bytes of one workspace. An unknown GPU (None) has the larger default. `config` is `CUBLAS_WORKSPACE_CONFIG`:
     ``:KiB:count``, repeated.
-
 
     Source: parseChosenWorkspaceSize.
     >>> cublas_workspace_bytes((8, 0)), cublas_workspace_bytes((9, 0)), cublas_workspace_bytes((9, 0), ":4096:8")

@@ -1,6 +1,5 @@
 """Make operators on CPU tensors save the same tensors for backward as on CUDA. A recording runs on fake CPU tensors.
 
-
 On CUDA dropout keeps a mask of one byte per element; on the CPU it keeps a factor per element in the tensor's dtype.
 On CUDA `torch.autocast` runs softmax, normalisation and powers in fp32; on the CPU it runs them in half precision.
 Source: aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`; aten/src/ATen/autocast_mode.h, AT_FORALL_FP32 and

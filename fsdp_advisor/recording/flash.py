@@ -1,10 +1,8 @@
 """The allocations of FlashAttention-2 (outputs, saved tensors, scratch), for recording on a machine without the kernel.
 
-
 q, k, v have shape (B, T, H, D). Forward saves q, k, v, the output and one fp32 log-sum-exp per row and head. Backward allocates
 dq, dk, dv. Its scratch is an fp32 accumulator of dq, one fp32 per row, and dk, dv per query head if heads share keys.
 Source: Dao-AILab/flash-attention csrc/flash_attn/flash_api.cpp, `mha_fwd` and `mha_bwd`.
-
 
 cuDNN's kernel allocates the same, with three differences: it accepts a mask and saves it, it accepts values of another width,
 and its scratch is only the accumulator and the fp32 per row. Source: ATen/native/cudnn/MHA.cpp (torch 2.13) and cudnn-frontend's

@@ -22,7 +22,7 @@ from fsdp_advisor.job.checkpointing import OffloadCode
 
 
 class _Copies:
-    """The function that is called with the bytes of each copy to or from the host."""
+    """Holds the function that is called with the bytes of each copy to or from the host."""
 
     watcher: Callable[[int], None] | None = None
 

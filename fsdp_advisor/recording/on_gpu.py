@@ -325,7 +325,6 @@ def efficient_backward(
 class _EfficientAttention(torch.autograd.Function):
     """`aten::_scaled_dot_product_efficient_attention`: saves q, k, v, the bias, the output and one fp32 log-sum-exp per row and head.
 
-
     Backward allocates dq, dk, dv, and the bias's gradient if it is required. Its scratch is delta (B, H, T), in fp32 also the
     whole product of output and gradient, and a workspace: an fp32 accumulator of dq in tiles of `_dq_columns`. Not counted: the
     counters (16 bytes per tile), and the additional dk and dv of heads larger than 128 in half precision (at most 25 MiB while

@@ -159,7 +159,6 @@ def _divisions(value: str | None) -> tuple[int, ...]:
     """The divisions by size, from one number for all sizes or `[256:1,512:2,>:8]` by size in MiB. The first entry also applies to
     all smaller sizes.
 
-
     Source: AcceleratorAllocatorConfig::parseRoundUpPower2Divisions.
     """
     result = [0] * POWER2_INTERVALS

@@ -192,7 +192,7 @@ def flash_attn_varlen_qkvpacked_func(
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """As `flash_attn_varlen_func`, with all three in one tensor of the shape (total, 3, H, D)."""
+    """As `flash_attn_varlen_func`, with queries, keys and values in one tensor of the shape (total, 3, H, D)."""
     call = _Call(
         dropout=dropout_p, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, slopes=alibi_slopes,
         deterministic=deterministic, returns_probabilities=return_attn_probs,
