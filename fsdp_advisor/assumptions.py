@@ -10,6 +10,7 @@ from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.adapter_fields import QuantStorage
 from fsdp_advisor.job.choices import Precision, default_seq_len
+from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.fp8 import FP8_FROM
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
@@ -27,10 +28,12 @@ def settled(request: AnyRequest) -> AnyRequest:
     The GPU decides the number of nodes, and fp16 if it lacks bf16. The framework decides checkpointing and the dtype of a frozen base.
     In a search a frozen base is in bf16, or in 4 bits with a dtype of storage that FSDP can shard.
 
-    `assumed` names these options. A request that was constructed directly is returned unchanged.
+    `assumed` names these options; what was assumed before is assumed anew. A request that was constructed directly is returned unchanged.
     """
     if not request.given:
         return request
+    known = fields_of(type(request))
+    request = replace(request, **{name: known[name].default for name in request.assumed}, assumed=frozenset())
     gpu, _ = choose_gpu(request.gpu)
     found: dict[str, Any] = {}
     finds_number = isinstance(request, RecommendRequest) and request.find == "gpus"

@@ -368,6 +368,8 @@ class Report(Printable):
     hidden_size: int | None = None
     adapters: Adapters | None = None
     notes: tuple[str, ...] = ()
+    adapted_modules: tuple[str, ...] = ()
+    """The modules that LoRA's adapters are on, if none were named; empty if they have no names of their own."""
     packed: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The settings with which GPTQ or AWQ packed the model's checkpoint; empty for other checkpoints."""
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from fsdp_advisor.advice import recommend_resolved
-from fsdp_advisor.assumptions import settled
+from fsdp_advisor.assumptions import gpu_of, sequence_length, settled
+from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.errors import AdvisorError, NotRecordable, UsageError
 from fsdp_advisor.estimator import estimate_resolved
-from fsdp_advisor.export import find
+from fsdp_advisor.export import check_supported, find
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Target
-from fsdp_advisor.job.compatibility import OFFLOADS, combination_refusal
+from fsdp_advisor.job.adaptation import launched
+from fsdp_advisor.job.batch import divided
+from fsdp_advisor.job.compatibility import OFFLOADS, combination_refusal, label, plans
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
@@ -39,7 +44,11 @@ def report_for(target: str, request: EstimateRequest, model: Resolved | None = N
     """
     consumer = find(target)
     model = model or resolve(request.model)
-    request = _with_framework(consumer, _with_backend(consumer, settled(request)))
+    is_open = bool(request.given)
+    request = _with_fixed(consumer, _with_framework(consumer, _with_backend(consumer, request)))
+    if is_open:
+        request = settled(request)
+    _check_possible(consumer, request, model)
     if request.strategy == "all":
         request = _recommended(consumer, request, model)
     return estimate_resolved(request, model)
@@ -48,6 +57,77 @@ def report_for(target: str, request: EstimateRequest, model: Resolved | None = N
 def needs_recording_for(target: str, request: EstimateRequest) -> bool:
     """Whether `report_for` needs a step that the catalog does not have, so that PyTorch has to record it."""
     return needs_recording(_with_framework(find(target), request))
+
+
+def _with_fixed(consumer: Target, request: EstimateRequest) -> EstimateRequest:
+    """The request with the values of the options that the target sets itself, unless they are given."""
+    return request.but(**{name: v for name, v in consumer.fixes(request).items() if name not in request.given})
+
+
+def _check_possible(consumer: Target, request: EstimateRequest, model: Resolved) -> None:
+    """Raises UsageError if the target supports no plan that the request leaves open. Nothing is recorded for that."""
+    jobs = [_unrecorded(plan, request, model) for plan in _open_plans(request, model)]
+    reasons: dict[str, list[str]] = {}
+    for job in jobs:
+        reason = consumer.limit(job)
+        if reason is None:
+            return
+        reasons.setdefault(reason, []).append(job.strategy)
+    if request.strategy != "all" and jobs:
+        check_supported(consumer, jobs[0])
+    if jobs:
+        (first, _), *others = reasons.items()
+        text = "; ".join((first, *(f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in others)))
+        raise UsageError(
+            f"{consumer.name} supports none of the possible plans: {text}",
+            hint="change the options that it names, or use another target",
+        )
+
+
+def _open_plans(request: EstimateRequest, model: Resolved) -> Iterator[Plan]:
+    """The plans that the request leaves open, each with its smallest batch. Plans that raise UsageError are left out."""
+    if request.strategy != "all":
+        choices: Iterable[tuple[Any, ...]] = [(request.strategy, request.offload, request.backend)]
+    else:
+        offloads = (request.offload,) if "offload" in request.given else tuple(OFFLOADS)
+        backends = FRAMEWORKS[request.framework].backends if request.backend == "auto" else (request.backend,)
+        choices = [(s, o, b) for o in offloads for s in OFFLOADS[o] for b in backends if b in OFFLOADS[o][s]]
+    is_searched = request.strategy == "all" and "activation_checkpointing" not in request.given
+    policies = ("none", "full") if is_searched else (request.activation_checkpointing,)
+    seq_len, _ = sequence_length(request, model.profile)
+    for (strategy, offload, backend), checkpointing in product(choices, policies):
+        one = replace(
+            request, strategy=strategy, offload=offload, backend=backend, activation_checkpointing=checkpointing
+        )
+        try:
+            yield from plans(divided(one), seq_len=seq_len)
+        except UsageError:
+            continue
+
+
+def _unrecorded(plan: Plan, request: EstimateRequest, model: Resolved) -> Job:
+    """The job of a plan without any figure."""
+    gpu, _ = gpu_of(request)
+    adaptation = launched(request).on_checkpoint(model.packed)
+    if adaptation.method == "LORA" and not {"target_modules", "target_parameters"} & set(adaptation.peft):
+        adaptation = replace(
+            adaptation, peft={**adaptation.peft, "target_modules": ["PEFT's"]}
+        )  # known once it is recorded
+    profile = model.profile
+    return Job(
+        plan=plan,
+        label=label(plan.strategy, plan.offload),
+        model_name=model.name,
+        task=profile.task if profile else None,
+        layer_classes=profile.layer_classes if profile else (),
+        largest_parameter_elements=profile.largest_parameter_elements if profile else None,
+        hidden_size=hidden_size(profile) if profile else None,
+        gpu_name=gpu.name,
+        gpu_memory_bytes=gpu.memory_bytes,
+        peaks={},
+        host_bytes_per_node=0,
+        adaptation=adaptation,
+    )
 
 
 def _with_backend(consumer: Target, request: EstimateRequest) -> EstimateRequest:
@@ -92,9 +172,11 @@ def _with_framework(consumer: Target, request: EstimateRequest) -> EstimateReque
 
 def _recommended(consumer: Target, request: EstimateRequest, model: Resolved) -> EstimateRequest:
     """The request with the options of the best plan that fits. Like `recommend`, it keeps the options that were given."""
-    fixed = {name: getattr(request, name) for name in request.given | request.assumed}
-    searched = RecommendRequest(**fixed, given=request.given, assumed=request.assumed)
-    report = estimate_resolved(searched.as_estimate, model)
+    fixed = {name: v for name, v in request.changed.items() if name not in request.assumed}
+    fixed |= {name: getattr(request, name) for name in request.given}
+    searched = settled(RecommendRequest(**fixed, given=request.given, configs=request.configs))
+    request = searched.as_estimate
+    report = estimate_resolved(request, model)
     job = Job.of(report, report.estimates[0])
     try:
         advice = recommend_resolved(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fsdp_advisor.export.constants import ALLOCATOR_VARIABLE
 from fsdp_advisor.job.adaptation import UNCHANGED, Adaptation, launched
@@ -29,7 +29,8 @@ class Job:
     A bare parameter count has no `task` and no `layer_classes`. `peaks` contains the known figures of PEAKS, in bytes.
     `host_bytes_per_node` is the host memory of training, `loading` the name and the host bytes of the method with which the exports load
     the model. `environment` has the variables to launch the job with. `options` are the words of a command line that makes exactly this
-    plan. `not_modelled` lists what the figures leave out. `adaptation`: the changes made to the model before it trains.
+    plan. `not_modelled` lists what the figures leave out. `adaptation`: the changes made to the model before it trains, with the names of
+    the modules that get adapters, which PEFT's default for the architecture gives if none were named.
     """
 
     plan: Plan
@@ -76,7 +77,7 @@ class Job:
             step_seconds=figures["step_seconds"],
             options=options_of(estimate.plan, report.request, gpu=report.gpu_name, allocator_conf=conf),
             environment=environment,
-            adaptation=launched(report.request).on_checkpoint(report.packed),
+            adaptation=_adaptation(report),
             not_modelled=tuple(item.partition(": ")[2] or item for item in estimate.not_modelled),
         )
 
@@ -128,6 +129,12 @@ class Job:
     def offloads_to_nvme(self) -> bool:
         """Whether the plan keeps optimizer state or parameters on NVMe."""
         return self.plan.offload_device == "nvme" and self.plan.offload != "none"
+
+
+def _adaptation(report: Report) -> Adaptation:
+    found = launched(report.request).on_checkpoint(report.packed)
+    modules = {"target_modules": list(report.adapted_modules)} if report.adapted_modules else {}
+    return replace(found, peft={**found.peft, **modules}) if found.method == "LORA" else found
 
 
 def _loading(estimate: StrategyEstimate) -> tuple[str, int] | None:

@@ -142,4 +142,9 @@ TARGET = Target(
     write=write,
     usage=lambda job, file: torchrun_line(job, f"-m llamafactory.launcher {file}"),
     framework="trainer",
+    fixes=lambda request: (
+        {"bnb_4bit_quant_storage": "float32" if request.precision == "fp32" else "bfloat16"}
+        if request.load_in_4bit
+        else {}
+    ),
 )

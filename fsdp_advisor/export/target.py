@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import EstimateRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class Target:
     - `compiles`: whether jobs with compiled layers or fp8 can be exported: the file does that, or leaves it to the user's script.
     - `tiles`: whether the file can set feed-forward networks in shards.
     - `framework`: the framework whose behaviour is estimated for this consumer.
+    - `fixes(request)`: options that the consumer sets to these values itself. They are estimated if the request does not give them.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Target:
     usage: Callable[[Job, str], str]
     backend: str | None = None
     framework: Framework = "torch"
+    fixes: Callable[[EstimateRequest], Mapping[str, Any]] = lambda request: {}
     compiles: bool = False
     tiles: bool = False
     command: bool = True

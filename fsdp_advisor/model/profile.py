@@ -200,6 +200,17 @@ class Profile:
         )
 
     @cached_property
+    def adapted_modules(self) -> tuple[str, ...]:
+        """The last parts of the names of the modules that LoRA's adapters are on, with which PEFT finds the same modules.
+
+        Empty if there are none, or if another module has such a name and no adapter.
+        """
+        names = [p.name.split(".") for unit, _ in self.counted_units() for p in unit.parameters]
+        adapted = {name[name.index("lora_A") - 1] for name in names if "lora_A" in name[1:]}
+        others = {name[-2] for name in names if len(name) > 1 and "base_layer" not in name}
+        return () if adapted & others else tuple(sorted(adapted))
+
+    @cached_property
     def saved(self) -> Profile:
         """The profile of what a checkpoint contains: the adapters if the model has any, else the whole model.
 

@@ -211,8 +211,9 @@ def test_auto_backend_becomes_the_backend_of_the_target() -> None:
 
     assert backend("deepspeed", strategy="zero3") == "deepspeed"
     assert backend("accelerate", strategy="zero3") == "fsdp2"
-    assert backend("deepspeed", strategy="zero3", backend="fsdp1") == "fsdp1"
-    assert backend("deepspeed", strategy="ddp") == "ddp"
+    for options, named in (({"strategy": "zero3", "backend": "fsdp1"}, "ZeRO-3 (fsdp1)"), ({"strategy": "ddp"}, "DDP")):
+        with pytest.raises(UsageError, match=re.escape(f"deepspeed cannot do {named}: it shards only with DeepSpeed")):
+            backend("deepspeed", **options)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,7 @@ def test_estimate_assumes_the_framework_of_the_target(target: str, framework: st
         "model": "openai-community/gpt2",
         "gpus": 4,
         "gpu": "24GiB",
-        "strategy": "ddp" if target == "ddp" else "zero3",
+        "strategy": "ddp" if target in ("ddp", "llamafactory") else "zero3",
     }
     (row,) = report_for(target, make_request(options)).estimates
     assert row.plan.framework == framework
