@@ -19,7 +19,7 @@ class PeakVsSize:
     """Peak bytes as a function of one size (micro-batch or tokens). Each point is computed once.
 
     A tape's sizes are polynomials of degree one in the micro-batch, so a peak is a maximum of straight lines, rounded to
-    512 bytes. It does not fall as the size grows (in the catalog by at most 0.013 %), so the secant through two points finds
+    512 bytes. It practically never falls as the size grows (in the catalog by at most 0.013 %), so the secant through two points finds
     a crossing in few steps.
     """
 

@@ -356,7 +356,7 @@ def _end(
 
 
 def _found(sweep: SweepResult, winner: Candidate) -> Node:
-    """The last question of a sweep."""
+    """The node with the last question of a sweep: which size, number of GPUs or GPU the sweep found."""
     return Node(
         id="found",
         question=_SWEEP_QUESTIONS[sweep.what],
@@ -369,7 +369,7 @@ def _found(sweep: SweepResult, winner: Candidate) -> Node:
 
 
 def _fastest(search: Search, winner: Candidate) -> Node:
-    """The last question of a search."""
+    """The node with the last question of a search: which plan is the fastest, or the simplest if the time of a step is unknown."""
     speed = winner.tokens_per_second_per_gpu
     if winner.fits is None:
         question = "Which is the simplest choice whose states fit?"

@@ -166,7 +166,7 @@ def _named(choice: StrategyChoice) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A method of training and its advice; None with a reason if there is none."""
+    """A method of training and the advice for it. `advice` is None if there is none; `reason` then says why."""
 
     name: str
     advice: Advice | None

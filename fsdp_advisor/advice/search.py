@@ -286,7 +286,9 @@ class Search:
         return prospect.best_index(0, self._index_within(prospect.choice, prospect.sizes, limit) + 1)
 
     def _scaled(self, failing: Candidate, sizes: Sequence[int]) -> int:
-        """Index of the largest of `sizes` that fits if its estimate exceeds its lower bound by the same ratio."""
+        """Index of the largest of `sizes` that fits if its estimate exceeds its lower bound by the same factor as the estimate of
+        `failing` does.
+        """
         lower_bound = self.evaluator.lower_bound(failing.plan)
         return self._index_within(failing.choice, sizes, failing.available_bytes * lower_bound // failing.known_bytes)
 

@@ -136,7 +136,8 @@ def _bytes(match: re.Match[str] | None) -> int | None:
 
 
 def _size(text: str) -> int:
-    """
+    """Bytes of a size in a message.
+
     >>> _size("954.00 MiB"), _size("0 bytes")
     (1000341504, 0)
     """

@@ -101,8 +101,8 @@ def _positions(rows: int, columns: int, padded: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def with_rows_of_images(model: nn.Module) -> Iterator[None]:
-    """Context in which vision towers run the recorded flash attention over all images at once, as transformers runs flash attention. It
-    runs other kernels over one image after the other.
+    """Context in which vision towers run the recorded flash attention over all images at once, as transformers runs flash attention.
+    With other kernels transformers runs attention over one image after the other.
     """
     from transformers.utils import generic
 

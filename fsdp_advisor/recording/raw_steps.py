@@ -190,7 +190,7 @@ def check_order(raw_steps: Sequence[RawStep]) -> None:
 
 
 def _fitted(raw_step: RawStep, totals: Sequence[Quantity]) -> Fitted:
-    """`totals`: a polynomial for each of `raw_step.totals`."""
+    """The polynomials `totals`, one for each of `raw_step.totals`, divided into the fields of `Fitted`."""
     births = len(raw_step.storages)
     ends = births + len(raw_step.columns)
     copies = ends + sum(len(s.host_copies) for s in raw_step.segments)

@@ -50,7 +50,9 @@ class StorageWatch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False, because nothing is compiled under this mode and each operator's call would take longer."""
+        """False: Dynamo is not disabled in this mode. Disabling it would cost time in each operator's call, and nothing is compiled
+        here.
+        """
         return False
 
     @classmethod

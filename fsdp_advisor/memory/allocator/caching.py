@@ -170,7 +170,11 @@ class CachingAllocator:
                 self._end_late(number - self._late_over)
 
     def _malloc(self, number: int) -> None:
-        """Source: malloc, get_free_block, alloc_found_block."""
+        """Allocate the storage `number`: take the front of the smallest free block that is large enough, or get a new block from the
+        driver.
+
+        Source: malloc, get_free_block, alloc_found_block.
+        """
         if self._gpu_keeps_up and self._late:  # process_events
             self._end_late(len(self._late))
         pool, keys, need, least_key, split_from = self._needs[number]
@@ -268,7 +272,11 @@ class CachingAllocator:
         return block
 
     def _alloc_block(self, pool: int, need: int, asked: int) -> int | None:
-        """Source: alloc_block."""
+        """The key of a new free block for a request of `need` bytes, of which the driver gets asked for `asked`; None if it may not be
+        allocated.
+
+        Source: alloc_block.
+        """
         if not self.driver.allows(asked):
             return None
         if self._expandable is not None:
@@ -296,7 +304,7 @@ class CachingAllocator:
         return self._segments.get(key & ADDRESS, (0, 0))[0] == key >> SHIFT
 
     def _release(self, pool: int, key: int) -> None:
-        """Source: release_block."""
+        """Return the segment of a free block to the driver. Source: release_block."""
         self.free_blocks.take(pool, key)
         self.driver.give(key >> SHIFT)
         del self._segments[key & ADDRESS]

@@ -127,7 +127,9 @@ def _bitsandbytes(
     is_adam: bool = False,
     deepspeed: str | None = None,
 ) -> Bitsandbytes:
-    """`cls`: the class in bitsandbytes.optim. `deepspeed`: the name of DeepSpeed's own optimizer on the host."""
+    """An optimizer of bitsandbytes. `cls`: its class in bitsandbytes.optim. `deepspeed`: the name of DeepSpeed's own optimizer on the
+    host.
+    """
     constructor = Constructor(module="bitsandbytes.optim", name=cls)
     refusal = Refusal(f"DeepSpeed cannot make this optimizer: pass bitsandbytes.optim.{cls} to initialize()")
     return Bitsandbytes(

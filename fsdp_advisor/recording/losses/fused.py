@@ -130,9 +130,10 @@ def causal_model(module: nn.Module, name: str) -> PreTrainedModel:
 
 @fake_operator("loss_product")
 def loss_product(hidden: torch.Tensor, weight: torch.Tensor, bytes_per_logit: int) -> None:
-    """Count the work of a product of hidden states (N, H) and a weight (V, H), or of equal size, and of a kernel over the logits (N, V).
+    """Count the work of a matrix product as large as that of hidden states (N, H) and a weight (V, H), and of a kernel over the logits
+    (N, V).
 
-    `bytes_per_logit`: the bytes that product and kernel write and read per logit.
+    `bytes_per_logit`: the bytes that the product and the kernel together read and write per logit.
     """
 
 

@@ -291,7 +291,7 @@ def parameters_of(module: Any) -> dict[str, Any]:
 
 
 def _unwrapped(module: Any) -> Iterator[Any]:
-    """Yield the module, then each module inside its wrappers: its attribute `module`, `_orig_mod`, `base_model` or `model`, and so on."""
+    """Yield the module, then the module that it wraps (by DDP, FSDP1, torch.compile or PEFT), and so on."""
     seen: set[int] = set()
     while module is not None and id(module) not in seen:
         seen.add(id(module))
