@@ -230,8 +230,9 @@ class Search:
         return next((candidate for candidate in found if candidate.fits is not False), None)
 
     def _search(self, evaluated_choices: int) -> SearchResult:
-        """Estimate choices completely, the most promising first. Choices that cannot win are estimated only up to the number
-        `evaluated_choices`.
+        """The result of the search. Choices are estimated completely, the most promising first; those that cannot win are estimated only
+        up to the
+        number `evaluated_choices`.
         """
         feasible: list[Candidate] = []
         rejected: list[Rejection] = []

@@ -273,7 +273,7 @@ class Sweep:
         return possible
 
     def nodes(self, world: int) -> int:
-        """The number of nodes that have so many GPUs."""
+        """The number of nodes that `world` GPUs need."""
         return -(-world // self._gpus_per_node)
 
     @property

@@ -55,7 +55,7 @@ def total(profile: Profile, held: Callable[[Unit], Storages]) -> Storages:
 def summed(
     profile: Profile, by_unit: Mapping[UnitId, object], what: str, root: Sequence[Storages] | None = None
 ) -> Storages:
-    """Add up one attribute, such as "gradients", over all units of the model.
+    """The sum of the attribute `what`, such as "gradients", over all units of the model.
 
     `by_unit` has an object with that attribute for the root and for each recorded layer, which counts once for each layer that it
     stands for. `root`: what to add for each of the root's parts (`root_parts`) instead of the root's own attribute.

@@ -182,7 +182,10 @@ class StepBuilder:
         *,
         per_batch: Polynomial | None = None,
     ) -> Buffer:
-        """Allocate `storages`, or one storage of `per_batch` bytes (a polynomial in B and T). NO_BUFFER if there is nothing to allocate."""
+        """Allocate `storages`, or one storage of `per_batch` bytes (a polynomial in B and T), and return their buffer; NO_BUFFER if
+        there is nothing
+        to allocate.
+        """
         if not storages.rounded and (per_batch is None or not any(per_batch)):
             return NO_BUFFER
         buffer = self._named(Alloc(len(self._buffers), account, stream, storages, per_batch))
@@ -192,7 +195,7 @@ class StepBuilder:
         return buffer
 
     def alloc_in_first_step(self, account: Account, storages: Storages, stream: Stream = Stream.COMPUTE) -> Buffer:
-        """Allocate states that the first step creates."""
+        """Allocate states that the first step creates, and return their buffer."""
         buffer = self.alloc(account, storages, stream)
         if buffer != NO_BUFFER:
             self.lazily_created.add(buffer)

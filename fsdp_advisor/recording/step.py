@@ -253,7 +253,9 @@ class Step:
                 self._flat[of.place.module].use_shards()
 
     def _chunk_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook the gradients of the head's inputs: when they are computed, the backward of this chunk of the loss ends."""
+        """Hook the gradients of the head's inputs: when they are computed, the backward of this chunk of the loss ends. Returns the hooked
+        inputs.
+        """
         return watch_input_gradients(args, kwargs, self._chunk_ends)
 
     def _chunk_ends(self) -> None:

@@ -177,7 +177,7 @@ def _batched_flops(flops: Quantity, b: int, t: int) -> int:
 
 
 def _split(work: Work, forward: Work) -> Work:
-    """Divide a checkpointed layer's backward into the repeated part of its forward and the rest."""
+    """The work of a checkpointed layer's backward, divided into the repeated part of its forward (`recomputation`) and the rest."""
     matmul = min(work.matmul, forward.matmul)
     attention = min(work.attention, forward.attention)
     pointwise = min(work.pointwise, forward.pointwise)

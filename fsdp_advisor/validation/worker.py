@@ -25,9 +25,10 @@ _SAME_MEMORY = 0.97
 
 
 def run(case: Case) -> tuple[Record, RunResult]:
-    """Run a case in one child process, or in one per rank. Raises AdvisorError if this machine cannot run it at all.
+    """Run a case in one child process, or in one per rank. Returns its record, and how the run ended.
 
-    A failed or interrupted run is a record with that outcome; the caller decides whether to continue.
+    Raises AdvisorError if this machine cannot run it at all. A failed or interrupted run is a record with that outcome; the caller decides
+    whether to continue.
     """
     if case.mode == "measure":
         from fsdp_advisor.validation.measure import run_on_ranks

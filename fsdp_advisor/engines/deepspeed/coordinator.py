@@ -143,7 +143,7 @@ class _Fetcher:
             del self.groups[group]
 
     def fetch(self) -> tuple[int, ...]:
-        """Run the hook before a module. Source: _fetch_sub_module_impl."""
+        """Run the hook before a module, and return the indices of the module's parameters. Source: _fetch_sub_module_impl."""
         wanted, step = self.order[self.step], self.step
         self._gather([p for p in wanted if p not in self.held and p not in self.flight])
         for p in wanted:

@@ -29,7 +29,7 @@ def load_methods(profile: Profile, plan: Plan, *, gpu_memory_bytes: int | None =
 
 
 def _stages_1_and_2(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) -> LoadMethod:
-    """Load the whole model and flatten it into one buffer: on the GPU if both fit there, else in host memory.
+    """The method that loads the whole model and flattens it into one buffer: on the GPU if both fit there, else in host memory.
 
     Source: zero/stage_1_and_2.py, __init__.
     """
@@ -52,8 +52,9 @@ def _stages_1_and_2(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) 
 
 
 def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
-    """Load with zero.Init, which shards each module as it is built: rank 0 reads the file and broadcasts the parameters. Or
-    load without it.
+    """Two methods. With zero.Init, each module is sharded as it is built: rank 0 reads the file and broadcasts the parameters. Without
+    it, every
+    rank loads the whole model.
 
     Source: zero/partition_parameters.py, Init; transformers/integrations/deepspeed.py, _load_state_dict_into_zero3_model.
     """

@@ -272,8 +272,7 @@ class CachingAllocator:
         return block
 
     def _alloc_block(self, pool: int, need: int, asked: int) -> int | None:
-        """The key of a new free block for a request of `need` bytes, of which the driver gets asked for `asked`; None if it may not be
-        allocated.
+        """The key of a new free block for a request of `need` bytes. Asks the driver for `asked` bytes; None if the driver refuses.
 
         Source: alloc_block.
         """
