@@ -4,7 +4,7 @@ host, more GPUs, another GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from fsdp_advisor.advice.evaluator import Candidate
@@ -12,6 +12,10 @@ from fsdp_advisor.advice.open_choices import open_choices
 from fsdp_advisor.advice.result import Remedy
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.sweeps import Sweep
+from fsdp_advisor.job.choices import Loss
+from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.memory.device import device_overhead
+from fsdp_advisor.model.liger import LIGER_LOSSES
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.rows import estimate_plan
 from fsdp_advisor.units import format_gib, format_tokens
@@ -21,46 +25,84 @@ MAX_ADVISED_GPUS = 1024
 
 
 def remedies(sweep: Sweep) -> Iterator[Remedy]:
-    """Changes of the request that make something fit, each on its own."""
+    """Changes of the request that make something fit, each on its own; two of them together if no single one saves enough memory."""
     search = sweep.search
     profile = search.evaluator.model.profile
     fits = "fits" if profile is not None else "may fit"  # without a profile only the states are known
-    yield from _without_fixed(sweep, "activation_checkpointing", "full", f"it {fits} with activation checkpointing")
-    yield from _with_fused_loss(search)
+    checkpointing, offload = {"activation_checkpointing": "full"}, {"offload": "parameters"}
+    saving = [
+        *_without_fixed(sweep, checkpointing, f"it {fits} with activation checkpointing"),
+        *_with_fused_loss(search),
+    ]
+    yield from saving
     any_length = profile is not None and task_of(profile.task).takes_any_length
     if any_length and (tokens := sweep.shorter_sequence()) is not None:
         because = f"{format_tokens(tokens)} instead of {search.base.seq_len} fit"
         yield Remedy(options={"seq_len": tokens}, because=because)
-    yield from _without_fixed(sweep, "offload", "parameters", f"it {fits} with offload of everything to the host")
+    offloading = [*_without_fixed(sweep, offload, f"it {fits} with offload of everything to the host")]
+    yield from offloading
+    if not saving and not offloading:
+        together = f"it {fits} with activation checkpointing and offload of everything to the host"
+        yield from _without_fixed(sweep, checkpointing | offload, together)
+        for change in (checkpointing, offload):
+            if (wider := _opened(sweep, change)) is not None:
+                yield from _with_fused_loss(wider, change)
     yield from _with_a_larger_host(sweep, fits)
     yield from _with_other_gpus(sweep, fits)
 
 
-def _without_fixed(sweep: Sweep, option: str, value: str, because: str) -> Iterator[Remedy]:
-    """The remedy to set `option`, which the request fixes to `none`, to `value`, if a plan then fits."""
-    if getattr(sweep.request, option) != "none":
-        return
-    base = sweep.search.base
-    search, request = sweep.search, sweep.request.but(**{option: "auto"})
-    choices = open_choices(request, search.evaluator.model, base).choices
-    found = replace(search, choices=choices).limited_to(sweep.allowed).any_fit()
+def _opened(sweep: Sweep, options: Mapping[str, str]) -> Search | None:
+    """The search with these options left open; None if the request does not fix all of them to `none`."""
+    if any(getattr(sweep.request, option) != "none" for option in options):
+        return None
+    search, request = sweep.search, sweep.request.but(**dict.fromkeys(options, "auto"))
+    choices = open_choices(request, search.evaluator.model, search.base).choices
+    return replace(search, choices=choices).limited_to(sweep.allowed)
+
+
+def _without_fixed(sweep: Sweep, options: Mapping[str, str], because: str) -> Iterator[Remedy]:
+    """The remedy to set `options`, which the request fixes to `none`, to these values, if a plan then fits."""
+    search = _opened(sweep, options)
+    found = None if search is None else search.any_fit()
     if found is not None:
-        yield Remedy(options={option: value}, because=because + _host_text(found))
+        yield Remedy(options=options, because=because + _host_text(found))
 
 
-def _with_fused_loss(search: Search) -> Iterator[Remedy]:
-    """The remedy of a loss that does not keep the logits, if it saves as much memory as is missing."""
-    evaluator = search.evaluator
-    if evaluator.model.profile is None:
+def _with_fused_loss(search: Search, change: Mapping[str, str] | None = None) -> Iterator[Remedy]:
+    """The remedy of a loss that never has all logits, with `change`, if the tensors of the smallest plan then leave the margin.
+
+    Its tiles, and fragmentation, are not counted, because its step is not recorded.
+    """
+    evaluator, option = search.evaluator, _fused_loss(search)
+    if option is None:
         return
-    smallest = search.smallest_footprint()
-    row = estimate_plan(evaluator.model, smallest.plan, evaluator.gpu, explain=True)
-    if row.peak_tensor_bytes is None or row.fused_loss_peak_bytes is None or smallest.host_fits is False:
-        return
-    saved = row.peak_tensor_bytes - row.fused_loss_peak_bytes
-    if 0 < smallest.known_bytes - evaluator.available_bytes <= saved:
-        because = f"a loss that never has all logits, such as --loss liger, saves about {format_gib(saved)} of what {smallest.label} needs"
-        yield Remedy(options={}, because=because)
+    on_gpu = tuple(choice for choice in search.choices if choice.offload == "none")
+    for choices in (on_gpu, search.choices):
+        if not choices:
+            continue
+        smallest = replace(search, choices=choices).smallest_footprint()
+        row = estimate_plan(evaluator.model, smallest.plan, evaluator.gpu, explain=True)
+        if row.peak_tensor_bytes is None or row.fused_loss_peak_bytes is None or smallest.host_fits is False:
+            continue
+        saved = row.peak_tensor_bytes - row.fused_loss_peak_bytes
+        least = row.fused_loss_peak_bytes + device_overhead(evaluator.gpu, smallest.plan).middle_bytes
+        if least <= evaluator.available_bytes < smallest.known_bytes:
+            because = (
+                f"a loss that never has all logits saves up to {format_gib(saved)} of what {smallest.label} needs: "
+                f"{format_gib(least)} are left without fragmentation and the loss's tiles"
+            )
+            yield Remedy(options={**(change or {}), "loss": option}, because=because + _host_text(smallest))
+            return
+
+
+def _fused_loss(search: Search) -> Loss | None:
+    """The `--loss` with which the model never has all logits; None if it has none, or uses it."""
+    base, profile = search.base, search.evaluator.model.profile
+    if profile is None or profile.task != "causal-lm" or base.task != "sft" or base.loss_code != "full":
+        return None
+    if FRAMEWORKS[base.framework].default_loss == "torchtitan":
+        return "chunked"
+    return "liger" if profile.config.get("model_type") in LIGER_LOSSES else "cce"
 
 
 def _with_a_larger_host(sweep: Sweep, fits: str) -> Iterator[Remedy]:

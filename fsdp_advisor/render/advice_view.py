@@ -300,7 +300,7 @@ def _job_line(advice: Advice) -> str:
     if request.global_batch_size:
         items.append(f"global batch {request.global_batch_size}")
     whole = format_gib(r.gpu_memory_bytes)
-    limit = f"{format_gib(r.available_bytes)} of {whole}: {100 * request.margin:g} % stays free"
+    limit = f"{format_gib(r.available_bytes)} of {whole}: {100 * request.margin:g} % stays free but for the allocator's cache"
     nodes = f" on {nnodes} nodes" if nnodes > 1 else ""
     return (
         f"{model_text(report)} on {gpus} x {winner.gpu if winner else report.gpu_name}{nodes}: {', '.join(items)}. "

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fsdp_advisor.assumptions import SHARDED_STORAGE, stores_frozen_base_in_fp32
-from fsdp_advisor.report import Report
+from fsdp_advisor.job.compatibility import OFFLOADS
+from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.units import format_gib
+
+LARGE_LOSS = 0.1
+"""The share of a GPU's memory from which the memory of the loss is worth another loss."""
 
 
 def way_out(report: Report) -> str:
@@ -25,6 +33,7 @@ def way_out(report: Report) -> str:
         options.append("--use-bnb-nested-quant (scales in 8 bits)")
     if request.activation_checkpointing == "none":
         options.append("--activation-checkpointing full")
+    options += [*_loss(report, known), *_offload(report, known)]
     fits = any(row.fits for row in known)
     if not fits and len(known) < len(report.estimates):
         return ""
@@ -34,5 +43,24 @@ def way_out(report: Report) -> str:
         what = "Only offload fits"
     else:
         return ""  # only rows with offload were requested
-    less = f" Options that save memory: {', '.join(options)}." if options else ""
+    together = ", alone or together" if len(options) > 1 else ""
+    less = f" Options that save memory{together}: {', '.join(options)}." if options else ""
     return f"{what}.{less} fsdp-advisor recommend, with the same options, searches for the fastest plan that fits."
+
+
+def _loss(report: Report, known: Sequence[StrategyEstimate]) -> list[str]:
+    """The option of a loss that never has all logits, if these take much of a GPU at the peak of the row that needs least."""
+    request, row = report.request, min(known, key=lambda row: row.known_bytes)
+    loss_bytes = (row.at_peak or {}).get("loss", 0)
+    is_whole = row.plan.loss_code == "full" and report.task == "causal-lm" and request.task == "sft"
+    if not is_whole or loss_bytes < LARGE_LOSS * report.gpu_memory_bytes:
+        return []
+    names = "chunked" if FRAMEWORKS[request.framework].default_loss == "torchtitan" else "liger or cce"
+    return [f"--loss {names} (less than the {format_gib(loss_bytes)} of whole logits)"]
+
+
+def _offload(report: Report, known: Sequence[StrategyEstimate]) -> list[str]:
+    """The option that moves all states to the host, if no row offloads and a row's engine can."""
+    can = any(row.plan.backend in OFFLOADS["parameters"].get(row.plan.strategy, ()) for row in known)
+    is_asked = any(row.plan.offload != "none" for row in report.estimates)
+    return ["--offload parameters (states in the host's memory)"] if can and not is_asked else []

@@ -35,7 +35,7 @@ def test_json_is_the_report_with_the_recommendation_filled() -> None:
     found = document["recommendation"]
     for key in ("strategy", "backend", "offload", "activation_checkpointing", "micro_batch_size", "gpus", "gpu"):
         assert found[key] is not None
-    assert found["needed_bytes"] <= found["available_bytes"] or found["runs_in_available"]
+    assert found["runs_in_available"] is (found["needed_bytes"] > found["available_bytes"])
     for step in found["path"]:
         assert {"question", "answer", "because", "needed_bytes", "available_bytes"} <= step.keys()
     assert all(row["because"] for row in found["rejected"])
@@ -105,6 +105,25 @@ def test_fewer_tokens_are_a_remedy_for_large_activations() -> None:
     assert advise(**job, micro_batch_size=4, seq_len=tokens).fits
     assert tokens % 128 == 0
     assert not advise(**job, micro_batch_size=4, seq_len=tokens + 128).fits
+
+
+LONG: dict[str, Any] = {"model": "meta-llama/Llama-3.1-8B", "gpus": 8, "gpu": "H100", "seq_len": 65536, "strategy": "zero3",
+                        "backend": "fsdp2", "offload": "none", "micro_batch_size": 1}  # fmt: skip
+
+
+def test_a_loss_without_logits_is_a_remedy() -> None:
+    recommendation = advise(**LONG, activation_checkpointing="full")
+    [remedy] = (r for r in recommendation.remedies if "loss" in r.options)
+    assert dict(remedy.options) == {"loss": "liger"}
+    assert "ZeRO-3 (fsdp2), checkpointing needs" in remedy.because
+
+
+def test_two_changes_together_are_a_remedy_if_none_alone_is() -> None:
+    """Without checkpointing the activations are too large, and with it the logits."""
+    recommendation = advise(**LONG, activation_checkpointing="none")
+    found = [dict(remedy.options) for remedy in recommendation.remedies]
+    assert {"activation_checkpointing": "full", "loss": "liger"} in found
+    assert not any(options in ({"activation_checkpointing": "full"}, {"loss": "liger"}) for options in found)
 
 
 def test_rules_of_thumb_are_checked() -> None:

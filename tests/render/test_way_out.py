@@ -10,6 +10,7 @@ import pytest
 from fsdp_advisor.estimator import estimate
 from fsdp_advisor.render.view import report_view
 from fsdp_advisor.report import Rows
+from fsdp_advisor.units import format_gib
 
 SEARCH = "fsdp-advisor recommend, with the same options, searches for the fastest plan that fits."
 
@@ -30,12 +31,31 @@ def test_a_plan_that_fits_as_it_was_asked_for_needs_no_way_out(options: dict[str
     [
         ({"strategy": "ddp"}, "Nothing fits. Options that save memory: --activation-checkpointing full."),
         ({"strategy": "ddp", "activation_checkpointing": "full"}, "Nothing fits."),
+        (
+            {"strategy": "zero2"},
+            "Nothing fits. Options that save memory, alone or together: --activation-checkpointing full, "
+            "--offload parameters (states in the host's memory).",
+        ),
         ({"strategy": "all"}, "Only offload fits. Options that save memory: --activation-checkpointing full."),
     ],
 )  # fmt: skip
 def test_the_line_names_options_that_the_job_does_not_use(options: dict[str, Any], expected: str) -> None:
     report = estimate(model="meta-llama/Llama-2-7b-hf", gpus=1, gpu="rtx4090", **options)
     assert report_view(report).way_out == f"{expected} {SEARCH}"
+
+
+def test_whole_logits_name_another_loss_and_offload() -> None:
+    """A batch of 64 x 2048 tokens: 62.5 GiB for each copy of the logits in bf16 and fp32."""
+    job: dict[str, Any] = {"model": "meta-llama/Llama-3.1-8B", "gpus": 8, "gpu": "H100", "strategy": "zero3"}
+    report = estimate(**job, micro_batch_size=64, activation_checkpointing="full")
+    loss = (report.estimates[0].at_peak or {})["loss"]
+    assert loss > 100 * 2**30
+    assert report_view(report).way_out == (
+        f"Nothing fits. Options that save memory, alone or together: --loss liger or cce (less than the {format_gib(loss)} of whole "
+        f"logits), --offload parameters (states in the host's memory). {SEARCH}"
+    )
+    chunked = estimate(**job, micro_batch_size=64, activation_checkpointing="full", framework="torchtitan", loss="full")
+    assert "--loss chunked" in report_view(chunked).way_out
 
 
 @pytest.mark.slow
@@ -52,6 +72,7 @@ def test_a_base_in_4_bits_that_fsdp_keeps_whole_names_the_storage_that_it_shards
         activation_checkpointing="full",
     )  # fmt: skip
     assert "--bnb-4bit-quant-storage bfloat16 (FSDP then shards the base), --use-bnb" in report_view(report).way_out
+    assert "--offload parameters" in report_view(report).way_out
 
 
 def test_nothing_is_said_to_fit_or_not_while_a_peak_is_unknown() -> None:
