@@ -13,7 +13,7 @@ from fsdp_advisor.advice.evaluator import Candidate, Evaluator, Timer
 from fsdp_advisor.advice.methods import advice_of_methods
 from fsdp_advisor.advice.open_choices import open_choices
 from fsdp_advisor.advice.ranking import SPEED_RESOLUTION, actual_speed, runners_up
-from fsdp_advisor.advice.remedies import remedies
+from fsdp_advisor.advice.remedies import MAX_ADVISED_GPUS, remedies
 from fsdp_advisor.advice.result import Advice, Recommendation
 from fsdp_advisor.advice.rules_of_thumb import rules_of_thumb
 from fsdp_advisor.advice.savings import savings
@@ -182,13 +182,23 @@ def _recording_errors(
 
 
 def _run(sweep: Sweep) -> tuple[Sweep, SweepResult]:
-    """The sweep's result. Without a known host memory, choices that offload are used only if nothing fits without them."""
-    if sweep.request.offload == "auto" and sweep.request.host_memory is None:
-        on_gpu = tuple(c for c in sweep.search.choices if c.offload == "none")
-        without = replace(sweep, search=replace(sweep.search, choices=on_gpu))
-        if on_gpu and (found := without.run()).winner is not None:
-            return without, found
-    return sweep, sweep.run()
+    """The sweep's result. Without a known host memory, choices that offload are used only if nothing fits without them. A sweep over GPUs
+    then says how many are needed without offload.
+    """
+    if sweep.request.offload != "auto" or sweep.request.host_memory is not None:
+        return sweep, sweep.run()
+    on_gpu = tuple(c for c in sweep.search.choices if c.offload == "none")
+    if not on_gpu:
+        return sweep, sweep.run()
+    without = replace(sweep, search=replace(sweep.search, choices=on_gpu))
+    if (found := without.run()).winner is not None:
+        return without, found
+    found = sweep.run()
+    if found.what == "gpus" and found.winner is not None:
+        gpus = without.min_gpus(MAX_ADVISED_GPUS)
+        needed = f"it needs {gpus}" if gpus is not None else f"nothing fits on up to {MAX_ADVISED_GPUS}"
+        found = replace(found, because=f"{found.because}, with offload to the host; without offload {needed}")
+    return sweep, found
 
 
 def _search_of_answer(sweep: Sweep, found: SweepResult | None) -> Search:

@@ -67,7 +67,7 @@ class RecommendRequest(EstimateRequest):
     margin: Annotated[
         float,
         Rule(
-            about="the fraction of the GPU's memory to leave free, as 0.08 or 8%",
+            about="the fraction of the GPU's memory to leave free for all but the allocator's cache, as 0.08 or 8%",
             group="Search",
             metavar="PART",
             ge=0,

@@ -35,15 +35,19 @@ class Task:
         """
         return tokens if self.takes_any_length else tokens / seq_len
 
-    def of_length(self, seq_len: int) -> str:
-        """The description of one sample of `seq_len` tokens.
+    def of_length(self, seq_len: int, *, images: int = 0) -> str:
+        """The description of one sample of `seq_len` tokens, which include those of its `images`.
 
         >>> task_of("causal-lm").of_length(2048), task_of("causal-lm").of_length(1)
         ('2048 tokens', '1 token')
         >>> task_of("image-classification").of_length(197)
         'images of 197 tokens'
+        >>> task_of("image-text-to-text").of_length(2048, images=1)
+        '2048 tokens of text and 1 image'
         """
         words = self.sample.replace("{}", str(seq_len))
+        if images:
+            words = words.replace("of text", f"of text and {images} image{'s' if images > 1 else ''}")
         return words.replace(" tokens", " token") if seq_len == 1 else words
 
 

@@ -296,7 +296,8 @@ def _job_line(advice: Advice) -> str:
     request, winner = r.request, r.winner
     gpus, nnodes = (winner.plan.world_size, winner.plan.nnodes) if winner else (request.gpus, request.nnodes)
     seq_len = winner.plan.seq_len if winner else report.seq_len
-    items = [task_of(report.task).of_length(seq_len), request.precision, request.optim, request.attention]
+    sample = task_of(report.task).of_length(seq_len, images=request.images_per_sample)
+    items = [sample, request.precision, request.optim, request.attention]
     if request.global_batch_size:
         items.append(f"global batch {request.global_batch_size}")
     whole = format_gib(r.gpu_memory_bytes)

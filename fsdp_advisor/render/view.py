@@ -219,7 +219,7 @@ def job_items(report: Report) -> tuple[str, ...]:
     if report.model_source != "count":
         items = [
             f"micro-batch {request.micro_batch_size}",
-            task_of(report.task).of_length(report.seq_len),
+            task_of(report.task).of_length(report.seq_len, images=request.images_per_sample),
             *items,
             request.attention,
         ]

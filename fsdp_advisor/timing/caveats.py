@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.job.choices import Attention
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.timing.achieved import achieved_by
+from fsdp_advisor.timing.achieved import achieved_by, prefers_cudnn
 from fsdp_advisor.units import format_count
 
 MAX_GPUS, MAX_TOKENS, MAX_PARAMETERS = 128, 65_536, 98_029_093_888
@@ -66,17 +67,39 @@ def caveats_of(profile: Profile, plan: Plan, gpu: Gpu, breakdown: Mapping[str, f
     if plan.ranks_per_node > LARGEST_NODE:
         words = f"{plan.ranks_per_node} GPUs are assumed to be in one node and to share its links; --nnodes gives the number of nodes"
         found.append(Caveat("very large nodes", words))
-    for name, about, least, what in _CAUSES:
+    causes = (("attention", "attention kernels", ATTENTION_WARN_ABOVE_SHARE, _attention(plan, gpu)), *_CAUSES)
+    for name, about, least, what in causes:
         if breakdown[name] > least * seconds:
             found.append(Caveat(about, f"{breakdown[name] / seconds:.0%} of it is {what}"))
     return tuple(found)
 
 
+def _attention(plan: Plan, gpu: Gpu) -> str:
+    """The rate that is assumed for attention with this implementation on this GPU, in words."""
+    if plan.attention == "eager":
+        return "attention in single operators (eager); fused kernels (sdpa) are faster"
+    if plan.attention == "flash_attention_2":
+        return "attention at FlashAttention-2's rate; older kernels take 1.5 to 2 times as long"
+    if gpu.architecture is not None and gpu.architecture.startswith("cdna"):
+        return "attention at an assumed rate: no measurement of ROCm's kernels is used"
+    if plan.precision == "fp32" or gpu.architecture in ("volta", "turing"):
+        return "attention at an assumed rate of PyTorch's memory-efficient kernel, which sdpa runs here"
+    if prefers_cudnn(gpu):
+        slower = _forward_share(gpu, "sdpa") / _forward_share(gpu, "flash_attention_2")
+        return (
+            "attention at the rate of cuDNN's kernels, which sdpa runs here with cuDNN 9.15.1 or later; with an older one it runs "
+            f"FlashAttention-2, which takes up to {slower:.1f} times as long"
+        )
+    return "attention at FlashAttention-2's rate, which sdpa runs here; older kernels take 1.5 to 2 times as long"
+
+
+def _forward_share(gpu: Gpu, attention: Attention) -> float:
+    achieved = achieved_by(gpu, attention)
+    assert achieved is not None
+    return achieved.attention_forward
+
+
 _CAUSES = (
-    (
-        "attention", "attention kernels", ATTENTION_WARN_ABOVE_SHARE,
-        "attention at FlashAttention-2's rate; older kernels take 1.5 to 2 times as long",
-    ),
     ("launch", "the CPU's speed", WARN_ABOVE_SHARE, "waiting for the CPU, whose speed is not known"),
     (
         "host", "host memory and PCIe", WARN_ABOVE_SHARE,
@@ -87,4 +110,6 @@ _CAUSES = (
         "communication at the links' usual rates; a busy network is slower",
     ),
 )  # fmt: skip
-"""Parts of a step whose time differs from server to server: name, subject, the share above which there is a warning, its text."""
+"""Parts of a step, besides attention, whose time differs from server to server: name, subject, the share above which there is a
+warning, its text.
+"""

@@ -143,6 +143,15 @@ def test_offload_is_searched_if_asked_for_or_if_the_host_is_known() -> None:
     assert "offload was not searched" in " ".join(advise(**job).notes)
 
 
+def test_fewest_gpus_with_offload_names_the_number_without_it() -> None:
+    job: dict[str, Any] = {"model": LLAMA, "gpu": "40GiB", "find": "gpus"}
+    least = sweep(**job, offload="none").answer
+    assert least == 4
+    found = sweep(**job, gpus=2)
+    assert found.winner is not None and found.winner.plan.offload != "none"
+    assert found.because.endswith(f"with offload to the host; without offload it needs {least}")
+
+
 def test_batch_and_sequence_need_layers() -> None:
     for what in ("batch", "sequence"):
         with pytest.raises(UsageError, match="bare parameter count"):

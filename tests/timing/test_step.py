@@ -319,3 +319,19 @@ def test_communication_of_a_zero3_step_is_about_a_quarter_at_one_sequence_per_gp
     """ "26 % of a ZeRO-3 step": counted whole, hidden or not, LLaMA-7B on 8 x A100 at micro-batch 1."""
     found = time(plan(micro_batch_size=1, activation_checkpointing="full"))
     assert 0.20 < found.communication_seconds / found.seconds < 0.35
+
+
+@pytest.mark.parametrize(
+    ("gpu", "attention", "said"),
+    [
+        ("H100", "sdpa", "cuDNN's kernels"), ("B200", "sdpa", "cuDNN's kernels"), ("A100", "sdpa", "FlashAttention-2's rate, which"),
+        ("rtx5090", "sdpa", "FlashAttention-2's rate, which"), ("H100", "flash_attention_2", "FlashAttention-2's rate;"),
+        ("MI300X", "sdpa", "ROCm's kernels"),
+    ],
+)  # fmt: skip
+def test_the_warning_about_attention_names_the_kernel_that_runs(gpu: str, attention: str, said: str) -> None:
+    job: dict[str, Any] = {"gpus": 8, "seq_len": 32768, "strategy": "zero3", "activation_checkpointing": "full"}
+    (row,) = estimate(model="meta-llama/Llama-2-7b-hf", gpu=gpu, attention=attention, **job).estimates
+    assert row.step is not None
+    (text,) = (caveat.text for caveat in row.step.caveats if caveat.about == "attention kernels")
+    assert said in text
