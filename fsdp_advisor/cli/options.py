@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -130,7 +131,7 @@ class CommandParser:
         words: list[str] = []
         off: dict[str, bool] = {}
         is_value = False
-        for word in arguments:
+        for word in self._with_flags_joined(arguments):
             option, equals, value = word.partition("=")
             if option.startswith("--"):
                 option = option.replace("_", "-")
@@ -146,6 +147,15 @@ class CommandParser:
                 words.append(option if field is not None and field.kind is bool else option + equals + value)
             is_value = field is not None and field.kind is not bool and not equals
         return words, off
+
+    def _with_flags_joined(self, arguments: Sequence[str]) -> Iterator[str]:
+        """The words, but `--flag True` as `--flag=True`, as transformers' and TRL's own command lines write flags."""
+        rest = deque(arguments)
+        while rest:
+            word = rest.popleft()
+            field = self._options.get(word.replace("_", "-"))
+            is_flag = field is not None and field.kind is bool
+            yield f"{word}={rest.popleft()}" if is_flag and rest and rest[0].lower() in ("true", "false") else word
 
     def _no_such_option(self, option: str) -> InvalidOption:
         see = f"see {self.name} --help"

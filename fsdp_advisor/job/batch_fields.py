@@ -37,6 +37,7 @@ SeqLen = Annotated[
         group=GROUP,
         ge=1,
         le=MAX_SEQ_LEN,
+        aliases=("max_length",),
         default=f"{DEFAULT_SEQ_LEN}, or the model's maximum if smaller",
     ),
 ]

@@ -100,6 +100,7 @@ AttentionOption = Annotated[
     Rule(
         about="the attention implementation",
         group=GROUP,
+        aliases=("attn_implementation",),
         synonyms={"flash": "flash_attention_2", "flash_attention": "flash_attention_2", "fa2": "flash_attention_2"},
         not_modelled=("flash_attention_3", "flex_attention"),
     ),
@@ -161,7 +162,10 @@ Fp8Option = Annotated[
         "multiples of 16",
         group=GROUP,
         synonyms={"tensor": "tensorwise", "axiswise": "rowwise", "row": "rowwise"},
-        not_modelled=("rowwise_with_gw_hp", "mxfp8", "blockwise", "delayed", "nvfp4"),
+        not_modelled=("rowwise_with_gw_hp", "blockwise", "delayed", "nvfp4"),
+        elsewhere={
+            "mxfp8": "torchao 0.18 has MXFP8 only in its prototype (mx_formats, moe_training), which is not modelled"
+        },
     ),
 ]
 TiledMlp = Annotated[
@@ -216,6 +220,7 @@ ActivationOffload = Annotated[
         about="keep activations in pinned host memory until backward: the inputs of checkpointed layers; with trl the "
         "tensors that its activation_offloading selects; without checkpointing all saved tensors",
         group=GROUP,
+        aliases=("activation_offloading",),
     ),
 ]
 SaveOnlyModel = Annotated[

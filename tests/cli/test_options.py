@@ -172,6 +172,19 @@ def test_every_interface_refuses_with_the_same_words(kind: type[EstimateRequest]
     assert len(said) == 1
 
 
+def test_flags_are_written_as_transformers_and_trl_write_them() -> None:
+    words = ["--model=gpt2", "--framework", "trl", "--max_length", "512", "--attn_implementation", "eager"]
+    found = parse(
+        [*words, "--activation_offloading", "True", "--use_peft", "false", "--load_in_4bit", "True"], EstimateRequest
+    )
+    assert found == make_request(
+        {
+            "model": "gpt2", "framework": "trl", "seq_len": 512, "attention": "eager", "activation_offload": True, "use_peft": False,
+            "load_in_4bit": True,
+        }
+    )  # fmt: skip
+
+
 def test_flags_take_values_and_can_be_negated() -> None:
     assert own_options("--json").json and own_options("--json=true").json and own_options("json=yes").json
     assert not own_options("--json=false").json and not own_options("--json", "--no-json").json
