@@ -19,6 +19,7 @@ from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.experts import experts_code
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
+from fsdp_advisor.model.kernels import scans_by_token
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import catalogued_tapes
 from fsdp_advisor.model.resolved import Resolved
@@ -206,19 +207,28 @@ def select_step_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tup
 
     This is the tape of `select_tape`, or, if the CPU's tape is valid for a single micro-batch and length, a GPU tape that is valid for all.
     Linear attention runs in chunks. On a CPU the number of its operators depends on the sequence length; on a GPU the number of its
-    kernels does not.
+    kernels does not. Mamba-1's scan runs token by token on a CPU, which takes minutes to record, so its CPU tape is not even tried.
     """
     profile = _profile_of(model)
     key = tape_key_of(plan, profile)
-    if key.at is None and _is_refused(profile, key, NotPolynomial):
-        wanted = replace(key, attention="eager") if _lacks_sdpa(profile) else key
+    if key.at is None and (_is_refused(profile, key, NotPolynomial) or scans_by_token(profile)):
         with contextlib.suppress(AdvisorError):
-            first, *others = gpu_tape_keys(wanted, window_filled=_needs_window(profile, wanted, plan))
-            tape = model.tape(first)
-            for other in others:  # kernels of other GPUs; `gpu_tape` finds only recorded tapes
-                model.tape(other)
-            return first, tape
+            return _gpu_step_tape(model, profile, key, plan)
     return select_tape(model, plan, gpu)
+
+
+def _gpu_step_tape(model: Resolved, profile: Profile, key: TapeKey, plan: Plan) -> tuple[TapeKey, Tape]:
+    """The GPU tape that stands for the CPU's, and its key; with eager attention for a model without sdpa. Raises AdvisorError."""
+    wanted = replace(key, attention="eager") if _lacks_sdpa(profile) else key
+    first, *others = gpu_tape_keys(wanted, window_filled=_needs_window(profile, wanted, plan))
+    try:
+        tape = model.tape(first)
+    except NoSuchAttention:
+        first, *others = gpu_tape_keys(replace(key, attention="eager"), window_filled=first.window_filled)
+        tape = model.tape(first)
+    for other in others:  # kernels of other GPUs; `gpu_tape` finds only recorded tapes
+        model.tape(other)
+    return first, tape
 
 
 def _profile_of(model: Resolved) -> Profile:

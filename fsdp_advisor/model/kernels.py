@@ -13,6 +13,8 @@ GATED_DELTA_RULE = frozenset({"olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_ne
 """
 STATE_SPACE_DUALITY = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
 """Model types with Mamba-2 layers, which call mamba-ssm and causal-conv1d, and no other such package."""
+SELECTIVE_SCAN = frozenset({"falcon_mamba", "jamba", "mamba", "zamba"})
+"""Model types with Mamba-1 layers, which call mamba-ssm and causal-conv1d. transformers' own code runs each token of a sequence in turn."""
 _ASSUMED = " are assumed to be installed; without them transformers runs its own code in PyTorch, which needs more memory and time"
 _NO_SCAN_KERNELS = (
     "the figures of state-space layers are those of transformers' code in PyTorch: the kernels of mamba-ssm, flash-linear-attention and"
@@ -25,6 +27,11 @@ def _has_state_space(profile: Profile) -> bool:
     return any(p.name.endswith("A_log") for unit, _ in profile.counted_units() for p in unit.parameters)
 
 
+def scans_by_token(profile: Profile) -> bool:
+    """Whether the model's code runs each token in turn where the kernels of mamba-ssm are missing, as on a CPU."""
+    return profile.config.get("model_type") in SELECTIVE_SCAN
+
+
 def kernel_notes(profile: Profile | None) -> list[str]:
     """A note on the packages that the figures for a GPU assume."""
     if profile is None:
@@ -34,7 +41,7 @@ def kernel_notes(profile: Profile | None) -> list[str]:
         return [f"flash-linear-attention and causal-conv1d{_ASSUMED}"]
     if not _has_state_space(profile):
         return []
-    if model_type in STATE_SPACE_DUALITY:
+    if model_type in STATE_SPACE_DUALITY | SELECTIVE_SCAN:
         return [
             f"mamba-ssm and causal-conv1d{_ASSUMED}; the time of mamba-ssm's kernels is estimated only from their FLOPs and memory traffic"
         ]

@@ -56,6 +56,7 @@ from fsdp_advisor.recording.remembered import Operators
 from fsdp_advisor.recording.replaced_buffers import replaced_buffers
 from fsdp_advisor.recording.rewards import RewardSource
 from fsdp_advisor.recording.roles import parameter_roles
+from fsdp_advisor.recording.selective_scan import CHUNK as SCAN_CHUNK
 from fsdp_advisor.recording.source import LayerStack, Source
 from fsdp_advisor.recording.state_space import USUAL_CHUNKS
 from fsdp_advisor.recording.step import Step
@@ -78,7 +79,7 @@ class Recorder:
         self._kept: dict[str, list[int]] = {}
         self._made: list[tuple[object, Fitted]] = []
         self._operators = Operators()
-        self._chunks = tuple(dict.fromkeys([*chunk_sizes(source.config()), CHUNK, *USUAL_CHUNKS]))
+        self._chunks = tuple(dict.fromkeys([*chunk_sizes(source.config()), CHUNK, *USUAL_CHUNKS, SCAN_CHUNK]))
         self._warm = False
         full = self._build(source.inventory_dtype)
         stacks = source.stacks(full)

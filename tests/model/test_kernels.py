@@ -19,7 +19,8 @@ def test_an_answer_names_the_packages_that_it_assumes(model: str, is_said: bool)
     [
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "mamba-ssm and causal-conv1d are assumed to be installed"),
         ("ibm-granite/granite-4.0-h-small", "mamba-ssm and causal-conv1d are assumed to be installed"),
-        ("state-spaces/mamba-130m-hf", "are not modelled"),
+        ("state-spaces/mamba-130m-hf", "mamba-ssm and causal-conv1d are assumed to be installed"),
+        ("ai21labs/Jamba-v0.1", "mamba-ssm and causal-conv1d are assumed to be installed"),
         ("ibm-granite/granite-4.0-micro", ""),
         ("Qwen/Qwen3.5-9B", ""),
     ],

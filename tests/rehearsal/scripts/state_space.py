@@ -1,4 +1,4 @@
-"""Peaks of training steps of models with Mamba-2 layers and mamba-ssm, under transformers' Trainer.
+"""Peaks of training steps of models with Mamba layers and mamba-ssm, under transformers' Trainer.
 
 Argument: for each job the model's configuration, its precision, micro-batch and length, as JSON. mamba-ssm's own Python code runs.
 Triton's launches, which do nothing here, are left out with their compilation; a search for launch parameters takes the first ones.
@@ -18,14 +18,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
+CALLED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn", "mamba_selective_scan")
+"""transformers' functions that call the package, whichever a model has."""
+
 
 def peak_of(config: dict[str, Any], precision: str, batch: int, length: int) -> int:
     """The peak of the steps after the first, which makes the optimizer's state."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
-    calls = sys.modules[type(model).__module__].mamba2_split_conv1d_scan_combined.__closure__
-    modules = {getattr(cell.cell_contents, "__module__", "") for cell in calls}
-    assert "mamba_ssm.ops.triton.ssd_combined" in modules, modules
+    code = sys.modules[type(model).__module__]
+    called = next(function for name in CALLED if (function := getattr(code, name, None)) is not None)
+    modules = {getattr(cell.cell_contents, "__module__", "") for cell in called.__closure__}
+    assert modules & {"mamba_ssm.ops.triton.ssd_combined", "mamba_ssm.ops.selective_scan_interface"}, modules
     rows = {"input_ids": [list(range(1, length + 1))] * (4 * batch)}
     data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
     found = SteadyPeak()
