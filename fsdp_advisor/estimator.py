@@ -76,9 +76,13 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
 def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
     """`estimate_resolved` with rows that are estimated when they are first read. That read may raise AdvisorError."""
     request = divided(request)
-    model = model.adapted(adaptation_of(request))
+    adaptation = adaptation_of(request)
     gpu, notes = gpu_of(request)
     check_kernels(request, gpu)
+    plans(
+        request, seq_len=sequence_length(request, model.profile)[0]
+    )  # refuses a job before its adapted model is recorded
+    model = model.adapted(adaptation)
     conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None
     seq_len, length_notes = sequence_length(request, model.profile)
     profile = model.profile

@@ -15,6 +15,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
+from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.program.accounts import ACCOUNTS
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.rows import allocator_result
@@ -340,3 +341,12 @@ def test_axolotl_trains_bf16_weights_and_notes_what_it_keeps_in_fp32() -> None:
     notes = {at: one(**job, strategy="ddp", attention=at).not_modelled for at in ("sdpa", "flash_attention_2")}
     assert any("fp32 norms, embeddings and head" in note and "3.92 GiB" in note for note in notes["sdpa"])
     assert not any("fp32 norms" in note for note in notes["flash_attention_2"])
+
+
+def test_refused_options_are_refused_before_the_adapted_model_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded(*_: object) -> None:
+        raise AssertionError("the adapted model was asked for")
+
+    monkeypatch.setattr(Resolved, "adapted", recorded)
+    with pytest.raises(UsageError, match="--compile layer is not modelled with --activation-checkpointing every-2"):
+        estimate(model="meta-llama/Llama-3.1-8B", compile="layer", activation_checkpointing="every-2")

@@ -34,7 +34,7 @@ _TOPICS = {
     "plugins": ("plugins",),
     "tensor and context parallelism": ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
     "torch.compile": ("torch_compile",),
-    "preference and reinforcement learning": ("rl", "rl_beta", "reward_model", "process_reward_model"),
+    "preference and reinforcement learning": ("rl_beta",),
     "activation offload": ("activation_offloading", "layer_offloading"),
     "patterns of the parameters that are trained; name the others with freeze": ("unfrozen_parameters",),
     "fp8 by accelerate's recipe for torchao, in the Trainer": ("fp8",),
@@ -84,6 +84,9 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     _tiled_mlp(found)
     for topic, names in _TOPICS.items():
         found.lacks_active(topic, *names)
+    for key in ("rl", "reward_model", "process_reward_model"):
+        if active(found.peek(key)):
+            found.refuses(f"{key}: {found.take(key)} (preference and reinforcement learning)")
     return found
 
 

@@ -46,6 +46,7 @@ class Collector:
         self._read: list[str] = []
         self._ignored: list[str] = []
         self._not_modelled: list[str] = []
+        self._refused: list[str] = []
         self._assumed: list[str] = []
 
     def __contains__(self, key: str) -> bool:
@@ -139,7 +140,16 @@ class Collector:
     def lacks(self, key: str, what: str) -> None:
         """Report a key as not modelled if the file has it. `what` names the key's subject in the message."""
         if key in self._pending:
-            self._not_modelled.append(f"{self._written(key)}: {brief(self._pending.pop(key))} ({what})")
+            value = self._pending.pop(key)
+            text = f"{self._written(key)}: {brief(value)} ({what})"
+            self._not_modelled.append(text)
+            if "parallelism" in what and has_degree(value):
+                self._refused.append(text)
+
+    def refuses(self, sentence: str) -> None:
+        """Report a setting with which the job is another one than any that is modelled."""
+        self._not_modelled.append(sentence)
+        self._refused.append(sentence)
 
     def lacks_active(self, what: str, *keys: str) -> None:
         """Report those of the keys as not modelled that the file switches on. `what` names their subject in the message."""
@@ -173,6 +183,8 @@ class Collector:
                 self._not_modelled.append(f"{self._written(key)}: {brief(value)} (did you mean {near[0]}?)")
             elif topic is not None and active(value):
                 self._not_modelled.append(f"{self._written(key)}: {brief(value)} ({topic})")
+                if "parallelism" in topic and has_degree(value):
+                    self._refused.append(self._not_modelled[-1])
             else:
                 self._ignored.append(self._written(key))
         self._pending = {}
@@ -182,6 +194,7 @@ class Collector:
             read=tuple(self._read),
             ignored=tuple(self._ignored),
             not_modelled=tuple(dict.fromkeys(self._not_modelled)),
+            refused=tuple(dict.fromkeys(self._refused)),
             assumed=(*self._assumed, *assumed),
             missing=tuple(self.missing),
         )
@@ -190,6 +203,17 @@ class Collector:
 def active(value: Any) -> bool:
     """Whether a value switches something on."""
     return value is True or not any(value is no or (type(value) is type(no) and value == no) for no in INACTIVE)
+
+
+def has_degree(value: Any) -> bool:
+    """Whether a value, or one in a section, is a number above 1: the degree of a parallelism that is used.
+
+    >>> has_degree("2"), has_degree({"autotp_size": 4}), has_degree(1), has_degree(True)
+    (True, True, False, False)
+    """
+    if isinstance(value, Mapping):
+        return any(map(has_degree, value.values()))
+    return str(value).strip().isdecimal() and int(value) > 1
 
 
 def truth(value: Any) -> bool:

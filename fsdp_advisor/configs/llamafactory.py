@@ -50,7 +50,7 @@ def read(file: str, keys: Mapping[str, Any], *, replaces: bool = False) -> Colle
     if stage in (None, "sft", "pt"):
         found.take("stage")
     else:
-        found.lacks("stage", "preference and reinforcement learning")
+        found.refuses(f"stage: {found.take('stage')} (preference and reinforcement learning)")
     found.number("cutoff_len", "seq_len")
     found.default("seq_len", 2048, "2048 tokens, LLaMA-Factory's default of cutoff_len")
     set_attention(found, "flash_attn")

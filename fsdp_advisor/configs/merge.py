@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_advisor.configs.adapters import has_adapters, is_quantized
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.torchtitan import unmodelled
-from fsdp_advisor.errors import assert_never
+from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS
 from fsdp_advisor.job.config_reading import ConfigReading
@@ -161,9 +161,35 @@ def _grouped(parts: Iterable[Collector]) -> tuple[ConfigReading, ...]:
                 not_modelled=before.not_modelled + reading.not_modelled,
                 assumed=before.assumed + reading.assumed,
                 missing=before.missing + reading.missing,
+                refused=before.refused + reading.refused,
             )
         found[reading.file] = reading
     return tuple(found.values())
+
+
+def _check_modelled(readings: Sequence[ConfigReading]) -> None:
+    """Raises UsageError for a file with a setting whose option is refused, too: its figures would be those of another job."""
+    for reading in readings:
+        if reading.refused:
+            one = "parallelism" in reading.refused[0]
+            raise UsageError(
+                f"{reading.file}: {reading.refused[0]} is not modelled yet",
+                hint="possible are data parallelism and its sharding: DDP, ZeRO-1 to ZeRO-3, HSDP"
+                if one
+                else "--task has dpo, kto, reward and grpo, with --framework torch or trl",
+            )
+
+
+def _check_compiled(found: Configuration, options: Mapping[str, Any]) -> None:
+    """Raises UsageError for torchtitan's compiled layers of which only some are checkpointed: without them they are modelled."""
+    every = str(options.get("activation_checkpointing")).startswith("every")
+    titan = next((reading.file for reading in found.readings if "torchtitan" in reading.format), None)
+    if titan is not None and every and options.get("compile", "none") != "none":
+        raise UsageError(
+            f"{titan}: compile.enable is not modelled with activation_checkpoint.mode selective of every nth layer "
+            "(selective_ac_option, which is 2 if it is not set)",
+            hint='set selective_ac_option = "op", or give --activation-checkpointing full or none, or --compile none',
+        )
 
 
 def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[str] = ()) -> Configuration:
@@ -173,6 +199,7 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
     given strategy. Options in `searched` are not taken from the files, because a search finds them; the files' global batch size is kept
     instead.
     """
+    _check_modelled(found.readings)
     options = dict(found.options)
     if {"strategy", "backend"} & set(given):
         options.pop("strategy", None)
@@ -185,6 +212,7 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
         options.pop("nnodes", None)
     if "global_batch_size" in given and "gradient_accumulation_steps" not in given:
         options.pop("gradient_accumulation_steps", None)
+    _check_compiled(found, {**options, **given})
     readings = found.readings
     dropped = [name for name in searched if name in options and name not in given]
     if dropped:

@@ -83,7 +83,7 @@ def read_task(found: Collector, task: str | None) -> None:
     if task in (None, "sft"):
         return
     if task not in get_args(TrainingTask):
-        found.omits(f"trl {task} (preference and reinforcement learning)")
+        found.refuses(f"trl {task} (preference and reinforcement learning)")
         return
     found.options["task"] = task
     if task == "grpo":
@@ -318,7 +318,7 @@ def mesh(found: Collector, keys: Mapping[str, Any]) -> None:
     read_replicas(found, keys.get("dp_replicate_size"), keys.get("dp_shard_size"))
     for key in ("tp_size", "cp_size", "sp_size"):
         if int(keys.get(key) or 1) > 1:
-            found.omits(f"{key}: {keys[key]} (tensor and other parallelism)")
+            found.refuses(f"{key}: {keys[key]} (tensor and other parallelism)")
 
 
 def _adapters(found: Collector) -> None:

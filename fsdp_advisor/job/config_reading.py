@@ -12,7 +12,8 @@ class ConfigReading:
 
     `read` are its settings that the job follows, `ignored` its keys that change neither memory nor time as far as is known, and
     `not_modelled` its settings whose effect no figure contains. Every key of the file is in one of these three. `assumed` are assumptions
-    that the job makes because no file gives a value. `missing` are files that it names and that were not found.
+    that the job makes because no file gives a value. `missing` are files that it names and that were not found. `refused` are those of
+    `not_modelled` that make it another job than any that is modelled.
     """
 
     file: str
@@ -22,6 +23,7 @@ class ConfigReading:
     not_modelled: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The reading as JSON."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 
-from fsdp_advisor.configs import Configuration, from_paths, from_texts
+from fsdp_advisor.configs import Configuration, complete, from_paths, from_texts
 from fsdp_advisor.errors import UsageError
 
 
@@ -695,3 +696,46 @@ def test_accelerates_checkpoints_in_host_memory(version: int, offloads: bool | N
     )
     assert found.options["activation_checkpointing"] == "full" and found.options.get("activation_offload") == offloads
     assert ("accelerate refuses it" in said(found, "not_modelled")) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said_of"),
+    [
+        ("a.yaml", "base_model: gpt2\ntensor_parallel_size: 2\n", "tensor_parallel_size: 2"),
+        ("a.yaml", "base_model: gpt2\ncontext_parallel_size: '2'\n", "context_parallel_size: 2"),
+        ("a.yaml", "base_model: gpt2\nrl: ipo\n", "rl: ipo"),
+        ("a.yaml", "distributed_type: FSDP\nparallelism_config: {parallelism_config_tp_size: 2}\n", "tp_size: 2"),
+        ("ds.json", '{"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 4}}', "tensor_parallel: "),
+        ("l.yaml", "model_name_or_path: gpt2\nstage: dpo\nfinetuning_type: full\ncutoff_len: 64\n", "stage: dpo"),
+        ("t.sh", "torchrun -m torchtitan.train --parallelism.tensor_parallel_degree 2", "parallelism.tensor_parallel_degree: 2"),
+        ("t.toml", "[model]\n[training]\nseq_len=64\n[parallelism]\npipeline_parallel_degree=2", "pipeline_parallel_degree: 2"),
+        ("train.sh", "trl orpo --model_name_or_path gpt2", "trl orpo"),
+    ],
+)  # fmt: skip
+def test_a_file_of_a_job_that_is_not_modelled_is_refused_as_the_option_is(name: str, text: str, said_of: str) -> None:
+    with pytest.raises(UsageError, match=f"{re.escape(name)}: .*{re.escape(said_of)}.*is not modelled yet"):
+        complete(from_texts({name: text}), {"gpus": 8})
+
+
+def test_unused_parallelism_is_not_refused() -> None:
+    plan = "tensor_parallel_dim: 1\ntensor_parallel_plan: {_component_: torchtune.models.llama3.base_llama_tp_plan}\n"
+    model = "model: {_component_: torchtune.models.llama3_1.llama3_1_8b}\n"
+    assert complete(from_texts({"tune.yaml": model + plan}), {"gpus": 8}).options["model"]
+    axolotl = "base_model: gpt2\ntensor_parallel_size: 1\ncontext_parallel_size: 1\nrl:\n"
+    assert complete(from_texts({"a.yaml": axolotl}), {"gpus": 8}).options["model"] == "gpt2"
+
+
+def test_compiled_layers_of_torchtitan_with_some_checkpointed_are_refused_by_their_keys() -> None:
+    text = "[model]\nname='llama3'\nflavor='8B'\n[training]\nseq_len=64\n"
+    text += "[activation_checkpoint]\nmode='selective'\n[compile]\nenable=true\n"
+    found = from_texts({"t.toml": text})
+    with pytest.raises(
+        UsageError, match=r"t.toml: compile.enable is not modelled with activation_checkpoint.mode selective"
+    ):
+        complete(found, {"gpus": 8})
+    for given in ({"activation_checkpointing": "full"}, {"compile": "none"}):
+        assert complete(found, {"gpus": 8, **given}).options["model"] == "meta-llama/Llama-3.1-8B"
+    kept = complete(
+        from_texts({"t.toml": text.replace("[compile]", "selective_ac_option='op'\n[compile]")}), {"gpus": 8}
+    )
+    assert (kept.options["activation_checkpointing"], kept.options["compile"]) == ("selective", "layer")
