@@ -11,7 +11,7 @@ from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.model.tape import Op, Tape
 
-FINDS_NONE = ("fsdp1", "deepspeed")
+KEEP_ALL_TRAINABLE = ("fsdp1", "deepspeed")
 """Backends whose flat tensors contain gradients and optimizer state of every trainable parameter, with or without a gradient."""
 
 
@@ -22,7 +22,7 @@ def learned(profile: Profile, tape: Tape, plan: Plan) -> Profile:
     distributed/fsdp/_fully_shard/_fsdp_param_group.py, `post_backward`; optim/adamw.py, `_init_group`. The buckets of DDP, and the flat
     tensors of FSDP1 and DeepSpeed, contain parameters without gradient nevertheless.
     """
-    if plan.backend in FINDS_NONE or (plan.backend == "ddp" and plan.world_size > 1):
+    if plan.backend in KEEP_ALL_TRAINABLE or (plan.backend == "ddp" and plan.world_size > 1):
         return profile
     return _learned(profile, tape)
 
