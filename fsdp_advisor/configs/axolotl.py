@@ -25,6 +25,7 @@ _TOPICS = {
     "LoRA restarts": ("relora",),
     "kernels of adapters": ADAPTER_KERNELS,
     "quantized weights": ("gptq", "qat", "quantization"),
+    "norms in fp32, which are FSDP2 units of their own": ("fp32_norms", "fp32_norm_classes"),
     "experts in 4 or 8 bits, which axolotl packs itself; the estimate assumes 16 bits": ("quantize_moe_experts",),
     "kernels for experts; the estimate assumes transformers' grouped_mm": ("use_scattermoe", "use_sonicmoe"),
     "other losses": ("chunked_cross_entropy", "flash_attn_cross_entropy"),
@@ -244,7 +245,16 @@ def _adapters(found: Collector) -> None:
         "exclude_modules": found.take("lora_exclude_modules"),
         "trainable_token_indices": found.take("peft_trainable_token_indices"),
         "rank_pattern": found.take("lora_rank_pattern"),
+        "alpha_pattern": found.take("lora_alpha_pattern"),
+        "layer_replication": found.take("peft_layer_replication"),
+        "ensure_weight_tying": found.take("peft_ensure_weight_tying") or None,
+        "fan_in_fan_out": found.take("lora_fan_in_fan_out") or None,
+        "init_lora_weights": found.take("peft_init_lora_weights"),
     }
+    if active(found.peek("peft_autocast_adapter_dtype")):
+        found.take("peft_autocast_adapter_dtype")  # PEFT's default
+    else:
+        found.lacks("peft_autocast_adapter_dtype", "adapters in the base's dtype; the estimate has them in fp32")
     if found.flag("lora_target_linear"):
         config["target_modules"] = "all-linear"
     set_lora(found, config)

@@ -186,6 +186,29 @@ def test_keys_of_an_adapter_are_read_not_reported() -> None:
     assert {"adapter: qlora", "lora_r: 8", "load_in_4bit: True"} <= set(reading.read)
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("peft_autocast_adapter_dtype: false", "adapters in the base's dtype; the estimate has them in fp32"),
+        ("peft_autocast_adapter_dtype: true", None),
+        ("fp32_norms: true", "norms in fp32, which are FSDP2 units of their own"),
+        ("fp32_norms: false", None),
+    ],
+)
+def test_axolotls_dtypes_of_adapters_and_norms_are_reported(text: str, told: str | None) -> None:
+    lora = "base_model: gpt2, adapter: lora, lora_r: 8, lora_mlp_kernel: false"
+    (reading,) = from_texts({"axolotl.yaml": f"{{{lora}, {text}}}"}).readings
+    assert [told in note for note in reading.not_modelled if told] == [True] * bool(told)
+
+
+def test_axolotls_other_keys_of_lora_are_pefts() -> None:
+    lora = "base_model: gpt2, adapter: lora, lora_r: 8, bf16: true"
+    more = "peft_layer_replication: [[0, 2], [1, 3]], peft_ensure_weight_tying: true, lora_alpha_pattern: {q_proj: 4}"
+    peft, _, _ = adapted("axolotl.yaml", f"{{{lora}, {more}, peft_init_lora_weights: pissa}}")
+    layers = {"layer_replication": [[0, 2], [1, 3]], "ensure_weight_tying": True}
+    assert peft == {"peft_type": "LORA", "r": 8, "lora_dropout": 0.0, **layers}
+
+
 def test_layers_that_llama_factory_freezes_are_not_modelled() -> None:
     (reading,) = from_texts({"a.yaml": "{finetuning_type: freeze, freeze_trainable_layers: 2}"}).readings
     assert {item.partition(":")[0] for item in reading.not_modelled} >= {"finetuning_type", "freeze_trainable_layers"}
