@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
-from small_models import Case, small_models
+from small_models import Case, Configs, small_models
 
-CONFIGS = small_models(
-    vocabulary=1024, llama={"vocab_size": 1000}, mistral={"sliding_window": None}, gpt2={"vocab_size": 515, "n_positions": 256}
-)  # fmt: skip
+_DRAWN = [
+    json.loads(line)
+    for line in Path(__file__).with_name("drawn_adapters.jsonl").read_text(encoding="utf-8").splitlines()
+]
+"""Random jobs under plain PyTorch: model, method, engine, checkpointing, accumulation, dtypes and sizes were drawn independently."""
+CONFIGS: Configs = {
+    **small_models(
+        vocabulary=1024, llama={"vocab_size": 1000}, mistral={"sliding_window": None}, gpt2={"vocab_size": 515, "n_positions": 256}
+    ),
+    **{drawn["name"]: drawn["config"] for drawn in _DRAWN},
+}  # fmt: skip
 MODELS = ("llama", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "falcon", "gpt2", "bert", "t5")
 NEEDED: dict[str, dict[str, str]] = {  # options of methods without a default in PEFT, or of models without sdpa
     "mixtral": {"lora_target_modules": "q_proj,v_proj"},
@@ -107,4 +116,5 @@ MORE: list[Case] = [
     )),
     {"model": "gpt2", **ENGINES[0], "use_peft": "true", "load_in_4bit": "true", "lora_target_modules": "all-linear"},
     {"model": "gpt2", **ENGINES[1], "use_peft": "true", "load_in_4bit": "true", "activation_checkpointing": "full"},
+    *({"model": drawn["name"], **drawn["options"]} for drawn in _DRAWN),
 ]  # fmt: skip
