@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import replace
 from functools import lru_cache
 
-from fsdp_advisor.engines.wrapping import takes_root_apart, tape_wrap
+from fsdp_advisor.engines.wrapping import head_is_alone, takes_root_apart, tape_wrap
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotPolynomial, NotRecordable, UsageError
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.adaptation import may_adapt
@@ -153,13 +153,10 @@ def _with_loss(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
 def _gathered_head(plan: Plan, profile: Profile | None) -> GatheredHead:
     """The dtype in which TRL's loss gathers the head's weight; empty if FSDP2 gathers it.
 
-    The loss never calls the head. In a PeftModel accelerate finds no final norm, so the head is a unit by itself, and no module's
-    forward gathers it. Source: trl 1.16, trainer/utils.py, `_fused_forward`; accelerate/utils/fsdp_utils.py, fsdp2_prepare_model.
+    The loss never calls the head, so no module's forward gathers one that is a unit by itself. Source: trl 1.16, trainer/utils.py,
+    `_fused_forward`.
     """
-    if profile is None or plan.loss_code != "trl" or not takes_root_apart(plan) or plan.shard_degree == 1:
-        return ""
-    roles = {p.role for p in profile.root.parameters}
-    if not profile.adapter_parameters or "final_norm" in roles or "head" not in roles:
+    if profile is None or plan.loss_code != "trl" or not head_is_alone(profile, plan):
         return ""
     return "bfloat16" if plan.param_bytes == 2 else "float32"
 

@@ -72,6 +72,16 @@ def takes_root_apart(plan: Plan) -> bool:
     return plan.facts.splits_root_unit and plan.backend == "fsdp2"
 
 
+def head_is_alone(profile: Profile, plan: Plan) -> bool:
+    """Whether the head is a sharded unit by itself, which only its own forward gathers: accelerate finds no final norm in a PeftModel.
+
+    Source: accelerate/utils/fsdp_utils.py (1.15), _find_final_norm.
+    """
+    roles = {p.role for p in profile.root.parameters}
+    is_apart = takes_root_apart(plan) and plan.shard_degree > 1
+    return is_apart and bool(profile.adapter_parameters) and "head" in roles and "final_norm" not in roles
+
+
 def wrapping_for(profile: Profile, plan: Plan) -> Wrapping:
     """The units of a plan that are not single layers."""
     wrap = effective_wrap(profile, plan)

@@ -10,10 +10,12 @@ import pytest
 
 from fsdp_advisor import estimate
 from fsdp_advisor.engines.deepspeed.settings import settings_of
+from fsdp_advisor.engines.fsdp2.units import unit_warnings
 from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.engines.wrapping import EMBEDDING, HEAD, marked_units, wrapping_of
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
@@ -275,3 +277,18 @@ def test_accelerate_trains_weights_loaded_in_bf16_as_fp32_under_fsdp1() -> None:
 
     assert states("trainer", "bfloat16") == states("trainer", "float32") == states("torch", "float32")
     assert 1.9 < states("torch", "float32") / states("torch", "bfloat16") < 2.1
+
+
+@pytest.mark.parametrize(
+    ("framework", "loss", "fails"),
+    [("accelerate", "cce", True), ("trainer", "liger", True), ("torch", "cce", False), ("trl", "auto", False)],
+)
+def test_a_loss_that_finds_the_head_of_a_peft_model_sharded_is_warned_of(
+    framework: str, loss: str, *, fails: bool
+) -> None:
+    job = {"model": "meta-llama/Llama-3.1-8B", "gpus": 4, "strategy": "zero3", "backend": "fsdp2", "use_peft": True}
+    request = make_request({**job, "framework": framework, "loss": loss})
+    (plan,) = plans(request, seq_len=1024)
+    profile = resolve(request.model).adapted(adaptation_of(request)).profile
+    assert profile is not None
+    assert any("fails in this job" in warning for warning in unit_warnings(profile, plan)) == fails

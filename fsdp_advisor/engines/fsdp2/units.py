@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp_shards import shard_shape
 from fsdp_advisor.engines.units import buffers, per_unit, recorded_units, root_parts, summed, total_of_policy
-from fsdp_advisor.engines.wrapping import Wrapping, takes_root_apart, wrapping_for
+from fsdp_advisor.engines.wrapping import Wrapping, head_is_alone, takes_root_apart, wrapping_for
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
@@ -196,8 +196,15 @@ def _dtypes_refusal(profile: Profile, plan: Plan) -> UsageError | None:
 
 
 def unit_warnings(profile: Profile, plan: Plan) -> list[str]:
-    """Warnings about packed weights that are not sharded, and about the parameter whose padding costs every rank most."""
+    """Warnings about a head that a loss finds sharded, about packed weights that are not sharded, and about the parameter whose padding
+    costs every rank most.
+    """
     warnings = list(_padding_warnings(profile, plan.shard_degree))
+    if plan.loss_code in ("liger", "cce") and head_is_alone(profile, plan):
+        warnings.append(
+            f"--loss {plan.loss_code} fails in this job: it reads the head's weight without calling the head, which accelerate makes a "
+            "unit by itself in a PEFT model, so FSDP2 does not gather it; use --loss full, or --framework trl, whose loss gathers it"
+        )
     whole = profile.bytes_of(lambda p: 0 if is_sharded(p) else stored_bytes(plan, p))
     if whole and plan.shard_degree > 1:
         warnings.append(
