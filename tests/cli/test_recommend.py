@@ -171,7 +171,7 @@ BAD: dict[str, tuple[tuple[str, ...], str, str]] = {
         "gradient_accumulation_steps 8 makes it 128",
     ),
     "a margin above the whole": (("--margin", "120%"), "margin must be less than 1, not 120%",
-        "it is the fraction of the GPU's memory to leave free, as 0.08 or 8%"),
+        "it is the fraction of the GPU's memory to leave free for all but the allocator's cache, as 0.08 or 8%"),
     "no number of tokens": (("--tokens", "many"), "tokens must be a value such as 10e9 or 10B, not many",
         "it is the number of tokens to train on, such as 10e9 or 10B; the answer then has days and GPU hours"),
     "nothing to find": (("--find", "meaning"), "find must be gpus, batch, sequence or gpu-type, not meaning",
