@@ -1,9 +1,9 @@
 """Flagships of 2026 at full size: PyTorch's own step under fake tensors against the catalog's prediction: `flagships.py`.
 
 Every layer is built and wrapped. One sequence of 2,048 tokens trains on rank 0 of 64 in bf16-mixed, under FSDP2 and, if the model then fits
-on the largest GPU (B300), under DDP. The simulated peak of each phase is kept in flagships.csv, which a test compares with today's
-prediction. A model takes one to three minutes. Without names, models that have no line yet are simulated; `flagships.py NAME...` simulates
-these again.
+on the largest GPU (B300), under DDP; multimodal models then train on an image, too. The simulated peak of each phase is kept in
+flagships.csv, which a test compares with today's prediction. A model takes one to three minutes. Without names, models that have no line
+yet are simulated; `flagships.py NAME...` simulates these again.
 
 flagships.jsonl has rehearsals of the same jobs on B300, of flagships_campaign.jsonl, as CONTRIBUTING.md says.
 """
@@ -17,6 +17,7 @@ import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from fsdp_advisor.job.images import Images
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
 from fsdp_advisor.parallelism.mesh import Mesh
@@ -34,14 +35,14 @@ FIT_UNDER_DDP = (
     "HuggingFaceTB/SmolLM3-3B", "allenai/Olmo-3-1025-7B", "ibm-granite/granite-4.0-h-tiny", "Qwen/Qwen3-8B", "LiquidAI/LFM2-8B-A1B",
     "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
 )  # fmt: skip
-"""Language models whose DDP step fits on a GPU of 288 GB. Multimodal models fail under DDP in a step on text alone, because their towers
-get no gradient.
-"""
-CASES = [("fsdp2", model) for model in MODELS] + [("ddp", model) for model in FIT_UNDER_DDP]
+"""Language models whose DDP step fits on a GPU of 288 GB."""
+FIT_WITH_IMAGE = ("Qwen/Qwen3.5-9B",)
+"""Multimodal models whose DDP step fits. A step on text alone fails, because the tower gets no gradient: each sample has an image."""
+CASES = [("fsdp2", model) for model in MODELS] + [("ddp", model) for model in FIT_UNDER_DDP + FIT_WITH_IMAGE]
 _FSDP2 = Plan(
     strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=64), precision="bf16-mixed", micro_batch_size=1, seq_len=2048
 )
-PLANS = {"fsdp2": _FSDP2, "ddp": replace(_FSDP2, strategy="ddp", backend="ddp", mesh=Mesh(dp_replicate=64))}
+_DDP = replace(_FSDP2, strategy="ddp", backend="ddp", mesh=Mesh(dp_replicate=64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +68,23 @@ def read() -> list[Line]:
         return [Line(**{k: int(v) if k in phases else v for k, v in row.items()}) for row in csv.DictReader(file)]
 
 
+def plan_of(model: str, backend: str) -> Plan:
+    """The job of a case."""
+    images = Images(1, 768, 1024, 0) if backend == "ddp" and model in FIT_WITH_IMAGE else None
+    return replace(_DDP if backend == "ddp" else _FSDP2, images=images)
+
+
 def predicted(model: str, backend: str) -> tuple[str, dict[str, int]]:
-    """The attention and the peak of each phase, from the catalog's tapes."""
+    """The attention and the peak of each phase, from the catalog's tapes; with an image from a recording, cached or made now."""
     from fsdp_advisor.model.resolve import resolve
     from fsdp_advisor.rows import peak_of_step
     from fsdp_advisor.tapes import select_tape
 
-    found = resolve(model, allow_recording=False)
+    plan = plan_of(model, backend)
+    found = resolve(model, allow_recording=plan.images is not None)
     assert found.profile is not None
-    key, tape = select_tape(found, PLANS[backend])
-    return key.attention, peak_of_step(found.profile, tape, PLANS[backend]).phase_peaks
+    key, tape = select_tape(found, plan)
+    return key.attention, peak_of_step(found.profile, tape, plan).phase_peaks
 
 
 def simulated(model: str, backend: str, attention: str) -> Line:
@@ -87,7 +95,7 @@ def simulated(model: str, backend: str, attention: str) -> Line:
     entry = catalog.find(model)
     assert entry is not None
     source = TransformersSource(catalog.profile(entry).config, name=model, task=entry.task)
-    peaks = simulate(source, replace(PLANS[backend], attention=attention)).phase_peaks
+    peaks = simulate(source, replace(plan_of(model, backend), attention=attention)).phase_peaks
     return Line(model=model, backend=backend, attention=attention, **peaks)
 
 

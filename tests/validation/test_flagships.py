@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from flagships import CASES, Line, predicted, read
-from matrix import of_today
+from flagships import CASES, FIT_WITH_IMAGE, Line, predicted, read
+from matrix import in_turn, of_today
 
 from fsdp_advisor.validation import records
 from fsdp_advisor.validation.records import Record
@@ -25,7 +25,21 @@ def test_every_case_has_kept_peaks() -> None:
     assert [(line.backend, line.model) for line in LINES] == CASES
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line.model}-{line.backend}")
+WITH_IMAGE = [line for line in LINES if line.backend == "ddp" and line.model in FIT_WITH_IMAGE]
+
+
+@in_turn(1, of=3)
+@pytest.mark.parametrize("line", WITH_IMAGE, ids=lambda line: line.model)
+def test_prediction_with_an_image_equals_the_simulated_step(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert predicted(line.model, line.backend) == (line.attention, line.phase_peaks)
+
+
+@pytest.mark.parametrize(
+    "line", [one for one in LINES if one not in WITH_IMAGE], ids=lambda line: f"{line.model}-{line.backend}"
+)
 def test_prediction_equals_the_simulated_step_of_the_whole_model(line: Line) -> None:
     assert predicted(line.model, line.backend) == (line.attention, line.phase_peaks)
 
