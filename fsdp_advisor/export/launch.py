@@ -63,6 +63,25 @@ def program(consumer: Consumer, task: TrainingTask = "sft") -> str:
             assert_never(consumer)
 
 
+def torchtitan_line(plan: Plan) -> str:
+    """The command that starts torchtitan with the plan's batch and sharding. MODULE and CONFIG name the user's own function in Python.
+
+    Source: torchtitan 0.3.0, config/manager.py and config/configs.py. Checkpointing is an argument of that function.
+    """
+    resharded = "always" if plan.reshards else "never"
+    options = {
+        "training.local_batch_size": plan.micro_batch_size,
+        "training.global_batch_size": plan.global_batch_size,
+        "training.seq_len": plan.seq_len,
+        "parallelism.data_parallel_replicate_degree": plan.replica_degree,
+        "parallelism.data_parallel_shard_degree": plan.shard_degree,
+        "parallelism.fsdp_reshard_after_forward": resharded,
+    }
+    words = " ".join(f"--{name} {value}" for name, value in options.items())
+    start = f"torchrun --nnodes {plan.nnodes} --nproc-per-node {plan.ranks_per_node} -m torchtitan.train"
+    return f"{start} --module MODULE --config CONFIG {words}"
+
+
 def launch_script(job: Job, file_name: str, packages: tuple[str, ...], consumer: Consumer, target: str) -> str:
     """The text of a launch script. `target` is the export that writes the files next to it."""
     plan = job.plan

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from fsdp_advisor.advice.decision_tree import NO, UNKNOWN, YES
+from fsdp_advisor.export.launch import torchtitan_line
 from fsdp_advisor.render.advice_view import AdviceView, CandidateView, FindView, RuleView
 from fsdp_advisor.render.parts import ACTIVATIONS, STATES
 from fsdp_advisor.render.terminal import Column, Screen, bar, draw, fitting, legend, paint
@@ -218,6 +219,13 @@ def rule_text(rule: RuleView) -> str:
 
 def _launch(view: AdviceView, screen: Screen) -> str:
     """The commands, each on one line, so that they can be copied."""
+    if not view.launch_commands and view.winner is not None and view.winner.plan.facts.own_models:
+        plan = view.winner.plan
+        why = (
+            "No export target supports this plan: torchtitan's configuration is a function in Python. Start your own, CONFIG of MODULE, "
+            f"with activation checkpointing {plan.activation_checkpointing}:"
+        )
+        return f"{wrap(why, screen)}\n  {torchtitan_line(plan)}"
     if not view.launch_commands:
         return wrap("No export target supports this plan.", screen)
     lines = [view.launch_title, *(f"  {command}" for command in view.launch_commands)]

@@ -123,3 +123,18 @@ def test_launch_scripts_say_in_which_folder_they_start_the_script(tmp_path: Path
             (tmp_path, "the folder where it is submitted") if target == "sbatch" else (script.parent, "its own folder")
         )
         assert started == str(place) and any(f"in {words} and" in note for note in exported.notes)
+
+
+def test_torchtitans_line_has_its_options_and_reads_back_as_the_plan() -> None:
+    configs = pytest.importorskip("torchtitan.config.configs")
+    from fsdp_advisor.configs import from_texts
+    from fsdp_advisor.export.launch import torchtitan_line
+
+    of = plan("zero2", "fsdp2", framework="torchtitan", micro_batch_size=2, gradient_accumulation_steps=3)
+    line = torchtitan_line(of)
+    sections = {"training": configs.TrainingConfig, "parallelism": configs.ParallelismConfig}
+    words = [word[2:].split(".") for word in line.split() if word.startswith("--") and "." in word]
+    assert len(words) == 6 and all(hasattr(sections[section](), name) for section, name in words)
+    assert "--training.global_batch_size 48" in line
+    found = from_texts({"titan.sh": line}).options
+    assert (found["strategy"], found["gpus"], found["micro_batch_size"], found["seq_len"]) == ("zero2", 8, 2, 2048)
