@@ -117,8 +117,13 @@ def _cure(a: Side, b: Side, found: list[Difference], models: dict[str, Resolved]
 
 
 def best_row(report: Report) -> StrategyEstimate:
-    """The row to judge a job by: the fastest that fits, else the one that needs least."""
+    """The row to judge a job by: on one GPU plain PyTorch (DDP's row) if it fits, else the fastest that fits, else the one that needs
+    least.
+    """
     fitting = [row for row in report.estimates if row.fits]
+    plain = next((row for row in fitting if row.plan.strategy == "ddp" and row.plan.world_size == 1), None)
+    if plain is not None:
+        return plain
     if fitting:
         return max(fitting, key=lambda row: row.step.tokens_per_second_per_gpu if row.step else 0.0)
     return report.closest_row

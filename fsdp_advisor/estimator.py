@@ -20,7 +20,7 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
-from fsdp_advisor.model.experts import expert_notes
+from fsdp_advisor.model.experts import adapted_expert_notes, expert_notes
 from fsdp_advisor.model.kernels import compile_notes, fp8_notes, kernel_notes, liger_notes
 from fsdp_advisor.model.multimodal import trained_on_text
 from fsdp_advisor.model.profile import Profile
@@ -119,6 +119,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
             *memory_notes(gpu),
             *kernel_notes(profile),
             *expert_notes(request, profile),
+            *adapted_expert_notes(profile),
             *liger_notes(has_kernels=request.use_liger_kernel and profile is not None),
             *compile_notes(request.compile),
             *fp8_notes(request.fp8, request.compile),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_advisor.comparison import compare
+from fsdp_advisor.comparison import best_row, compare
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.render.comparison_text import comparison_text
@@ -92,3 +92,15 @@ def test_a_comparison_says_why_a_peak_is_unknown_and_nothing_about_options_not_g
     text = comparison_text(found)
     assert "which has 39.39 GiB: peak unknown (a bare parameter count does not tell the sizes of activations" in text
     assert not any("experts" in note for side in (found.a, found.b) for note in side.report.notes)
+
+
+def test_one_gpu_is_judged_by_plain_pytorch_if_it_fits() -> None:
+    """ZeRO-1 is faster, because it computes everything in bf16."""
+    from fsdp_advisor import estimate
+
+    report = estimate(model="Qwen/Qwen3-0.6B", gpu="rtx4090")
+    plain, zero1 = report.estimates[:2]
+    assert plain.step is not None and zero1.step is not None
+    assert zero1.fits and zero1.step.seconds < plain.step.seconds
+    assert best_row(report) is plain
+    assert best_row(estimate(model="Qwen/Qwen3-1.7B", gpu="rtx4090")).plan.strategy != "ddp"

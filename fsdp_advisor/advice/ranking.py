@@ -123,7 +123,15 @@ def _why_not(other: Candidate, winner: Candidate) -> str:
             else "it is as fast, but less simple"
         )
     if winner.numerics_gain > other.numerics_gain and own > chosen:
-        return f"{gain}, with other numerics"
+        equal = own * other.numerics_gain / (chosen * winner.numerics_gain) - 1
+        change = (
+            f"{equal:.0%} faster, within the model's error"
+            if equal >= 0.005
+            else f"{-equal:.0%} slower"
+            if equal <= -0.005
+            else "as fast"
+        )
+        return f"{gain} with everything in 16 bits; compared without autocast it is {change}"
     if own > chosen and other.choice.host_level != winner.choice.host_level:
         return f"{gain}, but it offloads, and the speed of hosts differs"
     if own > chosen:

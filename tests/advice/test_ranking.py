@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -77,7 +78,12 @@ def test_gpt2_on_8_gpus_trains_under_ddp_and_the_note_names_the_numerics() -> No
     assert advice.winner is not None and advice.winner.plan.strategy == "ddp"
     assert any("autocast" in note and "bf16" in note for note in advice.notes)
     assert advice.why_not_simpler is None
-    assert advice.faster is not None and advice.faster.why_not.endswith("faster, with other numerics")
+    assert advice.faster is not None
+    assert re.fullmatch(
+        r"it is \d+% faster with everything in 16 bits; compared without autocast it is "
+        r"(\d+% slower|\d% faster, within the model's error|as fast)",
+        advice.faster.why_not,
+    )
 
 
 @pytest.mark.parametrize("model", [GPT2, LLAMA, "google-bert/bert-base-uncased"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,8 @@ import pytest
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.experts import LOOPS, expert_notes
-from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.experts import LOOPS, adapted_expert_notes, expert_notes
+from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.tapes import tape_key_of
 
 MIXTURE, DENSE = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B"
@@ -52,6 +54,47 @@ def test_only_a_loop_over_experts_depends_on_their_tokens(model: str, options: d
 )
 def test_notes_say_what_the_options_change(model: str, options: dict[str, str], words: list[str]) -> None:
     notes = expert_notes(make_request({"model": model, **options}), profile(model))
+    assert len(notes) == len(words) and all(word in note for word, note in zip(words, notes, strict=True))
+
+
+def with_adapters(name: str, *modules: str, packed: bool) -> Profile:
+    """A frozen profile with an adapter on each module; the attention of its layers is packed in 4 bits if `packed`."""
+    frozen = profile(name)
+    adapters = tuple(Parameter(f"{module}.lora_A", (16, 64), role="adapter") for module in modules)
+    matrix = (4096, 4096)
+    attention = Parameter("q_proj", (prod(matrix) // 2, 1), trainable=False, role="quantized", matrix=matrix)
+    stacks = tuple(
+        replace(
+            stack,
+            units=tuple(
+                replace(
+                    unit,
+                    parameters=tuple(replace(p, trainable=False) for p in unit.parameters)
+                    + adapters
+                    + (attention,) * packed,
+                )
+                for unit in stack.units
+            ),
+        )
+        for stack in frozen.stacks
+    )
+    return replace(frozen, stacks=stacks)
+
+
+@pytest.mark.parametrize(
+    ("model", "modules", "packed", "words"),
+    [
+        (MIXTURE, ("self_attn.q_proj",), True, ["of the base is not quantized", "have no adapters"]),
+        (MIXTURE, ("self_attn.q_proj", "mlp.experts"), True, ["of the base is not quantized"]),
+        (MIXTURE, ("self_attn.q_proj",), False, ["have no adapters"]),
+        (DENSE, ("self_attn.q_proj",), True, []),
+        (MIXTURE, (), False, []),
+    ],
+)
+def test_notes_name_experts_without_quantization_or_adapters(
+    model: str, modules: tuple[str, ...], packed: bool, words: list[str]
+) -> None:
+    notes = adapted_expert_notes(with_adapters(model, *modules, packed=packed))
     assert len(notes) == len(words) and all(word in note for word, note in zip(words, notes, strict=True))
 
 
