@@ -57,7 +57,11 @@ def test_modules_are_those_of_pefts_mapping() -> None:
             {"bnb_4bit_quant_storage": "uint8", "strategy": "ddp"},
             "use --bnb-4bit-quant-storage bfloat16",
         ),
-        ("llamafactory", {"strategy": "zero3", "gpus": 8, "backend": "fsdp2"}, "its configuration has no FSDP"),
+        (
+            "llamafactory",
+            {"strategy": "zero3", "gpus": 8, "backend": "fsdp2"},
+            "its configuration cannot describe FSDP",
+        ),
         ("axolotl", {"backend": "fsdp1", "gpus": 8}, "it no longer supports FSDP1"),
     ],
 )
