@@ -244,7 +244,8 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops=88.2e12, fp16_flops=88.2e12, tf32_flops=44.1e12, fp32_flops=44.1e12, memory_bytes_per_s=672e9,
         architecture="ada", compute_capability=(8, 9), multiprocessors=66, gpus_per_node=4,
         intra_node=via.PCIE_4_X16, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
-        source="NVIDIA product page: 8448 cores at 2610 MHz, 21 Gb/s; tensor: 2 and 1 x fp32, as the RTX 4080",
+        source="gist.github.com/bigsnarfdude/946229ab3cfaab6c1c553654fb0a465a: 66 multiprocessors at 2610 MHz; huggingface.co/hardware: "
+        "44.1 TF fp32; tables of cards: 256 bits, 672 GB/s; tensor: 2 and 1 x fp32, as the RTX 4080",
     ),
     Gpu(
         name="RTX-4070-Ti", full_name="NVIDIA GeForce RTX 4070 Ti", aliases=("4070 Ti", "RTX 4070 Ti 12GB"),
@@ -260,8 +261,9 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=_gib(15.57), nominal_memory_bytes=16 * GIB, memory_source=_LOG + "Linux, torch 2.7, 15.572 GiB",
         bf16_flops=44.1e12, fp16_flops=44.1e12, tf32_flops=22.1e12, fp32_flops=22.1e12, memory_bytes_per_s=288e9,
         architecture="ada", compute_capability=(8, 9), multiprocessors=34, gpus_per_node=4,
-        intra_node=via.PCIE_4_X16, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
-        source="NVIDIA product page: 4352 cores at 2535 MHz, 18 Gb/s; tensor: 2 and 1 x fp32, as the RTX 4080",
+        intra_node=via.PCIE_4_X8, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
+        source="thefpsreview.com/?p=133840: 34 multiprocessors, 4352 cores at 2535 MHz, 18 Gb/s; "
+        "cputronic.com/gpu/nvidia-geforce-rtx-4060-ti-16-gb: 22.06 TF fp32, PCIe 4 x8; tensor: 2 and 1 x fp32, as the RTX 4080",
     ),
     Gpu(
         name="L4", full_name="NVIDIA L4", aliases=("L4-24GB",),
@@ -369,7 +371,8 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops=835.5e12, fp16_flops=835.5e12, tf32_flops=417.5e12, fp32_flops=60e12, memory_bytes_per_s=4.8e12,
         architecture="hopper", compute_capability=(9, 0), multiprocessors=132, gpus_per_node=8,
         intra_node=via.PCIE_5_X16, inter_node=via.ETHERNET_100G.shared_by(8), node_source=_SERVER,
-        source="NVIDIA H200 datasheet (bridges join two or four by NVLink; the table counts on PCIe)",
+        source="nvidia.com/en-us/data-center/h200, H200 NVL (halved: it prints sparse rates; bridges join two or four by NVLink, the "
+        "table counts on PCIe); 132 multiprocessors as the driver prints",
     ),
     Gpu(
         name="GH200", full_name="NVIDIA GH200 96GB", aliases=("GH200-96GB", "GH200 480GB"),
@@ -488,7 +491,8 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops=26.3e12, fp16_flops=26.3e12, tf32_flops=13.2e12, fp32_flops=13.2e12, memory_bytes_per_s=320e9,
         architecture="blackwell", compute_capability=(12, 0), multiprocessors=20, gpus_per_node=4,
         intra_node=via.PCIE_5_X8, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
-        source="NVIDIA product page: 2560 cores at 2572 MHz, 20 Gb/s; tensor: 2 and 1 x fp32, as the RTX 5080",
+        source="io-tech.fi on NVIDIA's announcement: 20 multiprocessors, 2560 cores at 2570 MHz, 20 Gb/s; tweakers.net/nieuws/236558: "
+        "PCIe 5 x8; hmc-tech.com/gpu/nvidia-geforce-rtx-5050: bf16 26.3 TF, 2 x fp32",
     ),
     Gpu(
         name="RTX-PRO-6000", full_name="NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
@@ -507,7 +511,8 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops=438.9e12, fp16_flops=438.9e12, tf32_flops=219.4e12, fp32_flops=109.7e12, memory_bytes_per_s=1792e9,
         architecture="blackwell", compute_capability=(12, 0), multiprocessors=188, gpus_per_node=4,
         intra_node=via.PCIE_5_X16, inter_node=via.ETHERNET_10G.shared_by(4), node_source=_WORKSTATION,
-        source="NVIDIA RTX PRO 6000 Blackwell Max-Q datasheet: 3511 AI TOPS (fp4, sparse), of which bf16 is an eighth",
+        source="NVIDIA datasheet workstation-datasheet-blackwell-rtx-pro-6000-max-q-nvidia-3519233.pdf, as others cite it: 3511 AI TOPS "
+        "(fp4, sparse), of which bf16 is an eighth, 110 TF fp32, 1792 GB/s; 24064 cores as the other editions",
     ),
     Gpu(
         name="RTX-PRO-6000-Server", full_name="NVIDIA RTX PRO 6000 Blackwell Server Edition",
@@ -583,7 +588,8 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops=2306.9e12, fp16_flops=2306.9e12, fp32_flops=144.2e12, memory_bytes_per_s=8.0e12,
         architecture="cdna4", runtime="rocm", compute_capability=(9, 5), multiprocessors=256, gpus_per_node=8,
         intra_node=via.XGMI_MI355X, inter_node=via.ROCE_400G, node_source="assumed: one 400 Gb/s adapter per GPU",
-        source="AMD Instinct MI350X specifications: 2.3 PF, of which the digits are 1024 cores x 512 FMA x 2200 MHz",
+        source="AMD CDNA 4 white paper, table 2: 2.3 PF, of which the digits are 1024 cores x 512 FMA x 2200 MHz, 144.2 TF fp32, 8 TB/s; "
+        "rocm.docs.amd.com, GPU specifications: 256 compute units, 288 GiB",
     ),
     Gpu(
         name="MI355X", full_name="AMD Instinct MI355X", aliases=("MI355", "MI355X-288GB"),

@@ -80,6 +80,10 @@ PCIE_4_X16 = Link(
     name="PCIe 4 x16", kind="pcie", bytes_per_s=16e9 * 16 * 128 / 130 / 8, latency_s=_NCCL_PCIE_S,
     source="PCI-SIG: 16 GT/s per lane, 128b/130b" + _NCCL,
 )
+PCIE_4_X8 = Link(
+    name="PCIe 4 x8", kind="pcie", bytes_per_s=16e9 * 8 * 128 / 130 / 8, latency_s=_NCCL_PCIE_S,
+    source="PCI-SIG: 16 GT/s per lane, 128b/130b, 8 lanes" + _NCCL,
+)
 PCIE_5_X16 = Link(
     name="PCIe 5 x16", kind="pcie", bytes_per_s=32e9 * 16 * 128 / 130 / 8, latency_s=_NCCL_PCIE_S,
     source="PCI-SIG: 32 GT/s per lane, 128b/130b" + _NCCL,
@@ -145,7 +149,7 @@ EFA_3200G = Link(name="EFA 3200 Gb/s", kind="efa", bytes_per_s=3200e9 / 8, sourc
 
 LINKS: tuple[Link, ...] = (
     NVLINK_2, NVLINK_3, NVLINK_3_A800, NVLINK_4, NVLINK_4_H800, NVLINK_5,
-    PCIE_3_X16, PCIE_4_X16, PCIE_5_X16, PCIE_5_X8,
+    PCIE_3_X16, PCIE_4_X16, PCIE_4_X8, PCIE_5_X16, PCIE_5_X8,
     XGMI_MI210, XGMI_MI250X, XGMI_MI300X, XGMI_MI300A, XGMI_MI355X,
     ETHERNET_10G, ETHERNET_25G, ETHERNET_100G, SLINGSHOT_200G,
     INFINIBAND_HDR, INFINIBAND_NDR, INFINIBAND_XDR, ROCE_200G, ROCE_400G,
