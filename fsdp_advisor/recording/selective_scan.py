@@ -16,8 +16,8 @@ from fsdp_advisor.recording.causal_conv1d import empty, gradients_of_causal_conv
 CHUNK = 2048
 """Tokens after which the kernel stores the state. Source: csrc/selective_scan/selective_scan.cpp, `n_chunks`."""
 FLOPS = 9
-"""Floating-point operations of the forward per token and element of the state. Source: the count of mamba's authors, state-spaces/mamba
-issue 110; its backward is counted as twice as many.
+"""Floating-point operations of the forward per token and element of the state. Source: the count of mamba's authors,
+github.com/state-spaces/mamba/issues/110. The backward is assumed to have twice as many.
 """
 
 
