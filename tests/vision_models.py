@@ -28,11 +28,11 @@ MODELS: dict[str, tuple[dict[str, Any], Images]] = {
         Images(1, 224, 308, 0),
     ),
     "qwen2_5_vl": (
-        {"vision_config": QWEN_TOWER | {"out_hidden_size": 512, "fullatt_block_indexes": [2]}, "text_config": WIDE},
+        {"vision_config": QWEN_TOWER | {"out_hidden_size": 512, "depth": 12, "fullatt_block_indexes": [2, 5, 8, 11]}, "text_config": WIDE},
         Images(2, 224, 308, 0),
     ),
     "qwen3_vl": (
-        {"vision_config": QWEN_TOWER | {"depth": 4, "deepstack_visual_indexes": [0, 2]}, "text_config": TEXT},
+        {"vision_config": QWEN_TOWER | {"depth": 11, "deepstack_visual_indexes": [2, 7]}, "text_config": TEXT},
         Images(1, 256, 320, 0),
     ),
     "qwen3_5": (

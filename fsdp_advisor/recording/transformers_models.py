@@ -20,6 +20,7 @@ from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotRecordable, Un
 from fsdp_advisor.model.tape_key import TapeCheckpointing
 from fsdp_advisor.recording.checkpointing import arguments as checkpointing_arguments
 from fsdp_advisor.recording.inputs import batch_of_task
+from fsdp_advisor.recording.positions import keep_positions, mark_positions
 from fsdp_advisor.recording.roles import is_norm
 from fsdp_advisor.recording.source import LayerStack, RootModules
 
@@ -126,6 +127,7 @@ class TransformersSource:
                 _untie_head(model)
         for module in model.modules():
             setattr(module, "_is_hf_initialized", True)  # noqa: B010  # transformers' own mark, unknown to nn.Module
+        mark_positions(model)
         return model.train()
 
     def stacks(self, module: nn.Module) -> list[LayerStack]:
@@ -155,6 +157,7 @@ class TransformersSource:
                 for inner in layers[index].modules():
                     if hasattr(inner, "layer_idx"):
                         setattr(inner, "layer_idx", position)  # noqa: B010  # transformers' own attribute, unknown to nn.Module
+            keep_positions(parent, indices)
             of_others = [
                 c for c in own.values() if c is not own[path]
             ]  # a vision tower may be as deep as the text model

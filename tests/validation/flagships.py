@@ -36,7 +36,7 @@ FIT_UNDER_DDP = (
     "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
 )  # fmt: skip
 """Language models whose DDP step fits on a GPU of 288 GB."""
-FIT_WITH_IMAGE = ("Qwen/Qwen3.5-9B",)
+FIT_WITH_IMAGE = ("Qwen/Qwen3.5-9B", "Qwen/Qwen3-VL-8B-Instruct")
 """Multimodal models whose DDP step fits. A step on text alone fails, because the tower gets no gradient: each sample has an image."""
 CASES = [("fsdp2", model) for model in MODELS] + [("ddp", model) for model in FIT_UNDER_DDP + FIT_WITH_IMAGE]
 _FSDP2 = Plan(
