@@ -88,8 +88,8 @@ def _with_fused_loss(search: Search, change: Mapping[str, str] | None = None) ->
         least = row.fused_loss_peak_bytes + device_overhead(evaluator.gpu, smallest.plan).middle_bytes
         if least <= evaluator.available_bytes < smallest.known_bytes:
             because = (
-                f"a loss that never has all logits saves up to {format_gib(saved)} of what {smallest.label} needs: "
-                f"{format_gib(least)} are left without fragmentation and the loss's tiles"
+                f"with a loss that never has all logits, {smallest.label} needs {format_gib(least)} ({format_gib(saved)} less) plus"
+                " fragmentation and the loss's tiles"
             )
             yield Remedy(options={**(change or {}), "loss": option}, because=because + _host_text(smallest))
             return
