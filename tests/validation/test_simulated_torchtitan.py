@@ -88,7 +88,7 @@ def test_the_default_loss_holds_an_eighth_of_the_logits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "liger"}, "no loss liger"),
+        ({"loss": "liger"}, "does not accept --loss liger"),
         ({"use_peft": "true"}, "adapters"),
         ({"strategy": "ddp"}, "no strategy ddp"),
         ({"backend": "fsdp1"}, "no backend fsdp1"),
