@@ -111,7 +111,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
         adapters=Adapters(method=method, parameters=profile.adapter_parameters)
         if profile and (method := model.adaptation.method)
         else None,
-        adapted_modules=profile.adapted_modules if profile and not _names_modules(model) else (),
+        adapted_modules=profile.adapted_modules if profile and not model.adaptation.names_modules else (),
         packed=model.packed,
         notes=(
             *(note for note in model.notes if not (images and note == text_note)),
@@ -131,11 +131,6 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
             *ignored_in_estimate(request),
         ),
     )
-
-
-def _names_modules(model: Resolved) -> bool:
-    """Whether the settings of the adapters name the modules or parameters that get them."""
-    return bool({"target_modules", "target_parameters"} & set(model.adaptation.peft))
 
 
 def _possible(wanted: Sequence[Plan], profile: Profile | None) -> tuple[list[Plan], list[str]]:

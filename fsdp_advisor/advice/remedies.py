@@ -13,7 +13,7 @@ from fsdp_advisor.advice.result import Remedy
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.sweeps import Sweep
 from fsdp_advisor.job.choices import Loss
-from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.losses import losses_without_logits
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.model.liger import LIGER_LOSSES
 from fsdp_advisor.model.tasks import task_of
@@ -98,11 +98,11 @@ def _with_fused_loss(search: Search, change: Mapping[str, str] | None = None) ->
 def _fused_loss(search: Search) -> Loss | None:
     """The `--loss` with which the model never has all logits; None if it has none, or uses it."""
     base, profile = search.base, search.evaluator.model.profile
-    if profile is None or profile.task != "causal-lm" or base.task != "sft" or base.loss_code != "full":
+    if profile is None:
         return None
-    if FRAMEWORKS[base.framework].default_loss == "torchtitan":
-        return "chunked"
-    return "liger" if profile.config.get("model_type") in LIGER_LOSSES else "cce"
+    losses = losses_without_logits(base.loss_code, base.framework, base.task, profile.task)
+    has_liger = profile.config.get("model_type") in LIGER_LOSSES
+    return next((loss for loss in losses if loss != "liger" or has_liger), None)
 
 
 def _with_a_larger_host(sweep: Sweep, fits: str) -> Iterator[Remedy]:

@@ -109,7 +109,7 @@ def _unrecorded(plan: Plan, request: EstimateRequest, model: Resolved) -> Job:
     """The job of a plan without any figure."""
     gpu, _ = gpu_of(request)
     adaptation = launched(request).on_checkpoint(model.packed)
-    if adaptation.method == "LORA" and not {"target_modules", "target_parameters"} & set(adaptation.peft):
+    if adaptation.method == "LORA" and not adaptation.names_modules:
         adaptation = replace(
             adaptation, peft={**adaptation.peft, "target_modules": ["PEFT's"]}
         )  # known once it is recorded

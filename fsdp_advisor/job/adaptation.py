@@ -84,6 +84,11 @@ class Adaptation:
         return str(self.peft["peft_type"]).upper() if self.peft else None
 
     @property
+    def names_modules(self) -> bool:
+        """Whether the settings of the adapters name the modules or parameters that get them."""
+        return bool({"target_modules", "target_parameters"} & set(self.peft))
+
+    @property
     def text(self) -> str:
         """The adaptation in words, empty if there is none.
 

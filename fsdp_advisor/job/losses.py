@@ -37,6 +37,15 @@ def loss_code(request: EstimateRequest) -> LossCode:
     return "trl" if loss == "chunked" else loss
 
 
+def losses_without_logits(
+    loss: LossCode, framework: Framework, task: TrainingTask, model_task: str | None
+) -> tuple[Loss, ...]:
+    """The values of `--loss` with which a step that computes `loss` would never have all logits; none if it has no others."""
+    if loss != "full" or task != "sft" or model_task != "causal-lm":
+        return ()
+    return ("chunked",) if FRAMEWORKS[framework].default_loss == "torchtitan" else ("liger", "cce")
+
+
 def usual_loss(framework: Framework, task: TrainingTask, *, use_liger_kernel: bool) -> LossCode:
     """The implementation that the framework runs if no loss is chosen."""
     usual = FRAMEWORKS[framework].default_loss

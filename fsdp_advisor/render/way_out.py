@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fsdp_advisor.assumptions import SHARDED_STORAGE, stores_frozen_base_in_fp32
 from fsdp_advisor.job.compatibility import OFFLOADS
-from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.losses import losses_without_logits
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_gib
 
@@ -52,11 +52,10 @@ def _loss(report: Report, known: Sequence[StrategyEstimate]) -> list[str]:
     """The option of a loss that never has all logits, if these take much of a GPU at the peak of the row that needs least."""
     request, row = report.request, min(known, key=lambda row: row.known_bytes)
     loss_bytes = (row.at_peak or {}).get("loss", 0)
-    is_whole = row.plan.loss_code == "full" and report.task == "causal-lm" and request.task == "sft"
-    if not is_whole or loss_bytes < LARGE_LOSS * report.gpu_memory_bytes:
+    losses = losses_without_logits(row.plan.loss_code, request.framework, request.task, report.task)
+    if not losses or loss_bytes < LARGE_LOSS * report.gpu_memory_bytes:
         return []
-    names = "chunked" if FRAMEWORKS[request.framework].default_loss == "torchtitan" else "liger or cce"
-    return [f"--loss {names} (less than the {format_gib(loss_bytes)} of whole logits)"]
+    return [f"--loss {' or '.join(losses)} (less than the {format_gib(loss_bytes)} of whole logits)"]
 
 
 def _offload(report: Report, known: Sequence[StrategyEstimate]) -> list[str]:
