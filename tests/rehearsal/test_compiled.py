@@ -73,7 +73,7 @@ OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
             ),
             ("llama as a whole, half", (_job("llama", "single", "bf16"), {"compile": "model", "memory_budget": 0.5})),
         ],
-        days=6,
+        days=5,
     )
 )
 """Jobs, and other options of the compiler."""
@@ -104,13 +104,13 @@ def test_whole_models_and_memory_budgets_need_what_is_predicted(
 SHARDED: dict[str, Any] = {"strategy": "zero3", "backend": "fsdp2"}
 TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
     taken(
-        [("the Trainer, sharded and checkpointed", ({"fsdp": True, "checkpointing": True}, SHARDED))],
         [
-            ("the Trainer, sharded", ({"fsdp": True}, SHARDED)),
+            ("the Trainer, sharded and checkpointed", ({"fsdp": True, "checkpointing": True}, SHARDED)),
             ("the Trainer in DDP", ({}, {})),
             ("accelerate, sharded", ({"library": "accelerate", "fsdp": True}, {**SHARDED, "framework": "accelerate"})),
         ],
-        days=6,
+        [("the Trainer, sharded", ({"fsdp": True}, SHARDED))],
+        days=3,
     )
 )
 """Whole models on two ranks that the Trainer or accelerate compiles: settings of the script, and options."""
