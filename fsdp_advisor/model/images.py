@@ -54,9 +54,14 @@ def layout_of(config: Mapping[str, Any], images: Images) -> Layout:
     model_type = str(config.get("model_type"))
     family = _FAMILIES.get(model_type)
     if family is None:
+        if not any("vision" in key or "image" in key for key in config):
+            raise UsageError(
+                f"the configuration of this {model_type} model has no vision encoder",
+                hint="leave --images-per-sample out",
+            )
         known = ", ".join(sorted(_FAMILIES))
         raise UsageError(
-            f"it is not known how a model of type {model_type} reads images, if it reads any",
+            f"it is not known how a model of type {model_type} reads images",
             hint=f"leave --images-per-sample out, or use fsdp-advisor rehearse on your script; known types: {known}",
         )
     if not images.height and not family.has_own_size:

@@ -37,7 +37,7 @@ def test_fixed_images_need_no_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "message"), [("qwen2_5_vl", "depends on its size"), ("llama", "if it reads any")]
+    ("model_type", "message"), [("qwen2_5_vl", "depends on its size"), ("llama", "has no vision encoder")]
 )
 def test_images_that_cannot_be_laid_out_are_refused(model_type: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
