@@ -28,12 +28,12 @@ def in_turn(turn: int, of: int) -> pytest.MarkDecorator:
 
 
 def of_today(cases: Sequence[T], days: int) -> Sequence[T]:
-    """The cases that have their turn today, so that all are run within `days` days; all of them with `CASES=all`. Fewer cases than days
-    take fewer days, so that there is a case each day. In a test that is run `in_turn(..., of)`, choose `days` without a divisor in common
-    with `of`: otherwise some cases never have their turn.
+    """The cases that have their turn today, so that all are run within `days` days; all of them with `CASES=all`. Of fewer cases than
+    days, there is one each day. In a test that is run `in_turn(..., of)`, choose `days` without a divisor in common with `of`:
+    otherwise some cases never have their turn.
     """
-    days = max(1, min(days, len(cases)))
-    return cases if ALL else cases[DAY % days :: days]
+    turn = DAY % days
+    return cases if ALL or not cases else cases[turn::days] or [cases[turn % len(cases)]]
 
 
 def examples(count: int) -> int:
