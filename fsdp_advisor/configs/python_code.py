@@ -355,5 +355,7 @@ def _adapted_calls(found: Collector, calls: Mapping[str, Mapping[str, Any]]) -> 
         set_lora(found, {"r": 8, "lora_alpha": 8, **calls[name]})
     elif name is not None:
         set_peft_config(found, METHODS[name], calls[name])
+    if calls.get("get_peft_model", {}).get("autocast_adapter_dtype") is False:
+        found.omits("autocast_adapter_dtype=False (adapters in the base's dtype; the estimate has them in fp32)")
     if "BitsAndBytesConfig" in calls:
         set_quantization(found, calls["BitsAndBytesConfig"])

@@ -41,8 +41,12 @@ TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM", "sequence-
 QUANTIZATION_OPTIONS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
 """The options that describe how bitsandbytes stores a base in 4 bits."""
 
-_OF_A_FILE = ("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version", "runtime_config")
-"""Keys of an adapter_config.json that describe a saved adapter, not its training, and `runtime_config`, which PEFT ignores in a file."""
+_OF_A_FILE = (
+    "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version", "runtime_config", "autocast_adapter_dtype",
+)  # fmt: skip
+"""Keys of an adapter_config.json that describe a saved adapter, not its training, and two that PEFT ignores in a file: `runtime_config`
+and `autocast_adapter_dtype`. Source: peft 0.21, config.py, `from_peft_type`; mapping_func.py, `get_peft_model`.
+"""
 _WITHOUT_EFFECT = (*_OF_A_FILE, "lora_alpha", "alpha_pattern")
 """Keys that change no tensor of a training step."""
 _INITIALIZATIONS = ("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
@@ -219,6 +223,12 @@ def _peft_config(request: EstimateRequest) -> dict[str, Any]:
                 hint="change the value in the configuration file",
             )
         values = json.loads(request.peft_config)
+        if values.get("autocast_adapter_dtype") is False:
+            raise UsageError(
+                "autocast_adapter_dtype is no key of an adapter_config.json but an argument of get_peft_model: PEFT leaves it out with a "
+                "warning, and adapters stay in fp32. Adapters in the base's dtype are not modelled",
+                hint="leave it out; the estimate then has adapters in fp32, which PEFT's default makes of them",
+            )
         dropped = (*_WITHOUT_EFFECT, *_INITIALIZATIONS)
         return {k: v for k, v in values.items() if k not in dropped and v is not None}
     if not request.use_peft:

@@ -237,3 +237,12 @@ def test_axolotls_experts_are_read_or_reported(text: str, told: str | None) -> N
     (reading,) = found.readings
     assert not reading.ignored and [told in note for note in reading.not_modelled if told] == [True] * bool(told)
     assert found.options.get("experts_implementation", "grouped_mm") == ("grouped_mm" if told else "eager")
+
+
+def test_a_script_that_keeps_adapters_in_the_bases_dtype_is_reported() -> None:
+    text = """
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained("gpt2"), LoraConfig(r=8), autocast_adapter_dtype=False)
+    arguments = TrainingArguments(output_dir="out", bf16=True)
+    """
+    (reading,) = from_texts({"train.py": dedent(text)}).readings
+    assert [note for note in reading.not_modelled if "autocast_adapter_dtype=False" in note]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.fields import as_query, as_words
 from fsdp_advisor.job.parsing import make_request
@@ -48,3 +49,11 @@ def test_a_file_that_is_no_adapter_config_is_refused(name: str, text: str | None
         (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=name):
         with_files_read({"peft_config": str(tmp_path / name)})
+
+
+def test_an_adapter_config_that_keeps_adapters_in_the_bases_dtype_is_refused() -> None:
+    given = {"model": "gpt2", "peft_config": {**CONFIG, "autocast_adapter_dtype": False}}
+    with pytest.raises(UsageError, match="argument of get_peft_model"):
+        adaptation_of(make_request(given))
+    usual = {**given, "peft_config": {**CONFIG, "autocast_adapter_dtype": True}}
+    assert adaptation_of(make_request(usual)) == adaptation_of(make_request({**given, "peft_config": CONFIG}))
