@@ -144,16 +144,17 @@ def _images(found: Collector) -> None:
         found.assume("images of image_size; images_per_sample says how many a sample has")
 
 
-_LIGER_KERNELS = ("liger_rope", "liger_rms_norm", "liger_glu_activation")
+LIGER_KERNELS = ("liger_rope", "liger_rms_norm", "liger_glu_activation")
+"""axolotl's keys for the kernels of `use_liger_kernel`."""
 _LOSS_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")
 
 
 def _loss(found: Collector) -> None:
     """Set the loss from axolotl's plugins. Source: integrations/{liger,cut_cross_entropy}/args.py; cut_cross_entropy's default is true."""
     plugins = [str(name).rpartition(".")[2] for name in found.peek("plugins") or ()]
-    has_kernels = all(truth(found.peek(name)) for name in _LIGER_KERNELS)
+    has_kernels = all(truth(found.peek(name)) for name in LIGER_KERNELS)
     if has_kernels:
-        for name in (*_LIGER_KERNELS, "liger_layer_norm"):
+        for name in (*LIGER_KERNELS, "liger_layer_norm"):
             found.flag(name)
         found.options["use_liger_kernel"] = True
     has_loss = found.flag("liger_fused_linear_cross_entropy")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdp_advisor.configs.axolotl import LIGER_KERNELS
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.losses import LossCode
@@ -17,10 +18,6 @@ LIGER_LOSS_ALONE = {
     **dict.fromkeys(("rope", "rms_norm", "layer_norm", "swiglu", "geglu"), False),
 }
 """The keywords with which Liger replaces the loss and no other kernel."""
-
-
-AXOLOTL_KERNELS = ("liger_rope", "liger_rms_norm", "liger_glu_activation")
-"""axolotl's keys for the kernels of `use_liger_kernel`."""
 
 
 def loss_limit(job: Job, *possible: LossCode) -> str | None:
@@ -88,7 +85,7 @@ def axolotl_keys(job: Job) -> dict[str, Any]:
     if packages(job):
         plugins.append("axolotl.integrations.liger.LigerPlugin")
     if job.plan.use_liger_kernel:
-        keys |= dict.fromkeys(AXOLOTL_KERNELS, True)
+        keys |= dict.fromkeys(LIGER_KERNELS, True)
     if job.plan.loss_code == "liger":
         keys["liger_fused_linear_cross_entropy"] = True
     if job.plan.loss_code == "cce":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fsdp_advisor.errors import UsageError, assert_never
@@ -268,35 +269,8 @@ def _check_torchtitan(plan: Plan) -> None:
 
 
 def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_len: int) -> Plan:
-    able = OFFLOADS[offload].get(strategy, ())
-    if not able:
-        with_it = ", ".join(OFFLOADS[offload])
-        raise UsageError(
-            f"strategy {strategy} cannot offload {offload}", hint=f"offload {offload} works with: {with_it}"
-        )
-    known = FRAMEWORKS[request.framework].backends
-    if request.backend not in ("auto", *known):
-        raise UsageError(
-            f"framework {request.framework} has no backend {request.backend}",
-            hint=f"use --backend {' or '.join(known)}, or --framework torch",
-        )
-    if not any(b in known for b in able):
-        raise UsageError(
-            f"framework {request.framework} has no strategy {strategy}",
-            hint=f"{strategy} needs backend {' or '.join(able)}: use --framework torch",
-        )
-    backend = request.backend
-    if backend == "auto":
-        open_ones = [b for b in able if b in known]
-        usual = [b for b in open_ones if b in _backends(request, offload)]
-        if unable_backends(
-            request.optim, request.framework
-        ):  # the usual backend is excluded, and the next one may have other limits
-            usual = [b for b in usual if not _combination_refusal(request, strategy, b)]
-        backend = next(iter(usual), open_ones[0])
-    if backend not in able:
-        what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
-        raise UsageError(f"backend {backend} has no {what}", hint=f"{what} needs backend {' or '.join(able)}")
+    """The plan of a row. Raises UsageError for a combination that is refused."""
+    backend = _backend_of(request, strategy, offload)
     refused = _combination_refusal(request, strategy, backend) or optimizer_refusal(
         request.optim, backend, offload, request.framework
     )
@@ -321,6 +295,48 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
     if (refused := refused_compile(plan) or refused_fp8(plan) or refused_tiled_mlp(plan)) is not None:
         raise refused
     return plan
+
+
+def _backend_of(request: EstimateRequest, strategy: Strategy, offload: Offload) -> Backend:
+    """The backend of a row: the one that the request names, or else the framework's usual one for the strategy. Raises UsageError if the
+    framework or the backend lacks the strategy or its offload.
+    """
+    able = OFFLOADS[offload].get(strategy, ())
+    if not able:
+        with_it = ", ".join(OFFLOADS[offload])
+        raise UsageError(
+            f"strategy {strategy} cannot offload {offload}", hint=f"offload {offload} works with: {with_it}"
+        )
+    known = FRAMEWORKS[request.framework].backends
+    if request.backend not in ("auto", *known):
+        raise UsageError(
+            f"framework {request.framework} has no backend {request.backend}",
+            hint=f"use --backend {' or '.join(known)}, or --framework torch",
+        )
+    possible = [b for b in able if b in known]
+    if not possible:
+        raise UsageError(
+            f"framework {request.framework} has no strategy {strategy}",
+            hint=f"{strategy} needs backend {' or '.join(able)}: use --framework torch",
+        )
+    if request.backend == "auto":
+        return _usual_backend(request, strategy, offload, possible)
+    if request.backend not in able:
+        what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
+        raise UsageError(f"backend {request.backend} has no {what}", hint=f"{what} needs backend {' or '.join(able)}")
+    return request.backend
+
+
+def _usual_backend(
+    request: EstimateRequest, strategy: Strategy, offload: Offload, possible: Sequence[Backend]
+) -> Backend:
+    """The first possible backend that the request's other options allow, or else the first one."""
+    usual = [b for b in possible if b in _backends(request, offload)]
+    if unable_backends(
+        request.optim, request.framework
+    ):  # the next backend may have limits that the first does not have
+        usual = [b for b in usual if not _combination_refusal(request, strategy, b)]
+    return next(iter(usual), possible[0])
 
 
 _OF_THE_REQUEST = (

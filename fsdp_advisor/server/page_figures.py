@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
 from fsdp_advisor.program.accounts import ACCOUNTS
+from fsdp_advisor.render.explanation import share_text
 from fsdp_advisor.render.sizes import UNKNOWN
 from fsdp_advisor.render.view import ReportView
 from fsdp_advisor.report import Report
@@ -84,8 +85,8 @@ def _speed(rows: Rows, view: ReportView) -> tuple[FigureRow, ...]:
             ("seconds per step", [row["step_seconds"] for row in rows], _seconds),
             ("at least", [(row["step_seconds_range"] or (None, None))[0] for row in rows], _seconds),
             ("at most", [(row["step_seconds_range"] or (None, None))[1] for row in rows], _seconds),
-            ("model FLOPs utilization", [row["mfu"] for row in rows], _share),
-            ("exposed communication", [row["exposed_communication_share"] for row in rows], _share),
+            ("model FLOPs utilization", [row["mfu"] for row in rows], share_text),
+            ("exposed communication", [row["exposed_communication_share"] for row in rows], share_text),
         ]
     )
 
@@ -117,10 +118,6 @@ def _known(figures: Iterable[tuple[str, Sequence[object], Callable[[Any], str]]]
 
 def _size(n_bytes: int) -> str:
     return format_gib(n_bytes).removesuffix(" GiB")
-
-
-def _share(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def _seconds(seconds: float) -> str:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.memory.allocator import Segment
+from fsdp_advisor.program.accounts import PHASES
 from fsdp_advisor.recording.fp8 import convert_linears
 from fsdp_advisor.recording.host import save_inputs_on_host
 from fsdp_advisor.recording.source import Source
@@ -41,7 +42,7 @@ from fsdp_advisor.validation.gpu_memory import Baseline, allocator_figures, memo
 from fsdp_advisor.validation.meter import CudaMeter, Meter, Phase, StorageMeter
 from fsdp_advisor.validation.on_gpu import COUNTED_STEPS, WARM_UP_STEPS
 from fsdp_advisor.validation.records import Mode
-from fsdp_advisor.validation.steps import PHASES, TorchTrainer, Trainer, autocast_of, batch_of, layers_of, take_step
+from fsdp_advisor.validation.steps import TorchTrainer, Trainer, autocast_of, batch_of, layers_of, take_step
 
 WATCHDOG_SECONDS = 0.5
 """How long NCCL's process group may keep the tensors of finished collectives: a thread checks every 0.1 s, and the next collective

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
+from fsdp_advisor.program.accounts import PHASES
 from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import as_on_cuda
 from fsdp_advisor.recording.experts import with_experts
@@ -32,7 +33,7 @@ from fsdp_advisor.validation import frameworks
 from fsdp_advisor.validation.engines import fake_process_group, mesh_of, optimizer_for, weight_dtype, wrap
 from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.meter import StorageIds, StorageMeter
-from fsdp_advisor.validation.steps import PHASES, TorchTrainer, autocast_of, batch_of, layers_of, take_step
+from fsdp_advisor.validation.steps import TorchTrainer, autocast_of, batch_of, layers_of, take_step
 from fsdp_advisor.validation.torchtitan import TorchtitanTrainer, torchtitan_trainer
 
 STEPS = 2

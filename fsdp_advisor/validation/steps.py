@@ -16,8 +16,6 @@ from fsdp_advisor.recording.source import LayerStack, Source
 from fsdp_advisor.validation.engines import half
 from fsdp_advisor.validation.meter import Meter, Phase
 
-PHASES = ("forward", "backward", "optimizer")
-
 
 class Trainer(Protocol):
     """A model in training: the three phases of a step (forward, backward, optimizer), and clearing gradients."""

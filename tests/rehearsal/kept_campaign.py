@@ -22,6 +22,7 @@ from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.program.accounts import PHASES
 from fsdp_advisor.rehearsal.report import RankResult, read_ranks
 from fsdp_advisor.validation import records
 from fsdp_advisor.validation.on_gpu import COUNTED_STEPS, WARM_UP_STEPS
@@ -30,7 +31,6 @@ from fsdp_advisor.validation.records import Record
 HERE = Path(__file__).parent
 RESULTS = HERE / "kept_campaign.csv"
 RECORDS = HERE.parent / "records" / "without_kernels"
-PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)

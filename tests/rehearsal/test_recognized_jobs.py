@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
+from fsdp_advisor.job import generation
 from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.rehearsal.inside import job_facts
 from fsdp_advisor.rehearsal.prediction import NotRecognized, options_of
@@ -33,6 +34,10 @@ def options(folder: Path, **changed: Any) -> dict[str, str]:
 def test_a_micro_batch_of_dpo_counts_pairs(tmp_path: Path) -> None:
     found = options(tmp_path)
     assert (found["task"], found["framework"], found["micro-batch-size"]) == ("dpo", "trl", "2")
+
+
+def test_all_options_of_generation_are_read_off_a_trainer() -> None:
+    assert job_facts.GENERATION == generation.OPTIONS
 
 
 def test_a_job_of_an_unknown_version_is_not_recognized(tmp_path: Path) -> None:

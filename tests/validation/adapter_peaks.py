@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_advisor.program.accounts import PHASES
+
 RESULTS = Path(__file__).with_name("adapter_peaks.csv")
-PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from fsdp_advisor.estimator import estimate
 from fsdp_advisor.hardware import Gpu, find_gpu
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model import cache
+from fsdp_advisor.program.accounts import PHASES
 from fsdp_advisor.validation import gpu_memory, machine, stand_in, worker
 from fsdp_advisor.validation.case import Case
 from fsdp_advisor.validation.on_gpu import CONF_VARIABLES
@@ -28,7 +29,6 @@ pytestmark = pytest.mark.slow
 H100 = find_gpu("H100-80GB")
 JOB: dict[str, Any] = {"model": "meta-llama/Llama-3.2-1B", "gpus": 8, "micro_batch_size": 2, "seq_len": 2048}
 MIB = 2**20
-PHASES = ("forward", "backward", "optimizer")
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS, Settings, offloads_parameters
@@ -27,8 +28,12 @@ from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.policies.dtypes import cast_bytes
 from fsdp_advisor.program.storages import round_up
 
-Change = tuple[int, int]
-"""(storage, its bytes) for an allocation, (storage, 0) for a free."""
+
+class Change(NamedTuple):
+    """The allocation of a storage, or its free: then `n_bytes` is 0."""
+
+    storage: int
+    n_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,20 @@ class Gathered:
     end: tuple[Change, ...] = ()
 
 
+class _Use(NamedTuple):
+    """A step that uses a parameter."""
+
+    parameter: int
+    step: int
+
+
+class _Group(NamedTuple):
+    """An all-gather: the allocation of its buffer, and its parameters that no hook has waited for."""
+
+    buffer: Change
+    unused: list[int]
+
+
 @dataclass(slots=True)
 class _Fetcher:
     """The allocations of DeepSpeed's PartitionedParameterCoordinator. A step is one module's hook. `order` contains the
@@ -71,41 +90,40 @@ class _Fetcher:
     offloaded: bool
     settings: Settings
     size: Callable[[int], int]
-    queue: list[tuple[int, int]] = field(default_factory=list)
-    head: int = 0
+    uses_in_order: list[_Use] = field(default_factory=list)
+    next_use: int = 0
     step: int = 0
     gathers: int = 0
-    live: int = 0
-    high: int = 0
-    rising: int = 0
-    events: list[tuple[int, int]] = field(default_factory=list)
-    born: int = 0
+    live_bytes: int = 0
+    peak_bytes: int = 0  # of this visit, as the next two are
+    changes_to_peak: int = 0
+    changes: list[Change] = field(default_factory=list)
+    storages: int = 0  # allocated so far
     available_elements: int = 0
-    gathered_bytes: int = 0  # since the last `begin_turn`
-    held: dict[int, tuple[int, int]] = field(default_factory=dict)  # available parameter -> its storage and bytes
-    flight: dict[int, int] = field(default_factory=dict)  # parameter that is being gathered -> its group
-    groups: dict[int, tuple[tuple[int, int], list[int]]] = field(
-        default_factory=dict
-    )  # group -> (its buffer and bytes, not yet used)
-    fetched_for: dict[int, int] = field(default_factory=dict)
+    gathered_bytes: int = 0  # since the last `begin_visit`
+    available: dict[int, Change] = field(default_factory=dict)  # parameter -> its allocation
+    under_way: dict[int, int] = field(default_factory=dict)  # parameter that is being gathered -> its group
+    groups: dict[int, _Group] = field(default_factory=dict)
+    fetched_for: dict[int, int] = field(default_factory=dict)  # parameter -> the last step that it was fetched for
 
     def __post_init__(self) -> None:
-        self.queue = [(p, step) for step, parameters in enumerate(self.order) for p in parameters]
+        self.uses_in_order = [_Use(p, step) for step, parameters in enumerate(self.order) for p in parameters]
 
-    def begin_turn(self) -> None:
-        self.events, self.rising, self.high, self.gathered_bytes = [], 0, self.live, 0
+    def begin_visit(self) -> None:
+        self.changes, self.changes_to_peak, self.peak_bytes, self.gathered_bytes = [], 0, self.live_bytes, 0
 
-    def _take(self, n_bytes: int) -> tuple[int, int]:
-        storage, self.born = (self.born, n_bytes), self.born + 1
-        self.events.append(storage)
-        self.live += n_bytes
-        if self.live > self.high:
-            self.high, self.rising = self.live, len(self.events)
-        return storage
+    def _allocate(self, n_bytes: int) -> Change:
+        allocation = Change(self.storages, n_bytes)
+        self.storages += 1
+        self.changes.append(allocation)
+        self.live_bytes += n_bytes
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.changes_to_peak = self.live_bytes, len(self.changes)
+        return allocation
 
-    def _drop(self, storage: tuple[int, int]) -> None:
-        self.events.append((storage[0], 0))
-        self.live -= storage[1]
+    def _free(self, allocation: Change) -> None:
+        self.changes.append(Change(allocation.storage, 0))
+        self.live_bytes -= allocation.n_bytes
 
     def _gather(self, parameters: list[int]) -> None:
         """Start an all-gather. A single parameter becomes a view of the buffer; several share a buffer and are copied out
@@ -118,48 +136,48 @@ class _Fetcher:
         self.gathered_bytes += sum(self.element_bytes[p] * self.elements[p] for p in parameters)
         shards = [self.element_bytes[p] * shard_elements(self.elements[p], self.ranks) for p in parameters]
         buffer = self.size(self.ranks * sum(shards))
-        self.groups[self.gathers] = (self._take(buffer), list(parameters))
+        self.groups[self.gathers] = _Group(self._allocate(buffer), list(parameters))
         if self.offloaded:  # each shard is first copied from the host
-            for shard in [self._take(self.size(n_bytes)) for n_bytes in shards]:
-                self._drop(shard)
-        self.flight.update(dict.fromkeys(parameters, self.gathers))
+            for shard in [self._allocate(self.size(n_bytes)) for n_bytes in shards]:
+                self._free(shard)
+        self.under_way.update(dict.fromkeys(parameters, self.gathers))
         self.gathers += 1
 
     def _wait(self, parameter: int) -> None:
-        group = self.flight.pop(parameter, None)
-        if group is None:
+        number = self.under_way.pop(parameter, None)
+        if number is None:
             return
-        buffer, unused = self.groups[group]
-        if len(unused) == 1 and parameter not in self.held:
-            self.held[parameter] = buffer
-            del self.groups[group]
+        group = self.groups[number]
+        if len(group.unused) == 1 and parameter not in self.available:
+            self.available[parameter] = group.buffer
+            del self.groups[number]
             return
-        if parameter not in self.held:
-            for p in unused:
-                self.held[p] = self._take(self.size(self.element_bytes[p] * self.elements[p]))
-        unused.remove(parameter)
-        if not unused:
-            self._drop(buffer)
-            del self.groups[group]
+        if parameter not in self.available:
+            for p in group.unused:
+                self.available[p] = self._allocate(self.size(self.element_bytes[p] * self.elements[p]))
+        group.unused.remove(parameter)
+        if not group.unused:
+            self._free(group.buffer)
+            del self.groups[number]
 
     def fetch(self) -> tuple[int, ...]:
         """Run the hook before a module, and return the indices of the module's parameters. Source: _fetch_sub_module_impl."""
         wanted, step = self.order[self.step], self.step
-        self._gather([p for p in wanted if p not in self.held and p not in self.flight])
+        self._gather([p for p in wanted if p not in self.available and p not in self.under_way])
         for p in wanted:
             self._wait(p)
         for _ in [p for p in wanted if self.fetched_for.get(p, -1) < step]:
-            p, used = self.queue[self.head]
-            self.head += 1
-            self.fetched_for[p] = used
+            use = self.uses_in_order[self.next_use]
+            self.next_use += 1
+            self.fetched_for[use.parameter] = use.step
         room = min(self.settings.max_live_parameters - self.available_elements, self.settings.prefetch_bucket_size)
         ahead: list[int] = []
         elements = 0
-        while self.head < len(self.queue) and elements < room:
-            p, used = self.queue[self.head]
-            self.head += 1
-            self.fetched_for[p] = max(self.fetched_for.get(p, -1), used)
-            if p not in self.held and p not in self.flight and p not in ahead:
+        while self.next_use < len(self.uses_in_order) and elements < room:
+            p, used_at = self.uses_in_order[self.next_use]
+            self.next_use += 1
+            self.fetched_for[p] = max(self.fetched_for.get(p, -1), used_at)
+            if p not in self.available and p not in self.under_way and p not in ahead:
                 ahead.append(p)
                 elements += self.elements[p]
         self._gather(ahead)
@@ -175,8 +193,8 @@ class _Fetcher:
                 and self.traversed[following] - self.traversed[self.step] < self.settings.max_reuse_distance
             ):
                 continue
-            if p in self.held and p not in self.flight:
-                self._drop(self.held.pop(p))
+            if p in self.available and p not in self.under_way:
+                self._free(self.available.pop(p))
                 self.available_elements -= self.elements[p]
 
 
@@ -228,15 +246,16 @@ def gathered(
     visits = []
     first_root = len(turns) - (not forward_only)
     for turn, (place, modules) in enumerate(turns):
-        fetcher.begin_turn()
+        fetcher.begin_visit()
         for _ in modules:
             own = fetcher.fetch()
             if turn < first_root:  # the embedding's backward hook never fires: freed at the end of backward
                 fetcher.release(own)
-        rising, falling = tuple(fetcher.events[: fetcher.rising]), tuple(fetcher.events[fetcher.rising :])
+        changes, to_peak = fetcher.changes, fetcher.changes_to_peak
+        rising, falling = tuple(changes[:to_peak]), tuple(changes[to_peak:])
         visits.append(Visit(place, rising, falling, fetcher.gathered_bytes))
-    left = [*fetcher.held.values(), *(buffer for buffer, _ in fetcher.groups.values())]
-    end = tuple((storage, 0) for storage, _ in left)
+    left = [*fetcher.available.values(), *(group.buffer for group in fetcher.groups.values())]
+    end = tuple(Change(allocation.storage, 0) for allocation in left)
     forwards = len(inventory.units)
     return Gathered(tuple(visits[:forwards]), tuple(visits[forwards:]), end)
 
