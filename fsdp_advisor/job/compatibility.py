@@ -99,7 +99,8 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
     if FRAMEWORKS[request.framework].fsdp1_shards_fully and request.backend == "fsdp1":
         possible = [(s, o) for s, o in possible if s == "zero3"]
     if not possible:
-        tried = (*known, *unable_backends(request.optim, request.framework))
+        unable = unable_backends(request.optim, request.framework)
+        tried = (*known, *(b for b in FRAMEWORKS[request.framework].backends if b in unable))
         refused = (optimizer_refusal(request.optim, b, o, request.framework) for b in tried for _, o in rows)
         if (error := next(filter(None, refused), None)) is not None:
             raise error
@@ -332,9 +333,7 @@ def _usual_backend(
 ) -> Backend:
     """The first possible backend that the request's other options allow, or else the first one."""
     usual = [b for b in possible if b in _backends(request, offload)]
-    if unable_backends(
-        request.optim, request.framework
-    ):  # the next backend may have limits that the first does not have
+    if unable_backends(request.optim, request.framework):  # others may have limits that the first does not have
         usual = [b for b in usual if not _combination_refusal(request, strategy, b)]
     return next(iter(usual), possible[0])
 

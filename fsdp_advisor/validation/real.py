@@ -203,7 +203,7 @@ def steady_step(trainer: Trainer, meter: Meter, accumulation: int, sampling: Sam
         take_step(trainer, meter, accumulation)
     gc.collect()
     steps = [take_step(trainer, meter, accumulation) for _ in range(sampling.counted_steps)]
-    result = {}
+    result: dict[str, Phase] = {}
     for phase in PHASES:
         found = [step[phase] for step in steps]
         peaks = {name: sampling.pick([f.peaks[name] for f in found]) for name in found[0].peaks}

@@ -199,6 +199,7 @@ def test_muon_steps_the_matrices_of_layers_only() -> None:
         ({"backend": "fsdp1"}, "FSDP1 flattens them"),
         ({"backend": "fsdp1", "strategy": "zero3"}, "FSDP1 flattens them"),
         ({"strategy": "zero1"}, "DeepSpeed's Muon is not modelled yet"),
+        ({"framework": "deepspeed"}, "DeepSpeed's Muon is not modelled yet"),
         ({"offload": "optimizer"}, "its states cannot be offloaded"),
         ({"offload": "parameters", "strategy": "zero3"}, "its states cannot be offloaded"),
     ],
