@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import in_turn
+from matrix import in_turn, of_today
 from rehearsed_jobs import row_of
 
 pytestmark = pytest.mark.slow
@@ -69,7 +69,7 @@ KEPT = {
 predicted."""
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", of_today(list(JOBS), 3))
 def test_layers_of_mamba_2_need_what_is_predicted(name: str, tmp_path: Path) -> None:
     config, precision, batch, length = JOBS[name]
     row = row_of(tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, framework="trainer")

@@ -120,7 +120,7 @@ def predicted_shares(name: str, gpu: str, step: int = 1) -> list[tuple[Predictio
     return [(p, *both) for p, both in zip(found, shares, strict=True)]
 
 
-@in_turn(0, of=2)
+@in_turn(0, of=3)
 @pytest.mark.parametrize("gpu", taken(["H100-80GB"], ["A100-80GB"]))
 def test_full_campaign_ranges_from_small_cases_to_cases_beyond_an_80_gb_gpu(gpu: str) -> None:
     """Cases that do not fit exceed the GPU by their tensors alone. No case is so close to full that both verdicts are possible."""
@@ -138,7 +138,7 @@ SMALL = sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS if 23 * 10**9 < gpu.
 _LEAST, *_BETWEEN, _MOST = (name for _, name in SMALL)
 
 
-@in_turn(1, of=2)
+@in_turn(1, of=3)
 @pytest.mark.parametrize("gpu", taken([_LEAST], [*_BETWEEN, _MOST]))
 def test_quick_campaign_suits_every_24_gb_gpu(gpu: str) -> None:
     """Two cases exceed the GPU; all others are far from full."""
@@ -172,6 +172,7 @@ def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
+@in_turn(2, of=3)
 def test_campaign_command_records_every_case(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     path, out = tmp_path / "c.jsonl", tmp_path / "r.jsonl"

@@ -55,7 +55,7 @@ def test_rehearsed_step_was_predicted(record: Record) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("record", of_today(REHEARSED, 6), ids=lambda record: record.label)
+@pytest.mark.parametrize("record", of_today(REHEARSED, 12), ids=lambda record: record.label)
 def test_prediction_of_a_rehearsed_step_stands(record: Record) -> None:
     assert_predicted(today(record))
 

@@ -103,7 +103,7 @@ def test_times_of_kept_records_are_predicted(kept: dict[str, list[Record]]) -> N
     assert statistics.quantiles(errors, n=10)[-1] < 0.25
 
 
-@pytest.mark.parametrize("run", LIBRARY_RUNS, ids=lambda run: run["options"][:120])
+@pytest.mark.parametrize("run", of_today(LIBRARY_RUNS, 3), ids=lambda run: run["options"][:120])
 def test_runs_of_other_libraries_are_predicted(run: dict[str, str]) -> None:
     """PEFT, bitsandbytes and Liger on an H200: peaks of the allocator, seconds of a step."""
     options = {"gpus": 1, "gpu": "H200", "strategy": "ddp", **json.loads(run["options"])}
@@ -114,7 +114,7 @@ def test_runs_of_other_libraries_are_predicted(run: dict[str, str]) -> None:
     assert row.step.seconds == pytest.approx(float(run["step_seconds"]), rel=0.13)
 
 
-@pytest.mark.parametrize("run", of_today(TRAINER_RUNS, 4), ids=lambda run: run["options"][:120])
+@pytest.mark.parametrize("run", of_today(TRAINER_RUNS, 7), ids=lambda run: run["options"][:120])
 def test_runs_of_trainers_are_predicted(run: dict[str, str]) -> None:
     """transformers' Trainer and TRL's on an H100. DPO with adapters is 22 % slower than predicted, for an unknown cause."""
     options = json.loads(run["options"])

@@ -31,7 +31,7 @@ from fsdp_advisor.validation.simulate import simulate
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("case", taken(FEW, MORE, days=4), ids=name_of)
+@pytest.mark.parametrize("case", taken(FEW, MORE, days=5), ids=name_of)
 def test_predicted_peaks_equal_pytorch_with_an_adapted_model(case: Case, tmp_path: Path) -> None:
     predicted, simulated = predicted_and_simulated(make_request(options_of(CONFIGS, case, tmp_path)))
     assert predicted == simulated

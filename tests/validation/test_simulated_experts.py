@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from matrix import taken, with_all_cases
+from matrix import of_today, taken, with_all_cases
 
 pytest.importorskip("torch")
 
@@ -27,11 +27,13 @@ MIXTRAL = {
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"strategy": "ddp", "gpus": "4", "precision": "bf16-mixed"},
-        {"strategy": "zero3", "backend": "fsdp2", "gpus": "4", "precision": "fp32"},
-    ],
-    ids=["autocast", "fp32"],
+    of_today(
+        [
+            pytest.param({"strategy": "ddp", "gpus": "4", "precision": "bf16-mixed"}, id="autocast"),
+            pytest.param({"strategy": "zero3", "backend": "fsdp2", "gpus": "4", "precision": "fp32"}, id="fp32"),
+        ],
+        2,
+    ),
 )
 def test_grouped_products_of_fp32_weights_are_predicted(options: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "config.json"

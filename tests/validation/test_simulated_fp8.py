@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from small_models import Case, name_of, options_of, small_models
 
 pytest.importorskip("torch")
@@ -20,7 +20,7 @@ from compared_peaks import predicted_and_simulated
 from fsdp_advisor.job.parsing import make_request  # after the check
 from fsdp_advisor.job.request import EstimateRequest
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torchao")]
+pytestmark = [in_turn(2, of=3), pytest.mark.usefixtures("torchao")]
 
 CONFIGS = small_models(vocabulary=1024, layers=3)
 ENGINES: tuple[dict[str, str], ...] = (

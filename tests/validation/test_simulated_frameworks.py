@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken, with_all_cases
+from matrix import in_turn, taken, with_all_cases
 from simulated_cases import BERT, FRAMEWORKS, GPT2, MORE_FRAMEWORKS, T5, TINY, Case, of_case, plan_of
 
 torch = pytest.importorskip("torch")
@@ -44,7 +44,7 @@ TINY_CONFIG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", taken(FRAMEWORKS, MORE_FRAMEWORKS, days=2), ids=str)
+@pytest.mark.parametrize("case", taken(FRAMEWORKS, MORE_FRAMEWORKS, days=3), ids=str)
 def test_predicted_peaks_equal_the_frameworks_except_for_scalars(case: Case) -> None:
     plan = plan_of(case)
     model = resolve(case.model)
@@ -108,6 +108,7 @@ MORE_COPIES: tuple[dict[str, str], ...] = (
 )
 
 
+@in_turn(0, of=3)
 @pytest.mark.parametrize("case", taken(COPIES, MORE_COPIES, days=2), ids=str)
 def test_accelerate_keeps_adapters_of_embedding_and_head_in_their_units(case: dict[str, str], tmp_path: Path) -> None:
     config = tmp_path / "config.json"
@@ -145,6 +146,7 @@ MORE_OF_AXOLOTL: tuple[dict[str, str], ...] = (
 )
 
 
+@in_turn(1, of=3)
 @pytest.mark.parametrize("case", taken(OF_AXOLOTL, MORE_OF_AXOLOTL, days=2), ids=str)
 def test_axolotl_keeps_bf16_weights_and_makes_units_of_adapters(
     case: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -176,6 +178,7 @@ def test_axolotl_keeps_bf16_weights_and_makes_units_of_adapters(
         assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
 
 
+@in_turn(2, of=3)
 @pytest.mark.parametrize(
     ("trainer", "framework", "tied"),
     taken(

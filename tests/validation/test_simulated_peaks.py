@@ -22,7 +22,7 @@ from fsdp_advisor.validation.simulate import simulate
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("case", taken(TORCH, MORE_TORCH, days=2), ids=str)
+@pytest.mark.parametrize("case", taken(TORCH, MORE_TORCH, days=4), ids=str)
 def test_predicted_peaks_equal_pytorch(case: Case) -> None:
     if case.optim.startswith("schedule_free"):
         pytest.importorskip("schedulefree")

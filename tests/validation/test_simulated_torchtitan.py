@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 
 pytest.importorskip("torch")
 pytest.importorskip("torchtitan")
@@ -69,6 +69,7 @@ def asked(case: dict[str, str], folder: Path) -> dict[str, str]:
     return {**usual, **case, "model": str(path)}
 
 
+@in_turn(1, of=3)
 @pytest.mark.parametrize("case", taken(FEW, MORE, days=2), ids=lambda case: " ".join(case.values()))
 def test_predicted_peaks_equal_torchtitans_step(case: dict[str, str], tmp_path: Path) -> None:
     predicted, simulated = predicted_and_simulated(make_request(asked(case, tmp_path)))

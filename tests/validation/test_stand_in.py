@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import of_today
 from tiny_model import CONFIG, JOB
 
 torch = pytest.importorskip("torch")
@@ -46,15 +47,18 @@ def plan_of(**options: Any) -> Plan:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"strategy": "zero3", "gpus": 4},
-        {"strategy": "zero3", "gpus": 1},
-        {"strategy": "zero3", "gpus": 4, "backend": "fsdp1"},
-        {"strategy": "hsdp", "gpus": 8, "nnodes": 2},
-        {"strategy": "zero2", "gpus": 3, "precision": "bf16", "gradient_accumulation_steps": 2},
-        {"strategy": "ddp", "gpus": 64, "precision": "fp32"},
-        {"strategy": "zero3", "gpus": 4, "precision": "fp16-mixed", "activation_checkpointing": "full"},
-    ],
+    of_today(
+        [
+            {"strategy": "zero3", "gpus": 4},
+            {"strategy": "zero3", "gpus": 1},
+            {"strategy": "zero3", "gpus": 4, "backend": "fsdp1"},
+            {"strategy": "hsdp", "gpus": 8, "nnodes": 2},
+            {"strategy": "zero2", "gpus": 3, "precision": "bf16", "gradient_accumulation_steps": 2},
+            {"strategy": "ddp", "gpus": 64, "precision": "fp32"},
+            {"strategy": "zero3", "gpus": 4, "precision": "fp16-mixed", "activation_checkpointing": "full"},
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_real_tensors_need_what_is_predicted(model: str, options: dict[str, Any]) -> None:
@@ -95,20 +99,27 @@ def test_tied_weights_stay_tied_when_they_are_made() -> None:
     assert float(model.lm_head.weight.detach().std()) == pytest.approx(weights.STANDARD_DEVIATION, rel=0.1)
 
 
-def test_simulated_bytes_at_the_peak_are_split_by_account(model: str) -> None:
-    for options in (
-        {"strategy": "zero3", "gpus": 4},
-        {"strategy": "ddp", "gpus": 2},
-        {"strategy": "hsdp", "gpus": 8, "nnodes": 2},
-    ):
-        prediction = predict(make_request({"model": model, **JOB, **options, "gradient_accumulation_steps": 2}))
-        found = simulate(prediction.source(), prediction.plan)
-        expected = prediction.predicted["at_peak"]
-        assert found.phase_peaks == prediction.predicted["phase_peaks"]
-        assert sum(found.at_peak.values()) == found.peak_tensor_bytes
-        assert found.at_peak["parameters"] == expected["parameters"]
-        assert found.at_peak["optimizer"] == expected["optimizer"]
-        assert found.at_peak["gradients"] == expected["gradients"] > 0
+@pytest.mark.parametrize(
+    "options",
+    of_today(
+        [
+            {"strategy": "zero3", "gpus": 4},
+            {"strategy": "ddp", "gpus": 2},
+            {"strategy": "hsdp", "gpus": 8, "nnodes": 2},
+        ],
+        3,
+    ),
+    ids=str,
+)
+def test_simulated_bytes_at_the_peak_are_split_by_account(model: str, options: dict[str, Any]) -> None:
+    prediction = predict(make_request({"model": model, **JOB, **options, "gradient_accumulation_steps": 2}))
+    found = simulate(prediction.source(), prediction.plan)
+    expected = prediction.predicted["at_peak"]
+    assert found.phase_peaks == prediction.predicted["phase_peaks"]
+    assert sum(found.at_peak.values()) == found.peak_tensor_bytes
+    assert found.at_peak["parameters"] == expected["parameters"]
+    assert found.at_peak["optimizer"] == expected["optimizer"]
+    assert found.at_peak["gradients"] == expected["gradients"] > 0
 
 
 def test_steady_step_pauses_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

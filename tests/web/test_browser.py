@@ -325,7 +325,7 @@ def test_the_chart_that_fits_is_shown_and_nothing_overflows(open_page: Open, wid
 @pytest.mark.parametrize(
     ("path", "scheme"),
     taken(
-        [(PAGES[0], "light"), *zip(of_today(PAGES, 2), itertools.cycle(("dark", "light")), strict=False)],
+        [(PAGES[0], "light"), *zip(of_today(PAGES, 3), itertools.cycle(("dark", "light")), strict=False)],
         [*zip(PAGES[1:], itertools.cycle(("dark", "light")), strict=False)],
     ),
 )
@@ -344,7 +344,7 @@ def test_no_serious_fault_of_accessibility(open_page: Open, path: str, scheme: s
         page.screenshot(path=shots / f"{_file(path)}-1280-{scheme}.png", full_page=True)
 
 
-@pytest.mark.parametrize("path", of_today(PAGES, 2))
+@pytest.mark.parametrize("path", of_today(PAGES, 3))
 def test_a_phone_shows_every_page(open_page: Open, path: str, shots: Path) -> None:
     page = open_page(path, width=390, height=844, has_touch=True, is_mobile=True)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
