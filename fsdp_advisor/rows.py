@@ -33,6 +33,7 @@ from fsdp_advisor.memory.allocator import (
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import cublas_workspace_bytes
 from fsdp_advisor.memory.live import StepPeak, TimelinePoint, peak_bytes, step_peak, step_timeline
+from fsdp_advisor.model.kernels import has_long_loop
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
@@ -122,7 +123,7 @@ def _evaluation(model: Resolved, plan: Plan, gpu: Gpu) -> StepInput | None:
     own, profile = plan.evaluation_plan, model.profile
     if own is None or profile is None:
         return None
-    return StepInput(profile, gpu_tape(profile, select_tape(model, own, gpu), own, gpu), own, gpu)
+    return StepInput(profile, gpu_tape(profile, select_step_tape(model, own, gpu), own, gpu), own, gpu)
 
 
 def _evaluation_bytes(step: StepInput, evaluation: StepInput) -> int:
@@ -156,9 +157,11 @@ def _peak_bytes(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = 
 
 
 def _simulated_peak_bytes(model: Resolved, key: TapeKey, tape: Tape, plan: Plan) -> int | None:
-    """The peak of PyTorch's own code on a CPU; None if `key` is a GPU's and the CPU's step is not recorded."""
+    """The peak of PyTorch's own code on a CPU; None if `key` is a GPU's and the CPU's step is not recorded or takes too long to record."""
     assert model.profile is not None
     if key.device == "gpu" and plan.attention != "flash_attention_2":
+        if has_long_loop(model.profile, plan.tape_shape[1]):
+            return None
         try:
             _, tape = select_tape(model, plan)
         except AdvisorError:

@@ -19,7 +19,7 @@ from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.experts import experts_code
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
-from fsdp_advisor.model.kernels import scans_by_token
+from fsdp_advisor.model.kernels import has_long_loop, has_loop
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import catalogued_tapes
 from fsdp_advisor.model.resolved import Resolved
@@ -204,13 +204,17 @@ def select_step_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tup
 
     This is the tape of `select_tape`, or, if the CPU's tape is valid for a single micro-batch and length, a GPU tape that is valid for all.
     Linear attention runs in chunks. On a CPU the number of its operators depends on the sequence length; on a GPU the number of its
-    kernels does not. Mamba-1's scan runs token by token on a CPU, which takes minutes to record, so its CPU tape is not even tried.
+    kernels does not. A loop over chunks, or over the tokens of Mamba-1's scan, can take minutes to record, so a model that has one needs
+    no tape of a CPU. Raises the error about the GPU's tape if the loop is long.
     """
     profile = _profile_of(model)
     key = tape_key_of(plan, profile)
-    if key.at is None and (_is_refused(profile, key, NotPolynomial) or scans_by_token(profile)):
-        with contextlib.suppress(AdvisorError):
+    if has_loop(profile) or (key.at is None and _is_refused(profile, key, NotPolynomial)):
+        try:
             return _gpu_step_tape(model, profile, key, plan)
+        except AdvisorError:
+            if has_long_loop(profile, plan.tape_shape[1]):
+                raise
     return select_tape(model, plan, gpu)
 
 
@@ -368,7 +372,7 @@ def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Ta
 
 def recorded_gpu_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
     """The `gpu_tape` of a plan. It is recorded first if it is missing and recording is possible."""
-    key, tape = select_tape(model, plan, gpu)
+    key, tape = select_step_tape(model, plan, gpu)
     try:
         return model.tape(gpu_tape_key_of(_profile_of(model), key, plan, gpu))
     except NotRecordable:

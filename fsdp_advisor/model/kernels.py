@@ -15,6 +15,10 @@ STATE_SPACE_DUALITY = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "mamb
 """Model types with Mamba-2 layers, which call mamba-ssm and causal-conv1d, and no other such package."""
 SELECTIVE_SCAN = frozenset({"falcon_mamba", "jamba", "mamba", "zamba"})
 """Model types with Mamba-1 layers, which call mamba-ssm and causal-conv1d. transformers' own code runs each token of a sequence in turn."""
+TOKENS_OF_ITERATION = {**dict.fromkeys(GATED_DELTA_RULE, 64), **dict.fromkeys(SELECTIVE_SCAN, 1)}
+"""Model type -> tokens of one iteration of the loop in Python that transformers runs where the kernels are missing, as on a CPU."""
+MOST_ITERATIONS = 64
+"""The longest loop of which a step on a CPU is recorded. An iteration takes about a tenth of a second for each tape of Qwen3.5-397B."""
 _ASSUMED = " are assumed to be installed; without them transformers runs its own code in PyTorch, which needs more memory and time"
 _NO_SCAN_KERNELS = (
     "the figures of state-space layers are those of transformers' code in PyTorch: the kernels of mamba-ssm, flash-linear-attention and"
@@ -27,16 +31,25 @@ def _has_state_space(profile: Profile) -> bool:
     return any(p.name.endswith("A_log") for unit, _ in profile.counted_units() for p in unit.parameters)
 
 
-def scans_by_token(profile: Profile) -> bool:
-    """Whether the model's code runs each token in turn where the kernels of mamba-ssm are missing, as on a CPU."""
-    return profile.config.get("model_type") in SELECTIVE_SCAN
+def has_loop(profile: Profile) -> bool:
+    """Whether the model's code runs chunks or tokens of a sequence in turn where a package's kernels are missing, as on a CPU."""
+    return _model_type(profile) in TOKENS_OF_ITERATION
+
+
+def has_long_loop(profile: Profile, seq_len: int) -> bool:
+    """Whether such a loop over `seq_len` tokens is too long to record the step on a CPU."""
+    return has_loop(profile) and seq_len > MOST_ITERATIONS * TOKENS_OF_ITERATION[_model_type(profile)]
+
+
+def _model_type(profile: Profile) -> str:
+    return str(profile.config.get("model_type")).removesuffix("_text")
 
 
 def kernel_notes(profile: Profile | None) -> list[str]:
     """A note on the packages that the figures for a GPU assume."""
     if profile is None:
         return []
-    model_type = str(profile.config.get("model_type")).removesuffix("_text")
+    model_type = _model_type(profile)
     if model_type in GATED_DELTA_RULE:
         return [f"flash-linear-attention and causal-conv1d{_ASSUMED}"]
     if not _has_state_space(profile):

@@ -98,7 +98,10 @@ class StrategyEstimate(BaseModel):
     headroom_bytes: int | None
     peak_tensor_bytes: Annotated[Bytes | None, Field(description="Live tensor storages")]
     simulated_peak_bytes: Annotated[
-        Bytes | None, Field(description="Peak of the same code under fake tensors on a CPU, without a GPU's kernels")
+        Bytes | None,
+        Field(
+            description="Peak of the same code under fake tensors on a CPU, without a GPU's kernels; null if recording it takes minutes"
+        ),
     ]
     peak_allocated_bytes: Annotated[Bytes | None, Field(description="torch.cuda.max_memory_allocated")]
     peak_reserved_bytes: Annotated[Bytes | None, Field(description="torch.cuda.max_memory_reserved")]

@@ -36,7 +36,11 @@ CASES: dict[str, tuple[str | dict[str, Any], dict[str, Any], tuple[str, ...]]] =
     "glm-5": ("zai-org/GLM-5", {}, ()),
     "kimi-k2.5": ("moonshotai/Kimi-K2.5", {}, ()),
     "nemotron-3-ultra": ("nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", {}, ()),
+    "qwen3.5-397b": ("Qwen/Qwen3.5-397B-A17B", {}, ()),
     "qwen3.5-397b with images": ("Qwen/Qwen3.5-397B-A17B", {}, IMAGES),
+    "qwen3.5-397b, batch 64, 131072 tokens": (
+        "Qwen/Qwen3.5-397B-A17B", {}, ("--micro-batch-size", "64", "--seq-len", "131072"),
+    ),
     "llama-4-maverick": ("meta-llama/Llama-4-Maverick-17B-128E", {}, ()),
     "qwen3-vl-235b with images": ("Qwen/Qwen3-VL-235B-A22B-Instruct", {}, IMAGES),
     "gemma-4-31b with images": ("google/gemma-4-31B", {}, IMAGES),

@@ -4,6 +4,7 @@ a model whose sizes are no polynomials (linear attention runs in chunks, and pad
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from matrix import in_turn, taken
 
 pytest.importorskip("torch")
 
+from fsdp_advisor import estimate
 from fsdp_advisor.errors import NotPolynomial
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.plan import Plan
@@ -98,6 +100,20 @@ def test_a_row_needs_no_recording_of_its_own_length(recorder: Recorder) -> None:
     for seq_len in (100, 333):
         key, _ = select_step_tape(model, replace(PLAN, seq_len=seq_len))
         assert (key.device, key.at) == ("gpu", None)
+
+
+@in_turn(0, of=2)
+def test_a_long_loop_of_a_cpu_is_not_recorded(home: Path) -> None:
+    """64 chunks are the most; above, the GPU's figures are answered without the reference of a CPU."""
+    path = home / "config.json"
+    path.write_text(json.dumps({**HYBRID, "vocab_size": 101}))
+    options = {"model": str(path), "gpus": 2, "strategy": "zero3", "micro_batch_size": 2}
+    model = resolve(str(path))
+    assert model.profile is not None
+    (row,) = estimate(**options, seq_len=64 * 64 + 1).estimates
+    assert row.needed_bytes and row.peak_tensor_bytes and row.simulated_peak_bytes is None
+    (row,) = estimate(**options, seq_len=100).estimates
+    assert row.simulated_peak_bytes
 
 
 def test_the_second_batch_records_a_tape_for_any(home: Path) -> None:
