@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_advisor.configs.collect import Collector
+from fsdp_advisor.configs.compilation import read_dynamo
 from fsdp_advisor.configs.fsdp import OF_ACCELERATE, read_fsdp, read_replicas
 from fsdp_advisor.errors import UsageError
 
@@ -44,6 +45,10 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     for section in ("fsdp_config", "deepspeed_config", "parallelism_config"):
         if isinstance(flat.get(section), Mapping):
             flat |= flat.pop(section)
+    if isinstance(flat.get("dynamo_config"), Mapping):
+        flat |= {
+            f"dynamo_{str(key).removeprefix('dynamo_')}": value for key, value in flat.pop("dynamo_config").items()
+        }
     found = Collector(file, "accelerate", flat)
     found.options["framework"] = "accelerate"
     found.number("num_processes", "gpus")
@@ -66,7 +71,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
         case _:
             found.omits(f"distributed_type: {kind}")
     found.number("gradient_accumulation_steps", "gradient_accumulation_steps")
-    found.take("dynamo_config") if not found.peek("dynamo_config") else found.lacks("dynamo_config", "torch.compile")
+    read_dynamo(found)
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from fsdp_advisor.configs.adapters import set_lora, set_quantization
 from fsdp_advisor.configs.checkpointing import set_reentrant
 from fsdp_advisor.configs.collect import Collector, active, truth
+from fsdp_advisor.configs.compilation import read_torch_compile
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_experts, set_optimizer
 from fsdp_advisor.configs.trainer import read_embedded, read_words
@@ -34,7 +35,6 @@ _TOPICS = {
     ),
     "plugins": ("plugins",),
     "tensor and context parallelism": ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
-    "torch.compile": ("torch_compile",),
     "preference and reinforcement learning": ("rl_beta",),
     "activation offload": ("activation_offloading", "layer_offloading"),
     "patterns of the parameters that are trained; name the others with freeze": ("unfrozen_parameters",),
@@ -83,6 +83,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     _sharding(found)
     _loss(found)
     _tiled_mlp(found)
+    read_torch_compile(found)
     for topic, names in _TOPICS.items():
         found.lacks_active(topic, *names)
     for key in ("rl", "reward_model", "process_reward_model"):

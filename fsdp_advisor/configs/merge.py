@@ -11,9 +11,12 @@ from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.torchtitan import unmodelled
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.choices import Framework
-from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS
+from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS, plans
 from fsdp_advisor.job.config_reading import ConfigReading
+from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.request import EstimateRequest
 
 
 def _specificity(framework: Framework) -> int:
@@ -226,7 +229,29 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
         options.pop("framework")
         if _drops_compile(options):
             readings = (replace(readings[0], not_modelled=(*readings[0].not_modelled, UNCOMPILED)), *readings[1:])
+    if "compile" in options and "compile" not in given:
+        reason = "a search does not compile" if searched else _why_uncompiled({**options, **given})
+        if reason is not None:
+            options = {name: value for name, value in options.items() if name not in ("compile", "memory_budget")}
+            said = f"torch.compile: {reason}; the estimate is of steps that are not compiled"
+            readings = (replace(readings[0], not_modelled=(*readings[0].not_modelled, said)), *readings[1:])
     return Configuration(options={**options, **given}, readings=readings)
+
+
+def _why_uncompiled(options: Mapping[str, Any]) -> str | None:
+    """Why the job is modelled only if it is not compiled; None if it is modelled as the options say, or not at all."""
+
+    def refusal(**changes: Any) -> str | None:
+        known = fields_of(EstimateRequest)
+        values = {"model": "7B", **options, **changes}
+        try:
+            request = make_request({name: value for name, value in values.items() if name in known})
+            plans(request, seq_len=request.seq_len or 1)
+        except UsageError as error:
+            return error.message
+        return None
+
+    return None if refusal(compile="none", memory_budget=1.0) else refusal()
 
 
 def _backends(options: Mapping[str, Any]) -> tuple[str, ...]:

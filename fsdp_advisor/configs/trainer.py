@@ -13,6 +13,7 @@ from fsdp_advisor.configs import deepspeed
 from fsdp_advisor.configs.adapters import set_lora, set_quantization
 from fsdp_advisor.configs.checkpointing import set_reentrant
 from fsdp_advisor.configs.collect import Collector, active, truth
+from fsdp_advisor.configs.compilation import read_torch_compile
 from fsdp_advisor.configs.fsdp import NO_SHARD, SHARDING, read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_experts, set_optimizer
 from fsdp_advisor.job.adaptation import LORA_OPTIONS
@@ -47,7 +48,6 @@ PROMPT_LENGTH = 512
 """The assumed tokens of a prompt if a configuration does not limit them, as in most data sets of TRL's examples."""
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "model_max_length", "block_size")
 _TOPICS = {
-    "torch.compile": ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
     "preference and reinforcement learning": (
         "beta", "num_generations", "sync_ref_model", "ref_model_sync_steps", "reward_model_path",
     ),
@@ -132,6 +132,7 @@ def read_into(found: Collector, *, trl: bool = False, task: str | None = None) -
     _batches(found)
     _evaluation(found)
     _precision(found, trl)
+    read_torch_compile(found)
     _loss(found, trl)
     _adapters(found)
     set_attention(found, "attn_implementation")

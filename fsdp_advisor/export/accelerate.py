@@ -86,6 +86,8 @@ def _config(job: Job) -> dict[str, Any]:
         "downcast_bf16": "no",
         "enable_cpu_affinity": False,
     }
+    if plan.compile == "model":
+        config["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default"}
     if plan.nnodes > 1:
         config |= {"main_process_ip": HEAD_NODE, "main_process_port": ACCELERATE_PORT}
     match plan.backend:
@@ -241,4 +243,5 @@ TARGET = Target(
     write=write,
     usage=usage,
     framework="accelerate",
+    compiles="model",
 )

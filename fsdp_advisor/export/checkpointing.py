@@ -46,10 +46,10 @@ def is_of_model(job: Job) -> bool:
     """Whether transformers has to checkpoint the layers, because accelerate's FSDP plugin cannot: it checkpoints only all layers fully.
 
     The plugin would also checkpoint each of FSDP1's units of adapters, which fails: "Recomputed values for the following tensors have
-    different metadata".
+    different metadata". Its wrappers become compiled code if the model is compiled, and then keep more.
     """
     plan = job.plan
-    plain = plan.checkpointing == "full" and plan.offload_code != "inputs"
+    plain = plan.checkpointing == "full" and plan.offload_code != "inputs" and plan.compile == "none"
     by_plugin = plan.backend == "fsdp2" or (plan.backend == "fsdp1" and not job.adaptation.peft)
     return plan.checkpointing != "none" and not (plain and by_plugin)
 

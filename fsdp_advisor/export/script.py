@@ -112,7 +112,8 @@ def _target(name: str, description: str, *, backend: str | None = None) -> Targe
         write=lambda job: _write(job, packages),
         usage=torchrun_line,
         backend=backend,
-        compiles=True,
+        compiles="any",
+        converts=True,
         tiles=True,
     )
 

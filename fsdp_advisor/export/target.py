@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.choices import Framework
@@ -38,7 +38,8 @@ class Target:
     - `write(job)`: the text of the file, and notes.
     - `usage(job, file)`: the line that uses the file. It is a shell command if `command` is true.
     - `backend`: the only backend the consumer has, where `--backend auto` would choose another; else None.
-    - `compiles`: whether jobs with compiled layers or fp8 can be exported: the file does that, or leaves it to the user's script.
+    - `compiles`: what the file lets torch.compile compile: nothing, the whole model, or also its layers.
+    - `converts`: whether the file converts linear layers to fp8.
     - `tiles`: whether the file can set feed-forward networks in shards.
     - `framework`: the framework whose behaviour is estimated for this consumer.
     - `fixes(request)`: options that the consumer sets to these values itself. They are estimated if the request does not give them.
@@ -55,7 +56,8 @@ class Target:
     backend: str | None = None
     framework: Framework = "torch"
     fixes: Callable[[EstimateRequest], Mapping[str, Any]] = lambda request: {}
-    compiles: bool = False
+    compiles: Literal["none", "model", "any"] = "none"
+    converts: bool = False
     tiles: bool = False
     command: bool = True
 
@@ -65,13 +67,23 @@ class Target:
             return (
                 f"no exported file loads a {job.adaptation.packed_by} checkpoint with gptqmodel's kernels for training"
             )
-        if job.plan.compile != "none" and not self.compiles:
-            return "its file does not compile the model or its layers; use the target fsdp2 or ddp"
-        if job.plan.fp8 != "none" and not self.compiles:
+        if limit := self._compile_limit(job.plan):
+            return limit
+        if job.plan.fp8 != "none" and not self.converts:
             return "its file does not convert linear layers to fp8 by torchao; use the target fsdp2 or ddp"
         if job.plan.tiled_mlp != "none" and not self.tiles:
             return "its file does not tile feed-forward networks; use the target fsdp2, ddp or axolotl"
         return self.unsupported(job)
+
+    def _compile_limit(self, plan: Plan) -> str | None:
+        if self.compiles == "any" or plan.compile == "none":
+            return None
+        if self.compiles == "none" or plan.compile == "layer":
+            what = "layers" if plan.compile == "layer" else "model"
+            return f"its file does not compile the {what}; use the target fsdp2 or ddp"
+        if plan.memory_budget != 1:
+            return "its file does not set the compiler's memory budget; use the target fsdp2 or ddp"
+        return None
 
     def line(self, job: Job, file: str) -> str:
         """The line that uses the file; a shell command is preceded by the job's environment variables."""

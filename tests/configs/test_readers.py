@@ -298,10 +298,58 @@ def test_trainer_through_accelerate_in_a_launch_script() -> None:
     assert found.options == {
         "framework": "trainer", "gpus": 16, "nnodes": 2, "model": "meta-llama/Llama-2-7b-hf", "micro_batch_size": 4, "seq_len": 4096,
         "precision": "bf16-mixed", "activation_checkpointing": "full", "strategy": "zero2", "backend": "fsdp2", "offload": "none",
-        "allocator_conf": "expandable_segments:True", "wrap": "size:1000",
+        "allocator_conf": "expandable_segments:True", "wrap": "size:1000", "compile": "model",
     }  # fmt: skip
-    assert "torch_compile" in said(found, "not_modelled")
     assert "gpus 16 as here, not 8 as in fsdp.yaml" in said(found, "assumed")
+
+
+TRAINERS = "model_name_or_path: a/b\nper_device_train_batch_size: 2\nbf16: true\n"
+FSDP2 = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TRAINERS + "torch_compile: true",
+        TRAINERS + "torch_compile_mode: default",
+        TRAINERS + "torch_compile_backend: inductor",
+        "finetuning_type: full\ncutoff_len: 512\ndisable_gradient_checkpointing: true\ntorch_compile: true",
+        FSDP2 + "dynamo_config: {dynamo_backend: INDUCTOR, dynamo_mode: default, dynamo_use_dynamic: false}",
+        FSDP2 + "dynamo_config: {backend: inductor}",
+        FSDP2 + "dynamo_backend: INDUCTOR",
+    ],
+)
+def test_compiled_models_are_read(text: str) -> None:
+    found = complete(read("file.yaml", text), {})
+    assert found.options["compile"] == "model"
+    assert not said(found, "not_modelled") and not found.readings[0].ignored
+    assert complete(read("file.yaml", text), {"compile": "none"}).options["compile"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (TRAINERS + "torch_compile: true\nuse_peft: true\nlora_r: 8", "--framework trl"),
+        ("base_model: a/b\nmicro_batch_size: 1\ntorch_compile: auto", "--framework axolotl"),
+        ("finetuning_type: full\ncutoff_len: 512\ntorch_compile: true", "--activation-checkpointing reentrant"),
+        (TRAINERS + "torch_compile_backend: eager", "backend eager"),
+        (FSDP2 + "dynamo_config: {dynamo_backend: INDUCTOR, dynamo_use_regional_compilation: true}", "regional"),
+        (FSDP2.replace("2", "1") + "dynamo_backend: INDUCTOR", "backend fsdp1"),
+    ],
+)
+def test_compilation_that_is_not_modelled_is_left_out_with_the_reason(text: str, words: str) -> None:
+    found = complete(read("file.yaml", text), {})
+    assert "compile" not in found.options
+    assert words in said(found, "not_modelled") and "not compiled" in said(found, "not_modelled")
+
+
+def test_modes_of_the_compiler_are_named_and_a_search_does_not_compile() -> None:
+    found = read("file.yaml", TRAINERS + "torch_compile_mode: max-autotune")
+    assert found.options["compile"] == "model" and "CUDA graphs" in said(found, "not_modelled")
+    searched = complete(found, {}, ("micro_batch_size",))
+    assert "compile" not in searched.options and "a search does not compile" in said(searched, "not_modelled")
+    assert "compile" not in read("file.yaml", TRAINERS + "torch_compile: false").options
+    assert "compile" not in read("file.yaml", FSDP2 + "dynamo_config: {dynamo_backend: 'NO'}").options
 
 
 def test_misspelt_keys_and_strategies_are_named() -> None:

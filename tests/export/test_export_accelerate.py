@@ -7,6 +7,7 @@ import functools
 import os
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ import yaml
 from accelerate.commands import launch
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from export_jobs import HIDDEN, job, jobs, plan
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
@@ -27,6 +28,7 @@ from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.export.model_arguments import model_arguments
 from fsdp_advisor.job.adaptation import Adaptation
 from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.plan import Plan
 
 SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config")
 SHARDING = {
@@ -78,6 +80,17 @@ def test_accelerate_reads_every_key_of_every_configuration() -> None:
             if "mixed_precision" in written
             else "no"
         )
+
+
+@pytest.mark.parametrize("of", [plan("ddp", "ddp"), plan("zero3", "fsdp2")], ids=str)
+def test_ranks_compile_the_model_as_planned(of: Plan) -> None:
+    found = {}
+    for compiles in ("model", "none"):
+        environment = launched(job(replace(of, compile=compiles)))[2]
+        with mock.patch.dict(os.environ, environment):
+            plugin = TorchDynamoPlugin()
+        found[compiles] = (plugin.backend.name, plugin.mode, plugin.use_regional_compilation)
+    assert found == {"model": ("INDUCTOR", "default", False), "none": ("NO", "default", False)}
 
 
 def test_values_are_among_the_choices_of_the_launcher() -> None:

@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +18,15 @@ import torch
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed.runtime.config
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from deepspeed.runtime.config import DeepSpeedConfig
 from export_jobs import HIDDEN, RANKS, job, jobs, plan
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS
-from fsdp_advisor.export import Job, export
+from fsdp_advisor.export import TARGETS, Job, export
+from fsdp_advisor.job.plan import Plan
 
 AUTO = dict.fromkeys(
     ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
@@ -131,6 +133,26 @@ def test_deepspeed_loads_the_configuration_filled_in_by_the_trainer(tmp_path: Pa
             assert p.strategy != "zero3" or buckets[1] == auto["stage3_prefetch_bucket_size"]
         else:
             assert buckets == (DEFAULTS.reduce_bucket_size, DEFAULTS.prefetch_bucket_size)
+
+
+@pytest.mark.parametrize("of", [plan("ddp", "ddp"), plan("zero3", "fsdp2", activation_checkpointing="full")], ids=str)
+def test_the_trainer_compiles_the_model_as_planned(of: Plan, tmp_path: Path) -> None:
+    """With checkpointing of the model's own, whose wrappers are not compiled."""
+    compiled = job(replace(of, compile="model", framework="trainer"))
+    arguments = ran(compiled)["training_arguments"](output_dir=str(tmp_path), use_cpu=True)
+    assert (arguments.torch_compile, arguments.torch_compile_backend, arguments.torch_compile_mode) == (
+        True, "inductor", "default",
+    )  # fmt: skip
+    plugin = TorchDynamoPlugin(backend=arguments.torch_compile_backend, mode=arguments.torch_compile_mode)
+    assert (plugin.backend.name, plugin.mode, plugin.use_regional_compilation) == ("INDUCTOR", "default", False)
+    assert bool(arguments.activation_checkpointing) == (of.activation_checkpointing == "full")
+    assert "'activation_checkpointing': True" not in str(written(compiled).get("fsdp_config"))
+    assert "torch_compile" not in export("trainer", job(of)).text
+
+
+def test_the_trainer_takes_neither_compiled_layers_nor_a_memory_budget() -> None:
+    for changes, words in (({"compile": "layer"}, "layers"), ({"compile": "model", "memory_budget": 0.5}, "budget")):
+        assert words in (TARGETS["trainer"].limit(job(plan("ddp", "ddp", **changes))) or "")
 
 
 def test_wrap_none_disables_wrapping() -> None:

@@ -1,7 +1,7 @@
 """The peak of training steps of TRL's trainers on preferences after the first, and of their evaluations, on each rank.
 
 Arguments: the model's configuration and the job, as JSON: task, precision, micro-batch, sequence length, and more settings of the
-task's configuration; `lora` for adapters.
+task's configuration; `lora` for adapters of queries and values, or of the modules that it names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from training import tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 
-LORA = {"r": 16, "target_modules": ["q_proj", "v_proj"]}
+TARGETS = ["q_proj", "v_proj"]
 
 
 def of_tokens(trainer: Any) -> Any:
@@ -72,7 +72,9 @@ def main() -> None:
     data = Dataset.from_dict(examples(task, rows, length))
     trainer = trainer_class(
         *models, args=arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer(),
-        peft_config=LoraConfig(**LORA, task_type="SEQ_CLS" if scores else "CAUSAL_LM") if lora else None,
+        peft_config=LoraConfig(
+            r=16, target_modules=TARGETS if lora is True else lora, task_type="SEQ_CLS" if scores else "CAUSAL_LM"
+        ) if lora else None,
     )  # fmt: skip
     found = EvaluationPeak()
     trainer.add_callback(found)

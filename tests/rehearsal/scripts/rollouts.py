@@ -1,7 +1,8 @@
 """The peaks of training steps of TRL's GRPOTrainer, and of their phases, after the first step on each rank.
 
 Arguments: the model's configuration and the job, as JSON: precision, micro-batch, sequence length, and more settings of GRPOConfig;
-`lora` for adapters. The model generates with transformers. Kernels compute nothing, so its completions are replaced.
+`lora` for adapters of queries and values, or of the modules that it names. The model generates with transformers. Kernels compute nothing,
+so its completions are replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from training import tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-LORA = LoraConfig(r=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+TARGETS = ["q_proj", "v_proj"]
 NO_TOKEN = 49_999
 
 
@@ -87,7 +88,8 @@ def main() -> None:
     trainer = Trainer(
         model(), reward_funcs=lambda completions, **_: [0.0] * len(completions), args=arguments,
         train_dataset=Dataset.from_dict({"prompt": ["a"] * 64}), eval_dataset=evaluated,
-        processing_class=tokenizer(), peft_config=LORA if lora else None,
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=16, target_modules=TARGETS if lora is True else lora, task_type="CAUSAL_LM") if lora else None,
         callbacks=[Trainer.phases],
     )  # fmt: skip
     trainer.train()
