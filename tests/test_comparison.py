@@ -82,7 +82,7 @@ def test_equal_jobs_have_no_difference() -> None:
     assert found.differences == () and "The two jobs are the same." in comparison_text(found)
 
 
-def test_an_open_strategy_is_decided() -> None:
+def test_a_job_without_a_strategy_is_compared_with_one_strategy() -> None:
     found = compare(request(model="openai-community/gpt2", gpus=2, gpu="H100"), request(**BASE))
     assert found.a.request.strategy != "all" and len(found.a.report.estimates) == 1
 

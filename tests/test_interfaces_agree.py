@@ -26,7 +26,7 @@ def figures(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("jobs", BATCHES, ids=lambda jobs: jobs[0]["model"])
-def test_interfaces_agree(
+def test_every_interface_reports_the_same_figures(
     jobs: list[dict[str, Any]], client: TestClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

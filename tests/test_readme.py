@@ -79,7 +79,7 @@ COMMANDS = re.findall(r"^(fsdp-advisor (?!rehearse)[^\n]*)", README.read_text(),
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_run(command: str, run: Callable[[str], str]) -> None:
+def test_every_command_of_the_readme_prints_an_answer(command: str, run: Callable[[str], str]) -> None:
     assert run(command)
 
 

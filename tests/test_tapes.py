@@ -83,7 +83,7 @@ def test_a_filled_window_in_half_precision_needs_a_tape_for_cudnn() -> None:
         ),
     ],
 )
-def test_the_key_of_a_plan(options: dict[str, str], expected: TapeKey) -> None:
+def test_a_plan_replays_the_tape_of_its_code_path(options: dict[str, str], expected: TapeKey) -> None:
     plan = Plan(**{"strategy": "zero3", "mesh": Mesh(dp_shard=4), "seq_len": 128, "micro_batch_size": 1, **options})  # type: ignore[arg-type]
     assert tape_key_of(plan) == expected
 

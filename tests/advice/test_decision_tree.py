@@ -76,7 +76,7 @@ def is_sound(recommendation: Recommendation) -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_path(name: str) -> None:
+def test_the_tree_takes_the_expected_path(name: str) -> None:
     options, path = JOBS[name]
     recommendation = advise(**options)
     is_sound(recommendation)
@@ -91,7 +91,7 @@ def test_questions_off_the_path_have_no_answer() -> None:
     assert not nodes["zero2"].taken
 
 
-def test_too_large_part() -> None:
+def test_the_tree_names_the_part_that_is_too_large() -> None:
     answers = {
         name: next(n.answer for n in advise(**JOBS[name][0]).tree.nodes if n.id == "term")
         for name in ("states are too large", "activations are too large")

@@ -71,7 +71,7 @@ def test_longest_sequence_stops_at_the_maximum_of_the_model() -> None:
     assert "the model's own maximum" in found.because
 
 
-def test_fewest_gpus() -> None:
+def test_a_sweep_over_gpus_starts_with_the_fewest_that_fit() -> None:
     one_plan = {**FSDP2, "offload": "none", "activation_checkpointing": "full", "micro_batch_size": 1}
     job: dict[str, Any] = {"model": "Qwen/Qwen2.5-32B", "gpu": "H100", **one_plan}
     found = sweep(**job, find="gpus")
@@ -108,7 +108,7 @@ def test_no_smaller_number_of_gpus_fits() -> None:
         assert search_of(**job, gpus=gpus, nnodes=-(-gpus // 8)).any_fit() is None
 
 
-def test_smallest_gpu() -> None:
+def test_a_sweep_over_gpu_types_answers_with_the_smallest_that_fits() -> None:
     found = sweep(model=GPT2, gpus=2, find="gpu-type", precision="fp16-mixed", **FSDP2)
     assert {c.gpu for c in found.rows} == {gpu.name for gpu in list_gpus()}
     fitting = [find_gpu(c.gpu).memory_bytes for c in found.rows if c.fits]

@@ -107,7 +107,7 @@ async def measure(
 
 
 def start(workers: int) -> tuple[subprocess.Popen[str], int]:
-    """A server and its port."""
+    """Start a server. Returns its process and its port."""
     options = ["--port", "0", "--log-level", "warning", "--workers", str(workers)]
     process = subprocess.Popen([sys.executable, "-m", "fsdp_advisor", "serve", *options], stdout=-1, text=True)
     assert process.stdout is not None

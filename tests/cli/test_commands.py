@@ -286,7 +286,7 @@ def test_notes_go_to_stderr_unless_quiet(cli: Callable[..., Any]) -> None:
     assert loud.out == quiet.out
 
 
-def test_output_file(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_output_file_is_overwritten_only_with_force(cli: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "answer.json"
     job = ("estimate", *MODEL, "--json", "-o", str(path))
     ran = cli(*job)
@@ -331,7 +331,7 @@ def test_images_are_counted_as_images(cli: Callable[..., Any]) -> None:
     assert "| images/s per GPU |" in cli(*job, "--format", "markdown").out
 
 
-def test_models(cli: Callable[..., Any]) -> None:
+def test_models_are_listed_and_found_by_name_and_kind(cli: Callable[..., Any]) -> None:
     everything = json.loads(cli("models", "--json").out)
     (found,) = json.loads(cli("models", "llama-2-7b-HF", "--json").out)
     assert found in everything
@@ -350,7 +350,7 @@ def test_models(cli: Callable[..., Any]) -> None:
     assert json.loads(cli("models", "no such model", "--json").out) == []
 
 
-def test_gpus(cli: Callable[..., Any]) -> None:
+def test_gpus_are_listed_and_found_by_name(cli: Callable[..., Any]) -> None:
     rows = json.loads(cli("gpus", "--json").out)
     assert len(rows) > 20
     assert all(row["memory_bytes"] > 0 and row["source"] for row in rows)
@@ -358,7 +358,7 @@ def test_gpus(cli: Callable[..., Any]) -> None:
     assert row["name"] == "RTX-4090"
 
 
-def test_version(cli: Callable[..., Any]) -> None:
+def test_version_is_printed(cli: Callable[..., Any]) -> None:
     ran = cli("--version")
     assert ran.status == 0
     assert re.fullmatch(r"fsdp-advisor \S.*\n", ran.out)
@@ -411,7 +411,7 @@ def test_main_returns_the_status_in_process() -> None:
     assert main(["--version"]) == 0
 
 
-def test_python_dash_m() -> None:
+def test_the_module_runs_as_the_command() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "fsdp_advisor", "--version"], capture_output=True, text=True, check=True
     )

@@ -123,7 +123,7 @@ def test_check_exits_with_2_for_errors(
     assert (ran.status, ran.out) == (2, "") and message in ran.err and len(ran.err.splitlines()) <= 2
 
 
-def test_check_over_rest(client: TestClient) -> None:
+def test_check_gives_the_same_answer_to_get_and_post(client: TestClient) -> None:
     posted = {"gpu": "16GiB", "config_file": [{"name": "axolotl.yaml", "text": TEXT}]}
     found = client.post("/api/v1/check", json=posted).json()
     assert found["fits"] is False and found["line"].startswith("does not fit: ")

@@ -64,7 +64,9 @@ def rounded(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_estimate(name: str, cli: Callable[..., object], golden: Callable[[str, str], None]) -> None:
+def test_an_estimate_equals_its_golden_file(
+    name: str, cli: Callable[..., object], golden: Callable[[str, str], None]
+) -> None:
     arguments, columns, status = CASES[name]
     ran = cli("estimate", *arguments, columns=columns)
     assert ran.err == ""
@@ -72,7 +74,9 @@ def test_estimate(name: str, cli: Callable[..., object], golden: Callable[[str, 
     assert ran.status == status
 
 
-def test_gpus(cli: Callable[..., object], golden: Callable[[str, str], None]) -> None:
+def test_the_list_of_gpus_equals_its_golden_file(
+    cli: Callable[..., object], golden: Callable[[str, str], None]
+) -> None:
     golden("gpus_h100.txt", cli("gpus", "h100").out)
 
 
@@ -82,7 +86,7 @@ def test_text_stays_within_the_screen(name: str, cli: Callable[..., object]) -> 
     assert max(map(len, cli("estimate", *arguments, columns=columns).out.splitlines())) <= columns
 
 
-def test_the_textbook_table(cli: Callable[..., object]) -> None:
+def test_a_parameter_count_gives_the_states_of_the_textbook(cli: Callable[..., object]) -> None:
     """The ZeRO paper's formulas for 7e9 parameters in fp32 with AdamW on 4 GPUs; DeepSpeed has masters, FSDP's ZeRO-2 shards parameters."""
     ran = cli("estimate", *COUNT, "--json")
     estimates = json.loads(ran.out)["estimates"]

@@ -79,7 +79,7 @@ def test_a_reader_that_leaves_early_is_no_error(form: str) -> None:
     producer.stderr.close()
 
 
-def test_head() -> None:
+def test_a_closed_pipe_ends_the_output_without_an_error() -> None:
     command = f"{' '.join(CLI)} {' '.join(JOB)} --json | head -1"
     ran = subprocess.run(["sh", "-c", command], capture_output=True, env=environment(), check=True)
     assert (ran.stdout, ran.stderr) == (b"{\n", b"")
@@ -104,7 +104,7 @@ def test_closed_standard_streams() -> None:
     assert subprocess.run(["sh", "-c", f"{quoted} --gpus 0 2>&-"], env=environment()).returncode == 2
 
 
-def test_ctrl_c() -> None:
+def test_ctrl_c_ends_the_command_without_a_traceback() -> None:
     """A real SIGINT, while the command waits in the middle of its work."""
     code = (
         "import sys, time, fsdp_advisor.cli.estimate as command\n"

@@ -38,7 +38,7 @@ USUAL = ("recommend_llama2.txt", "recommend_llama2_60.txt", "recommend_find_batc
 
 
 @pytest.mark.parametrize("name", taken(USUAL, [name for name in CASES if name not in USUAL]))
-def test_recommend(name: str, cli: Cli, golden: Callable[[str, str], None]) -> None:
+def test_a_recommendation_equals_its_golden_file(name: str, cli: Cli, golden: Callable[[str, str], None]) -> None:
     arguments, columns, status = CASES[name]
     form = ("--format", "markdown") if name.endswith(".md") else ()
     ran = cli("recommend", *arguments, *form, "-q", columns=columns)
@@ -183,7 +183,7 @@ BAD: dict[str, tuple[tuple[str, ...], str, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input(name: str, cli: Cli) -> None:
+def test_bad_input_is_refused_with_a_hint(name: str, cli: Cli) -> None:
     arguments, message, hint = BAD[name]
     ran = cli("recommend", "--model", "openai-community/gpt2", "--gpu", "H100", *arguments)
     assert (ran.status, ran.out) == (2, "")

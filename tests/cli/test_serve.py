@@ -128,7 +128,7 @@ def test_a_port_that_is_taken(cli: Cli) -> None:
         ([], {"FSDP_ADVISOR_MAX_WAITING": "0"}, "FSDP_ADVISOR_MAX_WAITING must be at least 1, not 0"),
     ],
 )
-def test_bad_values(
+def test_a_bad_value_of_serve_is_refused_in_two_lines(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, options: list[str], variables: dict[str, str], complaint: str
 ) -> None:
     monkeypatch.delenv("PORT", raising=False)

@@ -211,7 +211,7 @@ OF_RECIPE = {
         ("trl sft --config recipe.yaml", {"strategy": "ddp", "precision": "bf16"}),
     ],
 )  # fmt: skip
-def test_recipes_of_trl(command: str, options: dict[str, Any]) -> None:
+def test_a_recipe_of_trl_and_its_command_are_read_together(command: str, options: dict[str, Any]) -> None:
     files = {"zero3.yaml": dedent(ZERO3)} if "zero3.yaml" in command else {}
     found = from_texts({**files, "recipe.yaml": dedent(RECIPE), "run.sh": command})
     assert found.options.items() >= (OF_RECIPE | options).items()

@@ -76,7 +76,7 @@ def test_use_liger_kernel_is_the_loss_and_all_other_kernels(
     assert ("Liger's other kernels" in said(found, "not_modelled")) is is_said
 
 
-def test_axolotl() -> None:
+def test_a_file_of_axolotl_is_read_with_notes_on_the_rest() -> None:
     found = read("axolotl.yaml", AXOLOTL)
     assert found.options == {
         "framework": "axolotl", "model": "meta-llama/Llama-3.1-8B", "seq_len": 4096, "micro_batch_size": 2,
@@ -127,7 +127,7 @@ def test_settings_of_a_projection_are_read_and_others_are_reported() -> None:
 
 
 @pytest.mark.parametrize("name", ["axolotl.yaml"])
-def test_every_key_is_accounted_for(name: str) -> None:
+def test_every_key_of_a_file_is_read_or_named(name: str) -> None:
     import yaml
 
     text = dedent(AXOLOTL)
@@ -389,7 +389,7 @@ def test_keys_of_a_section_are_reported_as_the_file_writes_them() -> None:
         ("python train.py --model_name_or_path gpt2 --optim rmsprop --optim_args alpha=0.9", {"optim": "rmsprop"}),
     ],
 )  # fmt: skip
-def test_command_lines(command: str, options: dict[str, Any]) -> None:
+def test_options_on_a_command_line_are_read(command: str, options: dict[str, Any]) -> None:
     ds = '{"zero_optimization": {"stage": 1}}'
     found = from_texts({"run.sh": command, "ds.json": ds} if "ds.json" in command else {"run.sh": command})
     assert found.options.items() >= options.items(), found
@@ -399,7 +399,7 @@ def test_command_lines(command: str, options: dict[str, Any]) -> None:
         assert "arguments of the script that are not read: steps" in said(found, "not_modelled")
 
 
-def test_deepspeed() -> None:
+def test_a_file_of_deepspeed_is_read_with_its_number_of_ranks() -> None:
     config = {
         "train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
         "fp16": {"enabled": True, "loss_scale": 0}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
@@ -416,7 +416,7 @@ def test_deepspeed() -> None:
     assert "8 GPUs: train_batch_size / (micro-batch x accumulation)" in said(found, "assumed")
 
 
-def test_torchtune() -> None:
+def test_a_file_of_torchtune_is_read() -> None:
     found = read(
         "8B_full.yaml",
         """
@@ -486,7 +486,7 @@ TITAN_PYTHON = """
 """
 
 
-def test_torchtitan() -> None:
+def test_a_file_of_torchtitan_is_read_with_its_mesh() -> None:
     found = read("llama3_8b.toml", TITAN_TOML)
     assert found.options == {
         "framework": "torchtitan", "model": "meta-llama/Llama-3.1-8B", "micro_batch_size": 1, "seq_len": 8192,

@@ -140,7 +140,9 @@ TITAN = """
         ("loss=ChunkedLossWrapper.Config(), activation_checkpoint=None,", "none", "torchtitan"),
     ],
 )
-def test_functions_of_torchtitan(arguments: str, checkpointing: str, loss: str) -> None:
+def test_arguments_of_a_torchtitan_function_set_loss_and_checkpointing(
+    arguments: str, checkpointing: str, loss: str
+) -> None:
     found, _ = read(registry__py=TITAN.format(arguments))
     (plan,) = plans(make_request({**found, "gpus": 8}), seq_len=8192)
     assert (plan.framework, plan.activation_checkpointing, plan.loss_code) == ("torchtitan", checkpointing, loss)
@@ -161,7 +163,9 @@ def test_functions_of_torchtitan(arguments: str, checkpointing: str, loss: str) 
         ),
     ],
 )
-def test_files_of_torchtitan(section: str, framework: str, checkpointing: str) -> None:
+def test_sections_of_a_torchtitan_file_set_framework_and_checkpointing(
+    section: str, framework: str, checkpointing: str
+) -> None:
     text = f'[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 8192\n{section}\n'
     found, said = read(train__toml=text)
     (plan,) = plans(make_request({**found, "gpus": 8}), seq_len=8192)
@@ -224,7 +228,7 @@ def test_the_arguments_of_a_script_are_those_of_the_trainer_and_its_model() -> N
             "training_args = TrainingArguments('out', **options)", {"micro_batch_size": 2, "strategy": "zero3", "backend": "fsdp2"}),
     ],
 )  # fmt: skip
-def test_scripts(script: str, options: dict[str, Any]) -> None:
+def test_options_in_a_script_are_read(script: str, options: dict[str, Any]) -> None:
     assert read(train__py=script)[0].items() >= options.items()
 
 

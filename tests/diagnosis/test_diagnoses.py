@@ -210,7 +210,9 @@ def test_a_full_history_is_said_to_lack_its_beginning(tmp_path: Path) -> None:
     assert found.memory["parameters"] == pytest.approx(LLAMA_PARAMETER_BYTES, rel=1e-3)
 
 
-def test_what_was_made_before_recording_and_stays_is_parameters_if_the_optimizer_was_recorded(tmp_path: Path) -> None:
+def test_lasting_blocks_older_than_the_recording_count_as_parameters_if_the_optimizer_was_recorded(
+    tmp_path: Path,
+) -> None:
     content = recorded("steps")
     events = events_of(content)
     first = next(n for n, e in enumerate(events) if any(f["name"] == "_call_impl" for f in e["frames"]))

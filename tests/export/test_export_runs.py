@@ -168,7 +168,7 @@ def reference(model: Path, accumulation: int) -> list[float]:
     ),
     ids=taken(["hsdp-offload-fp16"], ["zero2-bf16-sgd-random", "ddp-bf16-mixed-own-tokens"]),
 )
-def test_script_trains(of: Plan, more: list[str], tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_an_exported_script_trains(of: Plan, more: list[str], tiny: dict[str, Path], tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(2000, dtype=np.uint16) % VOCABULARY)
     assert trained(script(tmp_path, job(of), "--model", str(tiny["tied"]), *more))
 

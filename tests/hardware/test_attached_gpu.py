@@ -126,7 +126,7 @@ def test_mig_slice_has_its_own_memory_and_no_rates(plug: Plug) -> None:
     assert (gpu.name, gpu.memory_bytes, gpu.bf16_flops) == (part.name, 9728 * MIB, None)
 
 
-def test_name_may_be_bytes(plug: Plug) -> None:
+def test_a_name_in_bytes_is_found(plug: Plug) -> None:
     plug(SimpleNamespace(name=b"Tesla T4", total=15360 * MIB, reserved=451 * MIB, uuid="GPU-1"))
     gpu = attached_gpu()
     assert gpu is not None and gpu.name == "T4"

@@ -39,7 +39,7 @@ SMALL = Settings(
 
 
 def odd(*, tied: bool = True, frozen: bool = False) -> Profile:
-    """The worker's model."""
+    """A model whose sizes are odd numbers, so that shards are padded: the one of deepspeed_worker.py."""
     layer = Unit(
         "Block",
         (
@@ -93,7 +93,7 @@ def total(held: States) -> Storages:
     return held.parameters + held.gradients + held.optimizer + held.communication + held.buffers
 
 
-def test_padding() -> None:
+def test_flat_buffers_and_shards_are_padded_to_the_ranks() -> None:
     assert flat_elements(1322, 2) == 1324
     assert flat_elements(1324, 2) == 1324
     assert [shard_elements(29, n) for n in (1, 2, 3, 29, 30)] == [29, 15, 10, 1, 1]
@@ -124,7 +124,7 @@ def test_sub_groups_close_with_the_parameter_that_fills_them() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_textbook(stage: int) -> None:
+def test_states_are_those_of_the_textbook_and_the_masters(stage: int) -> None:
     """7B in fp32 on 4 ranks: the master is a second copy of the weights, which the textbook does not know."""
     held = states(LLAMA_7B, plan(stage, 4, precision="fp32"))
     n = LLAMA_7B.parameters
@@ -160,7 +160,7 @@ def filled_with(gradients: Iterable[tuple[int, int]], ranks: int) -> Filled:
     return filled
 
 
-def test_reduction_copies() -> None:
+def test_a_gradient_that_crosses_partitions_is_copied() -> None:
     two = buffers(LLAMA_7B, plan(2, 2))
     owned = two.partition_elements
     assert two.copy_bytes(filled_with([(0, 10), (10, 20)], 2), 2) == 0
@@ -172,7 +172,7 @@ def test_reduction_copies() -> None:
     assert three.copy_bytes(filled_with([(0, 11), (11, 10)], 2), 2) == 44
 
 
-def test_lifetimes() -> None:
+def test_buffers_of_each_stage_are_those_that_it_allocates() -> None:
     assert buffers(LLAMA_7B, plan(1)).whole_gradients
     assert not buffers(LLAMA_7B, plan(2)).whole_gradients
     assert buffers(LLAMA_7B, plan(1)).bucket == Storages.of(2 * DEFAULTS.reduce_bucket_size)
@@ -220,7 +220,7 @@ def test_zero3_gathers_up_to_its_limit() -> None:
     assert len(again.backward) == 34
 
 
-def test_host_memory() -> None:
+def test_offload_needs_the_host_memory_of_every_rank_of_a_node() -> None:
     assert host_memory(LLAMA_7B, plan(2, 8)) == HostMemory()
     job = plan(2, 8, mesh=Mesh(dp_shard=8, nnodes=2), offload="optimizer")
     n = flat_elements(LLAMA_7B.parameters, 8) // 8
@@ -301,7 +301,7 @@ def measure(ranks: int, cases: list[dict[str, Any]], folder: Path) -> list[dict[
 
 @with_all_cases
 @pytest.mark.parametrize("ranks", taken([3], [2]))
-def test_against_deepspeed(ranks: int, tmp_path: Path) -> None:
+def test_states_peaks_and_gathered_parameters_equal_those_of_deepspeed(ranks: int, tmp_path: Path) -> None:
     """Every byte that a real run keeps, the highest moment of its step, and what stage 3 gathers in forward."""
     if not os.environ.get("CI"):
         pytest.importorskip("deepspeed")

@@ -193,7 +193,7 @@ def case_settings(case: dict[str, Any]) -> Settings:
 
 
 @in_turn(3, of=5)
-def test_against_deepspeed(tmp_path: Path) -> None:
+def test_peaks_of_backward_and_optimizer_equal_those_of_deepspeed(tmp_path: Path) -> None:
     """The highest moment of backward and of the optimizer step, in bytes above the states.
 
     Stages 1, 2 to the byte but for scalars; stage 3 as far as the loss is the peak. Elsewhere stage 3's gathered parameters

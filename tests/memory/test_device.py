@@ -61,14 +61,14 @@ def test_public_readings_lie_within(reading: Reading) -> None:
     assert found.low_bytes <= reading.n_bytes <= found.high_bytes
 
 
-def test_a_context_alone() -> None:
+def test_the_context_of_cuda_is_as_large_as_reported() -> None:
     """invoke-ai/InvokeAI#9413: 256 MiB on an RTX 3090 before any kernel ran (torch 2.7, driver 610)."""
     context, kernels = device_overhead(find_gpu("RTX-3090"), plan("ddp", "ddp", 1)).parts
     assert (context.name, kernels.name) == ("CUDA context", "kernels")
     assert context.low_bytes <= 256 * MIB <= context.high_bytes
 
 
-def test_a_group_of_a100s() -> None:
+def test_the_buffers_of_nccl_are_as_large_as_reported() -> None:
     """NVIDIA/nccl#964: 544 MB for a group of two, 688 MB for one of more, on four A100 with NVLink."""
     for ranks, n_bytes in ((2, 544 * MIB), (4, 688 * MIB)):
         parts = [p for p in device_overhead(find_gpu("A100"), plan(ranks=ranks)).parts if p.name.startswith("NCCL")]
@@ -83,7 +83,7 @@ def test_a_connections_buffers() -> None:
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda g: g.name)
-def test_every_gpu_has_a_range(gpu: Gpu) -> None:
+def test_every_gpu_with_a_known_runtime_has_a_range_of_overhead(gpu: Gpu) -> None:
     found = device_overhead(gpu, plan())
     if gpu.runtime == "other":
         assert found.parts == ()
@@ -91,7 +91,7 @@ def test_every_gpu_has_a_range(gpu: Gpu) -> None:
         assert 0 < found.low_bytes < found.high_bytes < 4 * GIB
 
 
-def test_communicators() -> None:
+def test_a_job_has_a_communicator_for_each_group_of_ranks() -> None:
     assert communicators(plan("ddp", "ddp", ranks=1)) == (0, 0)
     assert communicators(plan(ranks=1)) == (1, 1)
     assert communicators(plan("ddp", "ddp")) == (1, 1)

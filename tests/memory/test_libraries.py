@@ -28,11 +28,13 @@ from fsdp_advisor.program.spans import storage_bytes
         ((9, 0), ":4096:2:16:8", 8320),
     ],
 )
-def test_workspace(capability: tuple[int, int] | None, config: str | None, kib: int) -> None:
+def test_workspace_follows_the_gpu_and_the_config(
+    capability: tuple[int, int] | None, config: str | None, kib: int
+) -> None:
     assert cublas_workspace_bytes(capability, config) == kib * 1024
 
 
-def test_workspace_config_refused() -> None:
+def test_malformed_workspace_config_is_refused() -> None:
     with pytest.raises(UsageError, match="is not :SIZE:COUNT"):
         cublas_workspace_bytes((9, 0), "4096")
 

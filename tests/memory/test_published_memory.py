@@ -26,7 +26,7 @@ SPEED = Path(__file__).parents[1] / "timing"
         for row in taken(ROWS[::3], [row for i, row in enumerate(ROWS) if i % 3], days=2)
     ],
 )
-def test_the_figure(row: Row) -> None:
+def test_published_memory_is_predicted(row: Row) -> None:
     assert row.predicted_gib == pytest.approx(row.gib, rel=TOLERANCE[row.figure])
 
 
@@ -37,7 +37,7 @@ def test_the_reserved_figures_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("row", DATA["fits"], ids=lambda row: row["name"])
-def test_what_torchtitan_fitted(row: dict[str, Any]) -> None:
+def test_jobs_that_torchtitan_ran_fit_or_not_as_reported(row: dict[str, Any]) -> None:
     request = request_of(
         {
             "gpus": 64, "nnodes": 8, "gpu": "A100-80GB", "optim": "adamw_torch",

@@ -42,7 +42,7 @@ def test_workspace_is_what_pytorch_requests(shape: tuple[int, int], asked: tuple
 @pytest.mark.parametrize(
     ("gpu", "expected"), [("T4", 40 * 1024), ("RTX-4090", 128 * 1536), ("A100-80GB", 108 * 2048), ("24GiB", 132 * 2048)]
 )
-def test_resident_threads(gpu: str, expected: int) -> None:
+def test_resident_threads_are_those_of_the_gpu(gpu: str, expected: int) -> None:
     assert threads(gpu) == expected
 
 

@@ -235,7 +235,7 @@ def test_all_strategies_of_a_framework() -> None:
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "trainer"])
-def test_what_is_left_out_is_said(framework: str) -> None:
+def test_notes_say_what_accelerate_cannot_do(framework: str) -> None:
     options = {"gpu": "H100", "framework": framework, **JOB}
     (t5,) = estimate(model="google-t5/t5-small", strategy="zero3", **options).estimates
     assert any("accelerate 1.15 fails to wrap" in note for note in t5.not_modelled)

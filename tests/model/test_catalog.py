@@ -238,7 +238,7 @@ def test_name_of_another_model_says_whose_profile_is_used(typed: str, meant: str
     assert resolve(typed, allow_hub=False, allow_recording=False).notes == expected
 
 
-def test_copy_in_another_format_says_that_the_format_is_ignored() -> None:
+def test_name_of_a_quantized_copy_is_noted_as_ignored_format() -> None:
     shapes = "unsloth/Qwen3.6-27B-GGUF has the shapes of Qwen/Qwen3.5-27B, whose profile is used"
     assert resolve("unsloth/Qwen3.6-27B-GGUF", allow_recording=False).notes[:2] == (shapes, IGNORED_NOTE)
     assert resolve("qwen3 8b fp8", allow_recording=False).notes == (IGNORED_NOTE,)
@@ -350,7 +350,7 @@ def test_a_step_that_the_models_code_refuses_is_said_in_plain_words() -> None:
     assert "RuntimeError" not in refused.value.message and "could not be run" not in refused.value.message
 
 
-def test_size() -> None:
+def test_catalog_has_260_models_in_12_megabytes() -> None:
     assert len(catalog.entries()) >= 260
     assert catalog.PATH.stat().st_size < 12_000_000
 
@@ -388,7 +388,7 @@ def test_linear_attention_is_answered_at_any_length_without_torch(model: str) ->
 
 
 @pytest.mark.parametrize("entry", [e for e in catalog.entries() if e.tapes == "all"], ids=lambda e: e.id)
-def test_every_profile_is_whole(entry: catalog.Entry) -> None:
+def test_every_profile_has_the_listed_total_and_the_usual_tapes(entry: catalog.Entry) -> None:
     """The total that is listed, and a step of FSDP2, which every model's code can take."""
     profile = catalog.profile(entry)
     assert profile.parameters == entry.parameters
@@ -459,7 +459,7 @@ def test_search_for_nothing_finds_everything(pattern: str | None) -> None:
     assert catalog.search(pattern) == list(catalog.entries())
 
 
-def test_search_by_any_name() -> None:
+def test_every_model_is_found_by_each_of_its_names() -> None:
     found = functools.cache(catalog.search)  # many models share a task
     for entry in catalog.entries():
         missed = [name for name in (entry.id, *entry.aliases, entry.model_type, entry.task) if entry not in found(name)]

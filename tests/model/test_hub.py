@@ -98,7 +98,7 @@ def test_config_of_a_hub_model_is_downloaded_once(hub: Hub, home: Path, capfd: p
     assert {method for method, _, _ in hub.asked} == {"HEAD"}  # an unchanged file is not downloaded again
 
 
-def test_token_is_sent(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_of_the_environment_is_sent_to_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.files["acme/model"] = json.dumps(LLAMA).encode()
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     resolve("acme/model")

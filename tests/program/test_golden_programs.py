@@ -43,6 +43,6 @@ def few_layers(strategy: str, backend: str, offload: str, **options: Any) -> Job
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_program(name: str, golden: Callable[[str, str], None]) -> None:
+def test_a_printed_program_equals_its_golden_file(name: str, golden: Callable[[str, str], None]) -> None:
     strategy, backend, offload, options = CASES[name]
     golden(name, str(program_of(*few_layers(strategy, backend, offload, **options))))

@@ -73,7 +73,7 @@ class FmsRun:
         return [str(python), *launcher, str(SCRIPT), str(folder), *self._words()]
 
     def _words(self) -> list[str]:
-        """The arguments of the command: scripts/benchmarks/defaults.yaml and scenarios.yaml."""
+        """The arguments of the command, as scripts/benchmarks/defaults.yaml and scenarios.yaml set them."""
         job = self.row.job
         options: dict[str, Any] = {
             "packing": True, "max_seq_len": job["seq_len"], "max_steps": 100, "gradient_checkpointing": True,

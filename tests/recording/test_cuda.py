@@ -78,7 +78,7 @@ def test_backward_through_the_casts() -> None:
     assert x.grad is not None and x.grad.dtype == torch.bfloat16
 
 
-def test_the_lists_are_pytorchs() -> None:
+def test_operators_that_autocast_casts_are_those_that_pytorch_registers() -> None:
     """CUDA's autocast kernels are registered in every build of PyTorch."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in (*cuda.IN_FP32, *cuda.IN_FP32_UNLESS_ASKED):

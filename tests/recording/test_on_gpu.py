@@ -77,7 +77,7 @@ def requests(run: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[l
 
 
 def rows(b: int, t: int, heads: int, d: int) -> torch.Tensor:
-    """As a model has them: (B, T, H, D) seen as (B, H, T, D)."""
+    """Queries, keys or values in the layout of a model: of shape (B, H, T, D), stored as (B, T, H, D)."""
     return torch.randn(b, t, heads, d).transpose(1, 2).requires_grad_()
 
 
@@ -268,7 +268,7 @@ def test_the_softmaxs_scratch_is_no_tensor_of_the_step() -> None:
         assert scratch == ([(0, 0, 0, 0, 4 * SMALL["num_attention_heads"], 0)] if layers else [])
 
 
-def test_the_fused_kernels_scratch() -> None:
+def test_the_fused_kernels_backward_allocates_its_scratch() -> None:
     """delta and the product it is made of, and tiles of 64 columns of dq for heads of 16."""
     tape = tape_of(GPU)
     layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "backward")

@@ -335,7 +335,7 @@ def test_fsdp1_makes_gradients_of_packed_weights_too():
 
 
 def packed_source(method: str, config: Mapping[str, Any] = LLAMA, **settings: Any) -> Any:
-    """LoRA of rank 16 on queries and values of a checkpoint of 4 bits with groups of 128 inputs."""
+    """A model with LoRA of rank 16 on queries and values. Its base is a 4-bit checkpoint with groups of 128 inputs."""
     quantization = {"quant_method": method, "bits": 4, "group_size": 128, **settings}
     adaptation = Adaptation(
         peft={"peft_type": "LORA", "r": 16, "target_modules": ["q_proj", "v_proj"]}, quantization=quantization

@@ -218,7 +218,7 @@ def test_shipped_marks_are_where_a_recording_puts_them(model: str) -> None:
     ],
     ids=["untied", "tied"],
 )  # fmt: skip
-def test_roles_of_the_root(config: dict[str, Any], roles: dict[str, str]) -> None:
+def test_parameters_of_the_root_have_their_roles(config: dict[str, Any], roles: dict[str, str]) -> None:
     assert {p.name: p.role for p in recorder_of(config).profile.root.parameters} == roles
 
 

@@ -39,15 +39,15 @@ class Serving:
         return made
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        """A response, over a connection of its own."""
+        """The response to a GET request, over a new connection."""
         return httpx.get(self.url + path, trust_env=False, timeout=SECONDS, **options)
 
     def post(self, path: str, json: object) -> httpx.Response:
-        """A response to a JSON body."""
+        """The response to a POST request with a JSON body."""
         return httpx.post(self.url + path, json=json, trust_env=False, timeout=SECONDS)
 
     def raw(self, sent: bytes) -> bytes:
-        """Everything the server sends back, over a connection of its own."""
+        """Everything that the server sends back to these bytes, over a new connection."""
         with self.connect() as connection:
             connection.sendall(sent)
             return received(connection)

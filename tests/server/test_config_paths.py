@@ -26,7 +26,7 @@ def test_keys_that_name_the_origin_may_hold_paths(key: str) -> None:
     refuse_paths({**CONFIG, key: "/home/me/model"}, "it")
 
 
-def test_names_are_no_paths() -> None:
+def test_a_name_with_a_slash_is_not_taken_for_a_path() -> None:
     refuse_paths(
         {**CONFIG, "architectures": ["GPT2LMHeadModel"], "torch_dtype": "float16", "rope": {"type": "x/y"}}, "it"
     )
@@ -38,6 +38,6 @@ def test_an_adapter_config_that_loads_files_is_refused(key: str) -> None:
         refuse_adapter_paths({"peft_config": json.dumps({"peft_type": "PROMPT_TUNING", key: "/etc/passwd"})})
 
 
-def test_an_adapter_config_may_have_regular_expressions_and_its_origin() -> None:
+def test_an_adapter_config_may_have_regular_expressions_and_the_path_of_its_base() -> None:
     config = {"peft_type": "LORA", "target_modules": r".*\..*proj", "base_model_name_or_path": "/home/me/base"}
     refuse_adapter_paths({"peft_config": json.dumps(config)})

@@ -29,7 +29,7 @@ LONG = 600.0
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    """One for all tests, because its process takes two seconds to start."""
+    """A worker for all tests of this module, because its process takes two seconds to start."""
     made = Worker(seconds=LONG, memory_bytes=None)
     yield made
     made.close()
@@ -81,7 +81,7 @@ def test_a_call_that_takes_too_long_is_ended() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not enforce RLIMIT_DATA")
-def test_memory_is_limited() -> None:
+def test_a_call_beyond_the_memory_limit_fails_and_the_worker_stays() -> None:
     worker = Worker(seconds=LONG, memory_bytes=2**30)
     with pytest.raises(RuntimeError, match="MemoryError"):
         worker.call(bytes, 2**31)

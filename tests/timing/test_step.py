@@ -192,7 +192,7 @@ def test_a_later_micro_batch_adds_its_gradients() -> None:
     assert eight.breakdown["sharding"] == pytest.approx(alone.breakdown["sharding"] * 10 / 6)
 
 
-def test_prefetching_helps() -> None:
+def test_earlier_prefetching_in_backward_is_faster() -> None:
     slow = replace(A100, intra_node=replace(A100.intra_node, bytes_per_s=2e10))  # type: ignore[type-var]
     seconds = [time(plan("zero3", "fsdp1", backward_prefetch=p), slow).seconds for p in ("pre", "post", "none")]
     assert seconds[0] < seconds[1] < seconds[2]
@@ -276,7 +276,7 @@ def test_within_the_published_runs_it_does_not_shout() -> None:
         assert time(job).warnings == ()
 
 
-def test_the_report_has_the_step() -> None:
+def test_the_seconds_of_a_report_add_up_and_lie_within_their_range() -> None:
     report = estimate(
         model="meta-llama/Llama-2-7b-hf", gpus=16, nnodes=2, gpu="A100", strategy="zero3", micro_batch_size=2
     )

@@ -61,7 +61,7 @@ def test_prediction_of_a_rehearsed_step_stands(record: Record) -> None:
 
 
 def assert_predicted(record: Record) -> None:
-    """Whether the job fits is as predicted, and so are its peaks if it fits."""
+    """Assert that the prediction says whether the job fits, and its peaks if it fits."""
     assert record.fits_predicted == record.fits_really
     if record.outcome == "ok":
         assert {name: error for name in LARGEST if abs(error := record.errors[name]) > LARGEST[name]} == {}

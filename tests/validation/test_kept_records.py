@@ -39,7 +39,7 @@ STANDARD = {"peak_tensor_bytes": (0.005, 0.005), "peak_allocated_bytes": (0.01, 
 
 
 def today(record: Record) -> Record:
-    """The record with today's prediction of its case, on the GPU that it names."""
+    """The record with the present code's prediction in place of the stored one, on the GPU that the record names."""
     request = make_request({k: v for k, v in record.request.items() if k in fields_of(EstimateRequest)})
     found = predict(request, record.mode, "cpu" if record.device == "cpu" else "cuda", gpu=_gpu(record))
     return replace(record, predicted=found.predicted, fits_predicted=found.fits)

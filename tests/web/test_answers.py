@@ -96,7 +96,7 @@ def test_chart_and_table_show_the_rows_of_the_view(client: TestClient) -> None:
 @pytest.mark.parametrize(
     "job", taken([*JOBS.values()][:1], [*JOBS.values()][1:3]), ids=taken([*JOBS][:1], [*JOBS][1:3])
 )
-def test_every_export_is_at_hand(client: TestClient, job: dict[str, str]) -> None:
+def test_every_export_and_bundle_can_be_downloaded(client: TestClient, job: dict[str, str]) -> None:
     html = client.get("/", params=job).text
     links = [a["href"] or "" for tag, a in read(html).elements if tag == "a" and "download" in a]
     files = [link for link in links if "bundle" not in link]
@@ -243,7 +243,7 @@ LARGEST = ("experts",)
 
 
 @pytest.mark.parametrize("name", taken(LARGEST, [name for name in FIRST_VIEWS if name not in LARGEST]))
-def test_the_first_view_is_small(client: TestClient, name: str) -> None:
+def test_the_first_view_has_less_than_150_kb(client: TestClient, name: str) -> None:
     """The page and everything it loads, plain and compressed."""
     html = client.get("/", params=FIRST_VIEWS[name]).text
     files = re.findall(r'(?:href|src)="(/static/[^"]+)"', html)

@@ -166,7 +166,7 @@ def test_the_catalogs_models_are_suggested_when_the_field_is_entered(open_page: 
     assert "meta-llama/Llama-2-7b-hf" in suggested.evaluate_all("options => options.map((option) => option.value)")
 
 
-def test_enter_asks(open_page: Open) -> None:
+def test_enter_in_the_form_shows_the_answer(open_page: Open) -> None:
     page = open_page("/")
     page.get_by_label("Model", exact=True).fill("openai-community/gpt2")
     page.keyboard.press("Enter")
@@ -222,7 +222,7 @@ def test_an_old_answer_is_never_shown_under_a_new_question(open_page: Open) -> N
     open_page.complaints[:] = [words for words in open_page.complaints if "ERR_CONNECTION_FAILED" not in words]  # type: ignore[attr-defined]
 
 
-def test_the_address_is_shared(open_page: Open) -> None:
+def test_the_share_button_copies_the_address(open_page: Open) -> None:
     page = open_page(LINK, permissions=["clipboard-read", "clipboard-write"])
     page.get_by_role("button", name="Share").click()
     page.get_by_role("button", name="Address copied").wait_for()

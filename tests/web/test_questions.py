@@ -97,7 +97,9 @@ def test_folded_options_that_are_set_are_named(client: TestClient) -> None:
         ({"model": "gpt2", "precision": "bf16-mixd"}, {"precision": "bf16-mixed"}),
     ],
 )
-def test_what_was_meant_is_a_link(client: TestClient, given: dict[str, str], right: dict[str, str]) -> None:
+def test_a_misspelled_value_is_answered_with_a_link_to_the_nearest_one(
+    client: TestClient, given: dict[str, str], right: dict[str, str]
+) -> None:
     html = client.get("/", params={"gpus": "4", **given}).text
     problem = html[html.index('id="problem"') :].partition("</section>")[0]
     assert "Did you mean" in problem

@@ -15,7 +15,7 @@ SIZES = [512, 2048, 300 * 1024, MIB, MIB + 512, 3 * MIB, 5 * MIB, 9 * MIB, 12 * 
 
 @pytest.mark.parametrize("limit_mib", [60, 120, 250, 2**30])
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True", "max_split_size_mb:40"])
-def test_alike(conf: str, limit_mib: int) -> None:
+def test_the_allocator_equals_the_plain_one_for_random_requests(conf: str, limit_mib: int) -> None:
     for seed in range(40):
         _compare(random.Random(f"{conf} {limit_mib} {seed}"), AllocatorConf.parse(conf), limit_mib * MIB)
 

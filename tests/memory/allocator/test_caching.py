@@ -58,7 +58,7 @@ class Device:
         (1200 * KIB, 1200 * KIB, "roundup_power2_divisions:1"),
     ],
 )
-def test_round_size(asked: int, taken: int, conf: str) -> None:
+def test_requests_are_rounded_as_by_pytorch(asked: int, taken: int, conf: str) -> None:
     assert round_size(asked, AllocatorConf.parse(conf)) == taken
 
 

@@ -11,14 +11,14 @@ from fsdp_advisor.memory.allocator.conf import UNLIMITED
 MIB = 2**20
 
 
-def test_defaults() -> None:
+def test_an_empty_conf_has_pytorchs_defaults() -> None:
     conf = AllocatorConf.parse("")
     assert conf == AllocatorConf()
     assert conf.max_split_bytes == UNLIMITED and conf.large_segment_bytes == 20 * MIB
     assert conf.non_split_rounding_bytes == 20 * MIB
 
 
-def test_all_keys() -> None:
+def test_every_key_of_the_conf_is_read() -> None:
     conf = AllocatorConf.parse(
         "backend:native, max_split_size_mb:128,max_non_split_rounding_mb:32, garbage_collection_threshold:0.6,"
         "roundup_power2_divisions:[256:1,512:2,1024:4,>:8],large_segment_size_mb:24,per_process_memory_fraction:0.9,"
@@ -30,7 +30,7 @@ def test_all_keys() -> None:
 
 
 @pytest.mark.parametrize(("mib", "divisions"), [(1, 1), (255, 1), (256, 1), (600, 2), (1024, 4), (2048, 8), (10**6, 8)])
-def test_roundup_intervals(mib: int, divisions: int) -> None:
+def test_roundup_divisions_hold_for_their_interval_of_sizes(mib: int, divisions: int) -> None:
     """parseRoundUpPower2Divisions: the first entry holds for all below it, `>` for all above the last."""
     conf = AllocatorConf.parse("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]")
     assert conf.divisions_for(mib * MIB) == divisions
@@ -56,7 +56,7 @@ def test_roundup_intervals(mib: int, divisions: int) -> None:
         ("expandable_segments", "is not key:value", "for example"),
     ],
 )
-def test_refused(text: str, says: str, hint: str) -> None:
+def test_a_malformed_conf_is_refused_with_a_hint(text: str, says: str, hint: str) -> None:
     with pytest.raises(UsageError) as error:
         AllocatorConf.parse(text)
     assert says in str(error.value) and hint in error.value.hint

@@ -51,7 +51,7 @@ def cross_entropy(provider: str, settings: dict[str, Any], dtype: torch.dtype) -
 
 
 class _DeepSpeedMlp(LlamaMLP):  # type: ignore[misc]  # transformers is not installed where types are checked
-    """An MLP in shards, by DeepSpeed."""
+    """An MLP that DeepSpeed runs in shards of the sequence."""
 
     shards = 1
 

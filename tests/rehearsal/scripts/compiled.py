@@ -21,7 +21,7 @@ RANKS = 2
 
 
 def reduced(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
-    """A bucket that needs no reduction: the fake process group has no results."""
+    """DDP's communication hook that leaves a bucket as it is, because the fake process group reduces nothing."""
     found: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     found.set_result(bucket.buffer())
     return found

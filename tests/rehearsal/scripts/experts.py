@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 
 def peak_of(job: list[Any]) -> int:
-    """The peak of the steps after the first, which makes the optimizer's state."""
+    """The peak of the later steps. The first step differs, because it creates the optimizer's state."""
     config, implementation, precision, batch, length = job
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), experts_implementation=implementation)
     rows = {"input_ids": [list(range(1, length + 1))] * (4 * batch)}
