@@ -86,7 +86,7 @@ GRPOTrainer(
 """
 
 
-@in_turn(0, of=4)
+@in_turn(4, of=8)
 @pytest.mark.parametrize("name", JOBS)
 def test_steps_and_phases_need_what_is_predicted(
     name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
@@ -121,7 +121,7 @@ GEMMA = {
 """A third of its layers keep all keys and values, the others those of a window."""
 
 
-@in_turn(1, of=4)
+@in_turn(2, of=8)
 @pytest.mark.parametrize(("config", "completion_length"), taken([(BLOOM, 512)], [(GEMMA, 64), (MISTRAL, 64)]))
 def test_caches_grow_as_the_model_keeps_keys_and_values(
     config: dict[str, Any], completion_length: int, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
@@ -176,7 +176,7 @@ EVALUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
 )
 
 
-@in_turn(2, of=4)
+@in_turn(0, of=8)
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_evaluations_need_what_is_predicted(
     name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
@@ -194,7 +194,7 @@ def test_evaluations_need_what_is_predicted(
     assert row.job.phases["evaluate"].gpu_bytes + libraries == pytest.approx(found["evaluate"], rel=0.01)
 
 
-@in_turn(3, of=4)
+@in_turn(6, of=8)
 @pytest.mark.usefixtures("predicts_here")
 def test_a_script_that_generates_is_recognized_and_predicted(rehearsal_python: Path, tmp_path: Path) -> None:
     """Its prompts, completions and rewards are the trainer's own: generation ends at the maximum length."""

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from rehearsed_jobs import row_of
 
-pytestmark = pytest.mark.slow
+pytestmark = in_turn(1, of=2)
 
 CONFIGS: dict[str, dict[str, Any]] = {
     name: {
