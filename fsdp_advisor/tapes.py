@@ -88,7 +88,21 @@ def _code_path(plan: Plan, profile: Profile | None) -> TapeKey:
         precision = "bf16-weights-mixed"
     wrap = tape_wrap(profile, plan) if profile is not None else ""
     one = plan.tape_shape[0] * sequences_per_example(plan.task) == 1
-    return _key(engine, precision, plan.attention, plan.checkpointing, one, wrap)
+    checkpointing = "full-accelerate" if _accelerate_checkpoints(plan, profile) else plan.checkpointing
+    return _key(engine, precision, plan.attention, checkpointing, one, wrap)
+
+
+def _accelerate_checkpoints(plan: Plan, profile: Profile | None) -> bool:
+    """Whether accelerate's FSDP2 checkpoints the layers of a model whose embedding is frozen. Without frozen embedding its step is that of
+    a model that checkpoints itself, which makes the embedding's output require a gradient.
+
+    Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_apply_ac`; transformers 5.23, modeling_utils.py, `gradient_checkpointing_enable`.
+    """
+    if plan.framework != "accelerate" or plan.backend != "fsdp2" or plan.checkpointing != "full" or profile is None:
+        return False
+    if plan.activation_offload or plan.compile != "none":
+        return False
+    return any(p.role == "embedding" and not p.trainable for p in profile.root.parameters)
 
 
 def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
@@ -182,14 +196,14 @@ def select_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tuple[Ta
     profile keeps them.
 
     If the tape cannot be recorded, falls back to a similar one: for FSDP1 with autocast to the tape without autocast, which counts no
-    casts; for reentrant checkpointing to the tape of non-reentrant checkpointing.
+    casts; for reentrant checkpointing and for accelerate's to the tape of the model's non-reentrant checkpointing.
     """
     profile = _profile_of(model)
     key = tape_key_of(plan, profile)
     similar = replace(
         key,
         engine="fsdp1" if key.autocasts_fsdp1 else key.engine,
-        checkpointing="full" if key.checkpointing == "reentrant" else key.checkpointing,
+        checkpointing="full" if key.checkpointing in ("reentrant", "full-accelerate") else key.checkpointing,
     )
     try:
         return _for_any_batch(model, profile, plan, key, gpu)

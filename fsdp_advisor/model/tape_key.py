@@ -30,8 +30,11 @@ SdpaKernel = Literal["default", "cudnn"]
 half precision on Hopper and Blackwell.
 """
 
-TapeCheckpointing = Literal["none", "full", "reentrant", "every", "selective", "selective-trl"]
-"""``every``: some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``: torchtitan's policy."""
+TapeCheckpointing = Literal["none", "full", "full-accelerate", "reentrant", "every", "selective", "selective-trl"]
+"""``full-accelerate``: the layers are wrapped by accelerate's FSDP2, and not checkpointed by the model, which would make the output of a
+frozen embedding require a gradient; ``every``: some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``:
+torchtitan's policy.
+"""
 
 TapeCompile = Literal["none", "layer", "layer-ddp", "model", "model-ddp", "model-units"]
 """``layer``: each layer is compiled; ``model``: the model is compiled as a whole, and then has no layers (`Adaptation.in_one_graph`).

@@ -59,7 +59,9 @@ class Step:
         self._operators, self._work = operators, NONE
         self._sums_in_place = sums_in_place
         self._records = False
-        self._events = StepEvents(lists_recomputed=key.checkpointing not in ("none", "full", "reentrant"))
+        self._events = StepEvents(
+            lists_recomputed=key.checkpointing not in ("none", "full", "full-accelerate", "reentrant")
+        )
         stacks = source.stacks(model)
         places = hooked_modules(model, stacks, units)
         self._leaves: list[torch.Tensor] = []

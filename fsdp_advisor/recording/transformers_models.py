@@ -188,6 +188,10 @@ class TransformersSource:
                 module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)  # type: ignore[operator]
             if checkpointing == "reentrant":  # otherwise no gradient reaches layers after frozen embeddings
                 module.enable_input_require_grads()  # type: ignore[operator]  # of every PreTrainedModel
+            if (
+                checkpointing == "full-accelerate"
+            ):  # accelerate's wrappers do not make the embedding's output require a gradient
+                module.disable_input_require_grads()  # type: ignore[operator]  # of every PreTrainedModel
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss: torch.Tensor | None = getattr(module(**batch), "loss", None)

@@ -125,6 +125,25 @@ def test_accelerate_keeps_adapters_of_embedding_and_head_in_their_units(case: di
         assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
 
 
+@in_turn(0, of=3)
+@pytest.mark.parametrize("frozen", [{"use_peft": "true"}, {"freeze": "embed_tokens"}], ids=str)
+def test_accelerates_checkpoints_need_no_gradient_of_a_frozen_embeddings_output(
+    frozen: dict[str, str], tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY_CONFIG))
+    usual = {"gpus": "4", "strategy": "zero3", "framework": "accelerate", "seq_len": "64"}
+    request = make_request({**usual, **frozen, "activation_checkpointing": "full", "model": str(config)})
+    (plan,) = plans(request, seq_len=64)
+    model = resolve(request.model).adapted(adaptation_of(request))
+    profile = model.profile
+    assert profile is not None
+    step = peak_of_step(profile, tape_for(model, plan), plan)
+    found = simulate(source_of(profile.config, name=request.model, task=profile.task), plan)
+    for phase, n_bytes in found.phase_peaks.items():
+        assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
+
+
 QLORA: dict[str, str] = {
     "load_in_4bit": "true",
     "bnb_4bit_quant_storage": "bfloat16",
