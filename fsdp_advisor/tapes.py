@@ -226,6 +226,9 @@ def select_step_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tup
     if has_loop(profile) or (key.at is None and _is_refused(profile, key, NotPolynomial)):
         try:
             return _gpu_step_tape(model, profile, key, plan)
+        except NotPolynomial:
+            if has_loop(profile) and key.at is None:
+                return _gpu_step_tape(model, profile, replace(key, at=plan.tape_shape), plan)
         except AdvisorError:
             if has_long_loop(profile, plan.tape_shape[1]):
                 raise

@@ -8,14 +8,16 @@ from fsdp_advisor.model.profile import Profile
 TORCHAO_VERSION = "0.18"
 """The version whose float8 training is recorded."""
 
-GATED_DELTA_RULE = frozenset({"olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"})
+GATED_DELTA_RULE = frozenset({"olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"})
 """Model types that call flash-linear-attention and causal-conv1d, and no other such package. transformers' folders have the same names.
 """
+KIMI_DELTA_ATTENTION = frozenset({"bailing_hybrid", "glm5_next", "kimi_linear"})
+"""Model types with Kimi delta attention, which call flash-linear-attention and causal-conv1d, and no other such package."""
 STATE_SPACE_DUALITY = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
 """Model types with Mamba-2 layers, which call mamba-ssm and causal-conv1d, and no other such package."""
 SELECTIVE_SCAN = frozenset({"falcon_mamba", "jamba", "mamba", "zamba"})
 """Model types with Mamba-1 layers, which call mamba-ssm and causal-conv1d. transformers' own code runs each token of a sequence in turn."""
-TOKENS_OF_ITERATION = {**dict.fromkeys(GATED_DELTA_RULE, 64), **dict.fromkeys(SELECTIVE_SCAN, 1)}
+TOKENS_OF_ITERATION = {**dict.fromkeys(GATED_DELTA_RULE | KIMI_DELTA_ATTENTION, 64), **dict.fromkeys(SELECTIVE_SCAN, 1)}
 """Model type -> tokens of one iteration of the loop in Python that transformers runs where the kernels are missing, as on a CPU."""
 MOST_ITERATIONS = 64
 """The longest loop of which a step on a CPU is recorded. An iteration takes about a tenth of a second for each tape of Qwen3.5-397B."""
@@ -50,7 +52,7 @@ def kernel_notes(profile: Profile | None) -> list[str]:
     if profile is None:
         return []
     model_type = _model_type(profile)
-    if model_type in GATED_DELTA_RULE:
+    if model_type in GATED_DELTA_RULE | KIMI_DELTA_ATTENTION:
         return [f"flash-linear-attention and causal-conv1d{_ASSUMED}"]
     if not _has_state_space(profile):
         return []

@@ -54,11 +54,11 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         output_final_state: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         given = [x.contiguous() for x in (q, k, v, g, beta)]  # copies that live until the end of forward
-        q, q_norm = _normalized(given[0])
-        k, k_norm = _normalized(given[1])
+        q, q_norm = normalized(given[0])
+        k, k_norm = normalized(given[1])
         v, beta = given[2], given[4]
-        g = _cumulative(given[3])
-        size = _Size(k, v)
+        g = cumulative(given[3])
+        size = Size(k, v)
         solved = torch.zeros((*g.shape, CHUNK), dtype=k.dtype)
         kernel([k, g, beta], size.flops(chunk_by_key=1))
         w, u = _w_and_u(k, v, g, beta, solved, size)
@@ -78,8 +78,8 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         q, q_norm, k, k_norm, v, g, beta, solved = ctx.saved_tensors
         with torch.autocast("cpu", enabled=ctx.autocasts):  # autocast changes the dtype of sums
             dq, dk, dv, dg, dbeta = _gradients(given[0], q, k, v, g, beta, solved)
-        dq = _gradient_of_normalized(q, q_norm, dq)
-        dk = _gradient_of_normalized(k, k_norm, dk)
+        dq = gradient_of_normalized(q, q_norm, dq)
+        dk = gradient_of_normalized(k, k_norm, dk)
         return dq, dk, dv, dg, dbeta, None
 
 
@@ -93,7 +93,7 @@ def _gradients(
     solved: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """`chunk_gated_delta_rule_bwd`: the gradients of q, k (both normalized), v, g and beta."""
-    size = _Size(k, v)
+    size = Size(k, v)
     per_key_head = (size.b, size.t, size.h, size.j // size.h, size.k)
     w, u = _w_and_u(k, v, g, beta, solved, size)
     states = empty((size.b, size.chunks, size.j, size.k, size.v), k)
@@ -123,10 +123,10 @@ def _gradients(
     del dv
     dk.add_(dk_of_w)
     dg.add_(dg_of_w)
-    return dq, dk, dvalue, _cumulative(dg), dbeta
+    return dq, dk, dvalue, cumulative(dg), dbeta
 
 
-class _Size:
+class Size:
     """The dimensions of keys (B, T, H, K) and values (B, T, J, V)."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -145,21 +145,21 @@ class _Size:
         return 2 * self.b * self.j * self.chunks * c * per_token
 
 
-def _normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`l2norm_fwd`: rows divided by their norm, and one fp32 per row."""
     found = empty(x.shape, x), torch.empty(x.shape[:-1])
     kernel([x], 0)
     return found
 
 
-def _gradient_of_normalized(y: torch.Tensor, norm: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """`l2norm_bwd`: the gradient of `_normalized`'s input."""
+def gradient_of_normalized(y: torch.Tensor, norm: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """`l2norm_bwd`: the gradient of `normalized`'s input."""
     found = empty(y.shape, y)
     kernel([y, norm, dy], 0)
     return found
 
 
-def _cumulative(g: torch.Tensor) -> torch.Tensor:
+def cumulative(g: torch.Tensor) -> torch.Tensor:
     """`chunk_local_cumsum`, in fp32."""
     found = torch.empty(g.shape)
     kernel([g], 0)
@@ -167,7 +167,7 @@ def _cumulative(g: torch.Tensor) -> torch.Tensor:
 
 
 def _w_and_u(
-    k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, solved: torch.Tensor, size: _Size
+    k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, solved: torch.Tensor, size: Size
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`recompute_w_u_fwd`: w (B, T, J, K) and u (B, T, J, V)."""
     found = empty((*v.shape[:3], size.k), k), empty(v.shape, v)

@@ -6,7 +6,12 @@ from fsdp_advisor.model.kernels import kernel_notes
 
 @pytest.mark.parametrize(
     ("model", "is_said"),
-    [("Qwen/Qwen3.5-9B", True), ("Qwen/Qwen3-Next-80B-A3B-Instruct", True), ("Qwen/Qwen3-8B", False)],
+    [
+        ("Qwen/Qwen3.5-9B", True),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", True),
+        ("Qwen/Qwen3-8B", False),
+        ("moonshotai/Kimi-Linear-48B-A3B-Base", True),
+    ],
 )
 def test_an_answer_names_the_packages_that_it_assumes(model: str, is_said: bool) -> None:
     entry = catalog.find(model)

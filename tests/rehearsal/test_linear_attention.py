@@ -23,6 +23,14 @@ SHAPES: dict[str, Any] = {
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
 }  # fmt: skip
+KIMI: dict[str, Any] = {
+    "model_type": "kimi_linear", "hidden_size": 256, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100, "kv_lora_rank": 32, "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32, "v_head_dim": 32, "num_experts": 4, "num_experts_per_token": 2, "model_max_length": 4096,
+    "linear_num_heads": 4, "linear_head_dim": 128, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "dense"], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+"""The same with Kimi delta attention."""
 JOBS: dict[str, tuple[dict[str, Any], str, int, int]] = dict(
     taken(
         [
@@ -31,6 +39,7 @@ JOBS: dict[str, tuple[dict[str, Any], str, int, int]] = dict(
                 ({"model_type": "qwen3_5_text", **SHAPES}, "bf16-mixed", 4, 200),
             ),
             ("half precision, with experts", ({"model_type": "qwen3_next", **SHAPES, **EXPERTS}, "bf16", 4, 256)),
+            ("Kimi delta attention", (KIMI, "bf16-mixed", 4, 200)),
         ],
         [],
         days=2,

@@ -20,14 +20,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
+CALLED = {
+    "torch_chunk_gated_delta_rule": "fla.ops.gated_delta_rule.chunk",
+    "chunk_kimi_delta_attention": "fla.ops.kda.chunk",
+}
+"""Name of a function in transformers' models -> the module of the package's function that it must call."""
+
 
 def peak_of(config: dict[str, Any], precision: str, batch: int, length: int) -> int:
     """The peak of the steps after the first, which makes the optimizer's state."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
-    calls = sys.modules[type(model).__module__].torch_chunk_gated_delta_rule.__closure__
-    modules = {getattr(cell.cell_contents, "__module__", "") for cell in calls}
-    assert "fla.ops.gated_delta_rule.chunk" in modules, modules
+    code = sys.modules[type(model).__module__]
+    name, of_package = next((name, place) for name, place in CALLED.items() if hasattr(code, name))
+    modules = {getattr(cell.cell_contents, "__module__", "") for cell in getattr(code, name).__closure__}
+    assert of_package in modules, modules
     rows = {"input_ids": [list(range(1, length + 1))] * (4 * batch)}
     data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
     found = SteadyPeak()
