@@ -67,6 +67,6 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env=kept | environment,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=600,  # a busy machine takes minutes to import PyTorch
         check=False,
     )

@@ -217,7 +217,7 @@ def test_an_ended_rehearsal_leaves_no_process_and_no_folder(rehearsal_python: Pa
     while started.poll() is None and not (tmp_path / "started").exists():
         time.sleep(0.2)
     started.terminate()
-    printed, _ = started.communicate(timeout=60)
+    printed, _ = started.communicate(timeout=600)
     assert (started.returncode, json.loads(printed)["outcome"]) == (130, "interrupted")
     assert still_running(str(tmp_path / "train.py")) == [] and list(tmp_path.glob("rehearsal-*")) == []
 

@@ -204,7 +204,7 @@ def test_case_in_a_child_process_becomes_a_record(model: str) -> None:
 
 
 def wait_for_end(pid: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while is_alive(pid):
         assert time.monotonic() < deadline, f"process {pid} is still alive"
         time.sleep(0.05)
@@ -225,7 +225,7 @@ def test_crash_of_a_child_ends_its_own_children() -> None:
 
 def test_sent_values_survive_a_crash() -> None:
     ended = child_process.run_in_child(
-        lambda send: (send("seen", 1), os.kill(os.getpid(), signal.SIGKILL)), timeout_seconds=30
+        lambda send: (send("seen", 1), os.kill(os.getpid(), signal.SIGKILL)), timeout_seconds=300
     )  # type: ignore[func-returns-value]
     assert ended.outcome == "crash" and "SIGKILL" in ended.message and ended.reported == {"seen": 1}
 
