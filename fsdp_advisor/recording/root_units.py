@@ -2,9 +2,10 @@
 
 accelerate wraps an input embedding that is not tied to the head as one unit, and final norm and head (with the embedding if it is
 tied) as another (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model). A unit of several modules begins when the first module runs
-and ends when all have run. Its backward begins when the gradients of the last module's outputs are ready and ends when the
-gradients of the first module's inputs are ready (torch.distributed.fsdp._fully_shard._fsdp_state, _register_group_forward_hooks;
-torch 2.13). The end of the head's forward has no mark, because the head's parameters stay gathered.
+and ends when all have run, or when the model's forward ends without one of them: TRL's loss stands for the head, which `generate` runs.
+Its backward begins when the gradients of the last module's outputs are ready and ends when the gradients of the first module's inputs
+are ready (torch.distributed.fsdp._fully_shard._fsdp_state, _register_group_forward_hooks, _post_forward; torch 2.13). The end of the
+head's forward has no mark, because the head's parameters stay gathered.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ def _hook(unit: MarkedUnit, modules: list[nn.Module], *, mark: Mark, in_compiled
     to_run: set[nn.Module] = set()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if to_run:
+        if to_run and module is not modules[0]:
             return
-        to_run.update(modules)
+        to_run.update(modules)  # if the forward before left some out, they no longer count
         mark(Op.PRE_FORWARD, unit)
         for leaf in _watched((args, kwargs)):
             _register_first(leaf, lambda _: mark(Op.POST_BACKWARD, unit))

@@ -30,33 +30,40 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 OLD = {"beta": 0.1, "num_iterations": 2}
 ACCUMULATED = {"gradient_accumulation_steps": 2, "steps_per_generation": 2}
-JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "a reference and old scores": (OLD, OLD),
-    **dict(
-        taken(
-            [],
-            [
-                ("no scores", ({}, {})),
-                ("half precision, accumulated", ({"precision": "bf16", **ACCUMULATED}, {"precision": "bf16", **ACCUMULATED})),
+JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
+    taken(
+        [
+            ("a reference and old scores", (OLD, OLD)),
+            (
+                "accumulated and checkpointed, sharded by FSDP2",
                 (
-                    "adapters",
-                    (
-                        {**LORA_SETTINGS, "beta": 0.1, "per_device_train_batch_size": 4},
-                        {**LORA_OPTIONS, "beta": 0.1, "micro_batch_size": 4},
-                    ),
+                    {**ACCUMULATED, **FSDP2_SETTINGS, "gradient_checkpointing": True},
+                    {**ACCUMULATED, **FSDP2_OPTIONS, "activation_checkpointing": "full"},
                 ),
+            ),
+            ("no scores", ({}, {})),
+        ],
+        [
+            ("half precision, accumulated", ({"precision": "bf16", **ACCUMULATED}, {"precision": "bf16", **ACCUMULATED})),
+            (
+                "adapters",
                 (
-                    "generated within an update",
-                    (
-                        {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "beta": 0.1},
-                        {"activation_checkpointing": "full", "gradient_accumulation_steps": 2, "beta": 0.1},
-                    ),
+                    {**LORA_SETTINGS, "beta": 0.1, "per_device_train_batch_size": 4},
+                    {**LORA_OPTIONS, "beta": 0.1, "micro_batch_size": 4},
                 ),
-                ("a copy that FSDP2 shards", ({**OLD, **FSDP2_SETTINGS}, {**OLD, **FSDP2_OPTIONS})),
-            ],
-        )
-    ),
-}  # fmt: skip
+            ),
+            (
+                "generated within an update",
+                (
+                    {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "beta": 0.1},
+                    {"activation_checkpointing": "full", "gradient_accumulation_steps": 2, "beta": 0.1},
+                ),
+            ),
+            ("a copy that FSDP2 shards", ({**OLD, **FSDP2_SETTINGS}, {**OLD, **FSDP2_OPTIONS})),
+        ],
+        days=3,
+    )
+)  # fmt: skip
 """The trainer's settings, and the same as options of an estimate."""
 UNSPLIT = 1 << 20
 """The allocator leaves so much of a large block unused. It counts at the peak of a phase, and at that of the step, whose libraries are
