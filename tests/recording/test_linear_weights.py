@@ -34,7 +34,7 @@ def linear_weights(config: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize("model_type", of_today(sorted(TYPES.keys() - CONV1D), 3))
+@pytest.mark.parametrize("model_type", of_today(sorted(TYPES.keys() - CONV1D), 6))
 def test_the_weights_of_linear_modules_are_recognized(model_type: str) -> None:
     entry = TYPES[model_type]
     real = linear_weights(catalog.configurations()["configs"][entry.id])
