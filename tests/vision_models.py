@@ -75,7 +75,7 @@ MODELS: dict[str, tuple[dict[str, Any], Images]] = {
         },
         Images(2, 0, 0, 0),
     ),
-    "llava": ({"vision_config": CLIP, "text_config": {**TEXT, "model_type": "llama"}}, Images(2, 0, 0, 0)),
+    "llava": ({"vision_config": {**CLIP, "num_hidden_layers": 9}, "text_config": {**TEXT, "model_type": "llama"}}, Images(2, 0, 0, 0)),
     "llava_next": (
         {"vision_config": CLIP, "text_config": {**TEXT, "model_type": "llama"}, "image_grid_pinpoints": PINPOINTS},
         Images(1, 150, 200, 0),
@@ -117,7 +117,9 @@ MODELS: dict[str, tuple[dict[str, Any], Images]] = {
     ),
     "mistral3": (
         {
-            "vision_config": {**TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 448, "patch_size": 14},
+            "vision_config": {
+                **TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 448, "patch_size": 14, "num_hidden_layers": 9,
+            },
             "text_config": {**TEXT, "model_type": "mistral"},
         },
         Images(2, 150, 200, 0),

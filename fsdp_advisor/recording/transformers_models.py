@@ -157,7 +157,7 @@ class TransformersSource:
                 for inner in layers[index].modules():
                     if hasattr(inner, "layer_idx"):
                         setattr(inner, "layer_idx", position)  # noqa: B010  # transformers' own attribute, unknown to nn.Module
-            keep_positions(parent, indices)
+            keep_positions(module, parent, depth, indices)
             of_others = [
                 c for c in own.values() if c is not own[path]
             ]  # a vision tower may be as deep as the text model

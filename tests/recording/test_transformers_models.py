@@ -197,3 +197,19 @@ def test_a_part_without_sdpa_keeps_eager_attention() -> None:
     source.configure(model, attention="sdpa", checkpointing="none")
     parts = model.config.text_config, model.config.audio_config
     assert [part._attn_implementation for part in parts] == ["sdpa", "eager"]
+
+
+def test_layers_that_a_configuration_lists_for_deepstack_keep_their_places() -> None:
+    """GraniteDocling's tower reads the positions from its configuration, and the first text layers add the features."""
+    config = {
+        "model_type": "granite_docling",
+        "vision_config": {"num_hidden_layers": 24, "deepstack_visual_indexes": [3, 12]},
+        "text_config": {"num_hidden_layers": 24},
+    }
+    source = TransformersSource(config, name="granite", task="image-text-to-text")
+    model = source.build(torch.float32)
+    recorder = Recorder(source)
+    tower = next(stack for stack in recorder.profile.stacks if "vision" in stack.path)
+    places = [place for run in tower.runs for _ in range(run.repeats) for place in run.pattern]
+    assert len(model.get_submodule(tower.path)) == len(places) == 24
+    assert places.count(places[3]) == places.count(places[12]) == 1
