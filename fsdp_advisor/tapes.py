@@ -119,6 +119,8 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
         key = replace(key, tiled_mlp=f"{tiled_mlp_code(plan)}:{plan.tiled_mlp}", at=plan.tape_shape)
     if plan.use_liger_kernel:
         key = replace(key, liger_kernels=True)
+    if plan.backend == "deepspeed" and plan.strategy == "zero3" and profile is not None and profile.is_partly_frozen:
+        key = replace(key, saves_linear_inputs=True)
     if profile is not None and (code := experts_code(profile, plan.experts_implementation)) is not None:
         key = replace(key, experts=code)
         if code == "eager":  # sizes depend on the tokens of each expert
@@ -196,13 +198,15 @@ def select_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tuple[Ta
     profile keeps them.
 
     If the tape cannot be recorded, falls back to a similar one: for FSDP1 with autocast to the tape without autocast, which counts no
-    casts; for reentrant checkpointing and for accelerate's to the tape of the model's non-reentrant checkpointing.
+    casts; for reentrant checkpointing and for accelerate's to the tape of the model's non-reentrant checkpointing; for
+    ZeRO-3 to the tape of linear layers that save no input.
     """
     profile = _profile_of(model)
     key = tape_key_of(plan, profile)
     similar = replace(
         key,
         engine="fsdp1" if key.autocasts_fsdp1 else key.engine,
+        saves_linear_inputs=False,
         checkpointing="full" if key.checkpointing in ("reentrant", "full-accelerate") else key.checkpointing,
     )
     try:

@@ -192,6 +192,11 @@ class Profile:
     def trainable_parameters(self) -> int:
         return sum(unit.trainable_elements * count for unit, count in self.counted_units())
 
+    @property
+    def is_partly_frozen(self) -> bool:
+        """Whether some parameters are not trained."""
+        return self.trainable_parameters < self.parameters
+
     @cached_property
     def adapter_parameters(self) -> int:
         """The number of elements that adapters add, trained copies included."""

@@ -114,6 +114,8 @@ class TapeKey:
     """The implementation that runs feed-forward networks in shards of the sequence, and the number of shards: ``liger:auto``,
     ``deepspeed:8``.
     """
+    saves_linear_inputs: bool = False
+    """Whether linear layers save their input although their weight is frozen, as with DeepSpeed's ZeRO-3."""
     at: tuple[int, int] | None = None
     """The only (B, T) for which the tape is valid, if it was recorded for one; None: valid for every B and T."""
 
@@ -229,7 +231,7 @@ _OPTIONS = {
     "generates": "generates", "policy": "scores_policy", "batch": "batch", "padding": "padding", "liger": "liger_kernels",
     "experts": "experts", "imbalance": "imbalance", "images": "images", "evaluates": "evaluates", "compile": "compile",
     "budget": "memory_budget", "fp8": "fp8",
-    "tiled": "tiled_mlp", "at": "at",
+    "tiled": "tiled_mlp", "inputs": "saves_linear_inputs", "at": "at",
 }  # fmt: skip
 """Word in a name -> field that it sets. A name has these words only if the field is not the default."""
 _ALLOWED = {

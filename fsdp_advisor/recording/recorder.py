@@ -63,6 +63,7 @@ from fsdp_advisor.recording.step import Step
 from fsdp_advisor.recording.tiled_mlp import tile_mlps
 from fsdp_advisor.recording.values import needs_values
 from fsdp_advisor.recording.wrapping import units_to_record, with_whole_gradients
+from fsdp_advisor.recording.zero3_linear import saving_inputs
 
 GRID_B = (2, 3)
 GRID_T = (48, 80, 112)
@@ -293,6 +294,8 @@ class Recorder:
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(steady())
             contexts.enter_context(softmax_scratch())
+            if key.saves_linear_inputs:
+                contexts.enter_context(saving_inputs())
             if key.compiles:
                 contexts.enter_context(compiler(key.memory_budget))
             if key.fp8 != "none":
