@@ -14,7 +14,7 @@ BATCHES = 10
 
 
 def check_fits(report: Report, row: StrategyEstimate) -> None:
-    """Without a given host memory, a job fits exactly when it needs no more than the GPU has."""
+    """Assert that the job fits exactly if it needs no more than the GPU has. The request has no host memory, which would matter too."""
     assert row.needed_bytes is not None and row.headroom_bytes is not None
     assert row.fits is (row.needed_bytes <= report.gpu_memory_bytes)
     assert row.headroom_bytes == report.gpu_memory_bytes - row.needed_bytes

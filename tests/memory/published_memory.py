@@ -121,7 +121,7 @@ def lightning_model() -> Recorder:
 
 
 class KeepsOutputs(TransformersSource):
-    """A loop with the model's outputs in a variable during backward; accelerate has converted them to fp32."""
+    """A loop in which a variable keeps the model's outputs during backward. accelerate has converted them to fp32."""
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         outputs = module(**batch)

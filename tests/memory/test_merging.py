@@ -46,7 +46,7 @@ class Peak:
 
 
 def merged(model: Any) -> Peak:
-    """What merging allocates besides the tensors that the model has before."""
+    """The peak of what merging allocates. The model's tensors before it do not count."""
     peak = Peak()
     watch = StorageWatch(peak)
     for tensor in (*model.parameters(), *model.buffers()):

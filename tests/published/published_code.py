@@ -119,7 +119,7 @@ class _Product(torch.autograd.Function):
 
 
 class OlderGptqLora(GPTQLoraLinear):
-    """Source: PEFT 0.13, tuners/lora/gptq.py, `QuantLinear.forward`, under autocast."""
+    """LoRA on a GPTQ layer as PEFT 0.13 ran it under autocast. Source: tuners/lora/gptq.py, `QuantLinear.forward`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.quant_linear_module(x)

@@ -30,7 +30,7 @@ def used_three_times() -> Any:
 
 
 def residual() -> Any:
-    """The gradient of a sum goes to both of its parts: it is held until the other one's backward has been."""
+    """The gradient of a sum goes to both of its parts. It stays until the backward of both has run."""
     x = torch.ones(4, 8, requires_grad=True) * 2
     return (x + x.sin()).sum()
 

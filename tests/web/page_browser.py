@@ -41,7 +41,7 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def server() -> Iterator[str]:
-    """The whole application on a free port of this machine; its address."""
+    """Run the whole application on a free port of this machine. Yields its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -95,5 +95,5 @@ def test_the_readme_has_the_figures_of_the_page() -> None:
 
 
 def _size(percent: str) -> str:
-    """`9.6` of `+9.60 %`."""
+    """The absolute size of a percentage without trailing zeros: `9.6` for `+9.60 %`."""
     return f"{abs(float(percent.removesuffix(' %'))):g}"
