@@ -10,6 +10,8 @@ from tiny_llama import LLAMA, PARAMETERS
 
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.report import StrategyEstimate
 
 pytestmark = pytest.mark.slow
@@ -49,6 +51,22 @@ def test_the_job_line_names_the_task(model: str) -> None:
 def test_impossible_tasks_are_refused(options: dict[str, Any], message: str, model: str) -> None:
     with pytest.raises(UsageError, match=message):
         row(**{"model": model, **options})
+
+
+@pytest.mark.parametrize("task", ["dpo", "kto"])
+def test_fsdp_cannot_precompute_the_reference_of_adapters(task: str) -> None:
+    """TRL runs the model before FSDP moves it to the GPU."""
+    options = {"task": task, "framework": "trl", "use_peft": True, "precompute_ref_log_probs": True, "gpus": 4}
+    for strategy, backend in (("zero3", "fsdp2"), ("zero3", "fsdp1")):
+        request = make_request({"model": "gpt2", "strategy": strategy, "backend": backend, **options})
+        with pytest.raises(UsageError, match="before FSDP moves it") as refusal:
+            plans(request, seq_len=512)
+        assert "--backend ddp or deepspeed" in refusal.value.hint
+    for strategy, backend in (("ddp", "ddp"), ("zero3", "deepspeed")):
+        (plan,) = plans(
+            make_request({"model": "gpt2", "strategy": strategy, "backend": backend, **options}), seq_len=512
+        )
+        assert plan.reference == "none"
 
 
 def test_a_recommendation_counts_both_sequences_of_a_pair(model: str) -> None:

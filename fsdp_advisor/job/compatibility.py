@@ -21,7 +21,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.projection import check_projection
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.tiled_mlp import check_tiled_mlp, refused_tiled_mlp
-from fsdp_advisor.job.training_task import check_task, reference_of
+from fsdp_advisor.job.training_task import check_task, reference_of, refused_precomputation
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 from fsdp_advisor.parallelism.mesh import Mesh
 
@@ -272,8 +272,10 @@ def _check_torchtitan(plan: Plan) -> None:
 def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_len: int) -> Plan:
     """The plan of a row. Raises UsageError for a combination that is refused."""
     backend = _backend_of(request, strategy, offload)
-    refused = _combination_refusal(request, strategy, backend) or optimizer_refusal(
-        request.optim, backend, offload, request.framework
+    refused = (
+        _combination_refusal(request, strategy, backend)
+        or optimizer_refusal(request.optim, backend, offload, request.framework)
+        or refused_precomputation(request, backend)
     )
     if refused is not None:
         raise refused
