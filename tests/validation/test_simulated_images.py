@@ -27,7 +27,7 @@ ENGINES: tuple[dict[str, Any], ...] = (
     {"strategy": "ddp", "gpus": 2, "precision": "bf16"},
 )
 UNREACHED = {
-    "llava": ["vision_tower.encoder.layers.2", "vision_tower.post_layernorm"],
+    "llava": ["vision_tower.encoder.layers.8", "vision_tower.post_layernorm"],
     "llava_next": ["vision_tower.encoder.layers.2", "vision_tower.post_layernorm"],
     "llava_onevision": ["vision_tower.post_layernorm"],
 }
