@@ -350,3 +350,11 @@ def test_refused_options_are_refused_before_the_adapted_model_is_recorded(monkey
     monkeypatch.setattr(Resolved, "adapted", recorded)
     with pytest.raises(UsageError, match="--compile layer is not modelled with --activation-checkpointing every-2"):
         estimate(model="meta-llama/Llama-3.1-8B", compile="layer", activation_checkpointing="every-2")
+
+
+@pytest.mark.parametrize("model", ["google/gemma-4-E2B", "google/gemma-4-E4B"])
+def test_zero3_of_deepspeed_gathers_no_layers_of_towers_that_do_not_run(model: str) -> None:
+    """A step on text has neither the vision tower before the language model nor the audio tower after it."""
+    (row,) = estimate(model=model, gpus=64, strategy="zero3", offload="optimizer").estimates
+    assert row.backend == "deepspeed"
+    assert row.needed_bytes and row.peak_tensor_bytes

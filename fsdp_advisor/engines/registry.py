@@ -72,6 +72,8 @@ def step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
 @lru_cache(maxsize=64)
 def _step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
     hooks = step_of_engine(profile, plan)
+    if isinstance(hooks, DeepspeedStep):
+        hooks.idle_stacks = frozenset(range(len(profile.stacks))) - {segment.stack for segment in tape.segments}
     once = frozenset(ROLLOUT_PHASES if plan.generates_once else ())
     return build_program(
         profile, tape, hooks, plan.gradient_accumulation_steps, only_first=once, trains=not plan.evaluates

@@ -16,7 +16,7 @@ prefetch too, which only makes the prefetch earlier.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -234,13 +234,14 @@ def gathered(
     size: Callable[[int], int] = round_up,
     *,
     forward_only: bool = False,
+    idle: Container[int] = (),
 ) -> Gathered:
     """The gathered parameters over one micro-batch, unit by unit. `size` maps a storage's bytes to the bytes counted.
-    `forward_only`: no backward follows, so no parameters stay for it.
+    `forward_only`: no backward follows, so no parameters stay for it. `idle`: stacks whose layers do not run.
     """
     if plan.shard_degree == 1 and not offloads_parameters(plan):
         settings = Settings(param_persistence_threshold=profile.parameters)  # a single rank uses its shards directly
-    inventory = _inventory(profile, plan)
+    inventory = _inventory(profile, plan, idle)
     turns = [*inventory.units, *([] if forward_only else _backward(inventory.units, plan))]
     fetcher = _fetcher(inventory, turns, plan, settings, size)
     visits = []
@@ -260,12 +261,14 @@ def gathered(
     return Gathered(tuple(visits[:forwards]), tuple(visits[forwards:]), end)
 
 
-def _inventory(profile: Profile, plan: Plan) -> _Inventory:
-    """The parameters of the root's modules before each stack, of its layers, and of the root's other modules."""
+def _inventory(profile: Profile, plan: Plan, idle: Container[int]) -> _Inventory:
+    """The parameters of the root's modules before each stack that is not idle, of its layers, and of the root's other modules."""
     found = _Inventory()
     tied: dict[str, int] = {}  # other name of a tied parameter of the root -> its index
     root, done = profile.root.parameters, 0
     for s, (stack, before) in enumerate(zip(profile.stacks, profile.order, strict=True)):
+        if s in idle:  # nothing runs between the root's modules before and after it
+            continue
         tied.update((name, len(found.elements) + i) for i, p in enumerate(root[done:before]) for name in p.tied)
         found.add(AT_ROOT, root[done:before], plan)
         done = before

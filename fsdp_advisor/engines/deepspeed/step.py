@@ -134,6 +134,9 @@ class DeepspeedStep(StepHooks):
         self._unreduced: dict[int, Buffer] = {}  # stage 1: whole gradients by their position in the flat buffer
         self._averaged = NO_BUFFER
         self._moments: list[Buffer] = []  # by flat partition
+        self.idle_stacks: frozenset[int] = (
+            frozenset()
+        )  # whose layers do not run, such as a vision tower in a step on text
         self._scored_after: Gathering | None = None  # the parameters gathered around a forward without gradients
 
     # The step
@@ -155,7 +158,7 @@ class DeepspeedStep(StepHooks):
 
     def begin_step(self, step: StepBuilder) -> None:
         if self._stage == 3:
-            self._gathering = Gathering(gathered(self._profile, self._plan, self._settings))
+            self._gathering = Gathering(gathered(self._profile, self._plan, self._settings, idle=self.idle_stacks))
         step.alloc(Account.PARAMETERS, self._layout.parameters)
         self._persistent = step.alloc(Account.PARAMETERS, self._layout.buffers.released_at_step, Stream.ALL_GATHER)
         step.alloc(Account.OPTIMIZER, self._layout.optimizer.masters)
@@ -177,7 +180,9 @@ class DeepspeedStep(StepHooks):
         """Under ZeRO-3, give a forward without gradients its own coordinator, which starts with nothing gathered."""
         if self._stage == 3 and not with_gradients:
             self._scored_after = self._gathering
-            self._gathering = Gathering(gathered(self._profile, self._plan, self._settings, forward_only=True))
+            self._gathering = Gathering(
+                gathered(self._profile, self._plan, self._settings, forward_only=True, idle=self.idle_stacks)
+            )
             self._gathering.begin_forward()
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
