@@ -49,9 +49,12 @@ def is_linear_weight(parameter: Parameter) -> bool:
 
     >>> is_linear_weight(Parameter("mlp.up_proj.weight", (64, 16))), is_linear_weight(Parameter("mlp.gate.weight", (8, 16)))
     (True, False)
+    >>> is_linear_weight(Parameter("image_embed.fc1.weight", (64, 16))), is_linear_weight(Parameter("position_embed.weight", (8, 16)))
+    (True, False)
     """
     module, _, leaf = parameter.name.rpartition(".")
-    embeds = "embed" in module or module.endswith("wpe")
+    own_name = module.rpartition(".")[2]  # a module called embed may contain a whole encoder
+    embeds = "embed" in own_name or own_name in ("wpe", "bias_values")
     return (
         len(parameter.shape) == 2
         and leaf == "weight"
