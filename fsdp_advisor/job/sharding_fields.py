@@ -61,7 +61,7 @@ OffloadDeviceOption = Annotated[OffloadDevice, OFFLOAD_DEVICE]
 BackwardPrefetchOption = Annotated[
     BackwardPrefetch,
     Rule(
-        about="the BackwardPrefetch of FSDP1",
+        about="the BackwardPrefetch of FSDP1; accelerate and the Trainer have none unless their configuration sets it",
         group=GROUP,
     ),
 ]
