@@ -90,7 +90,7 @@ LACKING = (
     Lacking(
         ("MiniCPM-V-4_5", "MiniCPM-V-2_6", "MiniCPM-o-4_5", "MiniCPM-o-2_6", "MiniCPM4.1-8B", "MiniCPM4-8B"),
         f"transformers 5.23 lacks this MiniCPM: {_REMOTE}",
-        "a config.json with a model_type that transformers has is recorded",
+        "transformers has MiniCPM3 and MiniCPM-V 4.6 and 4.7 (minicpm3, minicpmv4_6, minicpmv4_7), whose config.json is recorded",
     ),
     Lacking(
         ("GLM-5.3-Flash", "GLM-5.3-Flash-BF16"),
