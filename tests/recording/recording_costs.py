@@ -33,8 +33,10 @@ CASES: dict[str, tuple[str | dict[str, Any], dict[str, Any], tuple[str, ...]]] =
     "deepseek-v3.2, 131072 tokens": ("deepseek-ai/DeepSeek-V3.2", {}, ("--seq-len", "131072")),
     "deepseek-v4-flash": ("deepseek-ai/DeepSeek-V4-Flash", {}, ()),
     "deepseek-v4-flash, 131072 tokens": ("deepseek-ai/DeepSeek-V4-Flash", {}, ("--seq-len", "131072")),
+    "deepseek-v4-pro": ("deepseek-ai/DeepSeek-V4-Pro", {}, ()),
     "glm-5": ("zai-org/GLM-5", {}, ()),
     "kimi-k2.5": ("moonshotai/Kimi-K2.5", {}, ()),
+    "kimi-linear-48b": ("moonshotai/Kimi-Linear-48B-A3B-Base", {}, ()),
     "nemotron-3-ultra": ("nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", {}, ()),
     "qwen3.5-397b": ("Qwen/Qwen3.5-397B-A17B", {}, ()),
     "qwen3.5-397b with images": ("Qwen/Qwen3.5-397B-A17B", {}, IMAGES),
@@ -50,6 +52,11 @@ CASES: dict[str, tuple[str | dict[str, Any], dict[str, Any], tuple[str, ...]]] =
     "mamba-2.8b, 131072 tokens": ("state-spaces/mamba-2.8b-hf", {}, ("--seq-len", "131072")),
     "zamba2": ({"model_type": "zamba2", "num_hidden_layers": 54}, {}, ()),
     "xlstm-7b": ({"model_type": "xlstm"}, {}, ()),
+    "gemma-4-e4b": ("google/gemma-4-E4B", {}, ()),
+    "lora of kimi-k2.5": ("moonshotai/Kimi-K2.5", {}, ("--use-peft", "--lora-target-modules", "all-linear", "--framework", "trl")),
+    "bloom": ("bigscience/bloom", {}, ()),
+    "whisper-large-v3": ("openai/whisper-large-v3", {}, ()),
+    "t5-11b": ("google-t5/t5-11b", {}, ()),
 }  # fmt: skip
 """By name: a model of the catalog or a configuration, the values that differ from it, and options of `estimate`."""
 
