@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
+from fsdp_advisor.engines.learned import without_gradient
 from fsdp_advisor.engines.model_outputs import clones_outputs, encoded_per_batch, logits_per_batch
 from fsdp_advisor.engines.optimizer_work import (
     gpu_step,
@@ -260,11 +261,13 @@ class DdpStep(StepHooks):
 
     def rebuilt_buckets(self, tape: Tape) -> Storages:
         """The buckets from the second step on, in the order in which gradients became ready in the first step. Empty if DDP
-        searches for unused parameters. In the first step one bucket holds all gradients.
+        searches for unused parameters, without which the second step fails if a parameter got no gradient. In the first step one
+        bucket holds all gradients.
 
         Source: `_ddp_init_helper`, compute_bucket_size_limits; `rebuild_buckets` in reducer.cpp, called at the second forward.
         """
-        if self._plan.world_size == 1 or clones_outputs(self._plan):
+        searches = clones_outputs(self._plan) or without_gradient(self._profile, tape)
+        if self._plan.world_size == 1 or searches:
             return NO_STORAGES
         return _assigned(_ready_order(self._profile, tape.read()), self._plan, (FIRST_BUCKET_BYTES, BUCKET_BYTES))
 

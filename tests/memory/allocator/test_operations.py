@@ -191,6 +191,12 @@ def test_buckets_follow_the_order_in_which_gradients_are_ready() -> None:
     assert list(program_of(profile, tape, plan).rebuilt_buckets.each()) == layer * 16 + [norm + 128256 * 2048 * 4]
 
 
+def test_buckets_of_parameters_without_gradient_stay() -> None:
+    """A vision tower in a step on text: DDP runs only if it searches for unused parameters."""
+    profile, tape, plan = job("HuggingFaceTB/SmolVLM2-2.2B-Instruct", "ddp", "ddp")
+    assert program_of(profile, tape, plan).rebuilt_buckets.exact == 0
+
+
 @pytest.mark.parametrize("options", [{"gpus": 1}, {"framework": "trainer"}], ids=str)
 def test_buckets_are_not_rebuilt_on_one_gpu_or_with_unused_parameters(options: dict[str, Any]) -> None:
     """On one GPU there are none; where DDP searches for unused parameters, the first ones stay."""
