@@ -53,6 +53,15 @@ def shared_tensors(layers: Sequence[nn.Module]) -> list[Hashable]:
     ]
 
 
+def place_of_reused_keys(layer: nn.Module, place: int) -> int | None:
+    """The layer's place if its attention reuses keys and values of another layer, else None.
+
+    Backward sums their gradient over all layers that reuse them, so each of these layers frees what the one after it has allocated, however
+    far apart they are. Gemma 3n and 4 have such layers.
+    """
+    return place if any(getattr(module, "is_kv_shared_layer", False) for module in layer.modules()) else None
+
+
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     """The parameters and registered buffers of a module, each once."""
     yield from module.parameters()

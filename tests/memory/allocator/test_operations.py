@@ -191,6 +191,22 @@ def test_buckets_follow_the_order_in_which_gradients_are_ready() -> None:
     assert list(program_of(profile, tape, plan).rebuilt_buckets.each()) == layer * 16 + [norm + 128256 * 2048 * 4]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize(
+    "model", ["google/gemma-4-E2B", "google/gemma-4-E4B", "google/gemma-2-2b", "google-t5/t5-small"]
+)
+def test_a_storage_is_allocated_before_it_is_freed(model: str, strategy: str) -> None:
+    """Also where many layers use the keys and values, or the output, of one."""
+    steps = operations_of(*job(model, strategy, "ddp" if strategy == "ddp" else "fsdp2"))
+    live: set[int] = set()
+    for operation in (*steps.setup, *steps.first):
+        if operation & 3 == MALLOC:
+            assert operation >> 2 not in live
+            live.add(operation >> 2)
+        elif operation & 3 in (FREE, FREE_LATER):
+            live.remove(operation >> 2)
+
+
 def test_buckets_of_parameters_without_gradient_stay() -> None:
     """A vision tower in a step on text: DDP runs only if it searches for unused parameters."""
     profile, tape, plan = job("HuggingFaceTB/SmolVLM2-2.2B-Instruct", "ddp", "ddp")
