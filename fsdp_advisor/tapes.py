@@ -9,7 +9,7 @@ from functools import lru_cache
 from fsdp_advisor.engines.wrapping import head_is_alone, takes_root_apart, tape_wrap
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotPolynomial, NotRecordable, UsageError
 from fsdp_advisor.hardware import Gpu
-from fsdp_advisor.job.adaptation import may_adapt
+from fsdp_advisor.job.adaptation import CONFIG_KEY, may_adapt
 from fsdp_advisor.job.choices import DEFAULT_SEQ_LEN, Backend, Precision
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.plan import Plan
@@ -119,7 +119,7 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
         key = replace(key, tiled_mlp=f"{tiled_mlp_code(plan)}:{plan.tiled_mlp}", at=plan.tape_shape)
     if plan.use_liger_kernel:
         key = replace(key, liger_kernels=True)
-    if plan.backend == "deepspeed" and plan.strategy == "zero3" and profile is not None and profile.is_partly_frozen:
+    if plan.backend == "deepspeed" and plan.strategy == "zero3" and profile is not None and _freezes_weights(profile):
         key = replace(key, saves_linear_inputs=True)
     if profile is not None and (code := experts_code(profile, plan.experts_implementation)) is not None:
         key = replace(key, experts=code)
@@ -189,6 +189,13 @@ def _key(
     if attention == "flash_attention_2":  # its kernel runs the same code for every B
         return TapeKey(engine, precision, attention, checkpointing, device="gpu", wrap=wrap)
     return TapeKey(engine, precision, attention, checkpointing, batch_is_one, wrap=wrap)
+
+
+def _freezes_weights(profile: Profile) -> bool:
+    """Whether weights of linear layers may be frozen. Models freeze only others themselves, such as tables of positions and the biases
+    by which experts are chosen.
+    """
+    return CONFIG_KEY in profile.config and profile.is_partly_frozen
 
 
 def select_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tuple[TapeKey, Tape]:
