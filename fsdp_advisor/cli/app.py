@@ -9,6 +9,7 @@ from importlib import import_module
 from fsdp_advisor import __version__
 from fsdp_advisor.cli.options import PROGRAM, CommandParser, HelpOptions
 from fsdp_advisor.cli.output import Destination
+from fsdp_advisor.cli.progress import recordings_shown
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.fields import fields_of, read_fields
@@ -68,11 +69,12 @@ class Command:
             return int(function(options))
         given = with_files_read(given)
         files = getattr(options, "config_file", ())
-        if files:
-            from fsdp_advisor.cli.config_files import request_of_files
+        with recordings_shown(getattr(options, "quiet", False)):
+            if files:
+                from fsdp_advisor.cli.config_files import request_of_files
 
-            return int(function(request_of_files(files, given, self.request, self.partial, options), options))
-        return int(function(given if self.partial else make_request(given, self.request), options))
+                return int(function(request_of_files(files, given, self.request, self.partial, options), options))
+            return int(function(given if self.partial else make_request(given, self.request), options))
 
 
 COMMANDS: dict[str, Command] = {

@@ -1,9 +1,12 @@
-"""Progress of a campaign on standard error."""
+"""Progress on standard error: of recordings, and of a campaign."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
@@ -13,6 +16,10 @@ if TYPE_CHECKING:
     from fsdp_advisor.validation.campaign import Event
 
 _ERASE_LINE = "\r\x1b[K"
+WAIT_SECONDS = 3.0
+"""How long a command records before it says so."""
+LONG_SECONDS = 60.0
+"""How long a command records before it says how to shorten that."""
 
 
 class Progress:
@@ -48,6 +55,54 @@ class Progress:
             return ""
         seconds = (time.monotonic() - self._started) / finished * (event.total - event.done)
         return f"({int(seconds // 60)}:{int(seconds % 60):02} left) "
+
+
+@contextlib.contextmanager
+def recordings_shown(quiet: bool) -> Iterator[None]:
+    """Context in which one line on a terminal says what is being recorded, once recordings have taken `WAIT_SECONDS`. Nothing is written
+    elsewhere.
+    """
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
+    from fsdp_advisor.model.recorders import watching
+
+    line = _RecordingLine()
+    with watching(line.shown):
+        yield
+
+
+class _RecordingLine:
+    """A line that a thread rewrites each second while something is being recorded."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    @contextlib.contextmanager
+    def shown(self, what: str) -> Iterator[None]:
+        """Context of one recording."""
+        done = threading.Event()
+        begin = time.monotonic() - self._seconds
+        thread = threading.Thread(target=self._write, args=(what, begin, done), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            self._seconds = time.monotonic() - begin
+
+    def _write(self, what: str, begin: float, done: threading.Event) -> None:
+        """Write the line until the recording is done; `begin` is when it would have begun if nothing had interrupted the recordings."""
+        wait = begin + WAIT_SECONDS - time.monotonic()
+        written = False
+        while not done.wait(max(wait, 0)):
+            wait, seconds, written = 1, time.monotonic() - begin, True
+            advice = "; --strategy NAME records less" if seconds > LONG_SECONDS else ""
+            line = f"recording ({int(seconds)} s{advice}): {what}"
+            print(_ERASE_LINE + line[: get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+        if written:
+            print(_ERASE_LINE, end="", file=sys.stderr, flush=True)
 
 
 def _describe(event: Event) -> str:

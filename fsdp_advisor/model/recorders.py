@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -17,6 +20,31 @@ RECORDER_LOCK = threading.RLock()
 """Only one thread records: the recorder disables the garbage collector, installs a global dispatch mode, and keeps what its hooks
 read (the current tile, phase and rows) in class attributes of `recording`.
 """
+
+Watch = Callable[[str], AbstractContextManager[object]]
+"""The function that an interface calls to show that something is being recorded. The context that it returns ends with the recording."""
+
+
+@contextlib.contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Context in which `watch` gets the description of each recording of this process."""
+    _watches.append(watch)
+    try:
+        yield
+    finally:
+        _watches.remove(watch)
+
+
+@contextlib.contextmanager
+def recording(what: str) -> Iterator[None]:
+    """Context in which one thread at a time records `what`."""
+    with RECORDER_LOCK, contextlib.ExitStack() as contexts:
+        for watch in _watches:
+            contexts.enter_context(watch(what))
+        yield
+
+
+_watches: list[Watch] = []
 
 
 def recorder_for(

@@ -14,7 +14,7 @@ from fsdp_advisor.model import catalog
 from fsdp_advisor.model.lacking import hint
 from fsdp_advisor.model.multimodal import trained_on_text
 from fsdp_advisor.model.quantization import IGNORED_NOTE, packed_checkpoint
-from fsdp_advisor.model.recorders import RECORDER_LOCK, recorder_for
+from fsdp_advisor.model.recorders import recorder_for, recording
 from fsdp_advisor.model.resolved import Resolved, renamed, versions_of
 from fsdp_advisor.model.tape_key import KeptTapes
 from fsdp_advisor.units import parse_count
@@ -181,7 +181,7 @@ def resolve_config(data: bytes, name: str, source: Literal["config", "hub"], not
         if cache.installed_versions() is None:
             notes += (f"recorded earlier, with {versions_of(profile)}",)
     else:
-        with RECORDER_LOCK:
+        with recording(name):
             profile = recorder_for(config, name, None, f"{name} is not in the catalog", whole=whole).profile
         if not cache.writable():
             notes += (

@@ -24,7 +24,7 @@ from fsdp_advisor.model.adapted_catalog import adapted_profile
 from fsdp_advisor.model.freezing import check_patterns, parameter_names
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.quantization import PACKED_NOTE
-from fsdp_advisor.model.recorders import RECORDER_LOCK, recorder_for
+from fsdp_advisor.model.recorders import RECORDER_LOCK, recorder_for, recording
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
 
@@ -157,19 +157,20 @@ class Resolved:
         assert self.profile is not None
         where = "catalog" if self.is_catalogued else "cache"
         what = f"{self.name}: {_described(key)} is not in the {where}"
-        recorder = recorder_for(self.profile.config, self.name, self._task, what)
-        if not _same_inventory(recorder.profile, self.profile):
-            raise NotRecordable(
-                f"{what}, and {versions_of(recorder.profile)} build another model than {versions_of(self.profile)}",
-                hint=f"pip install transformers=={self.profile.versions.get('transformers')}",
-            )
-        try:
-            tape = recorder.profile.tapes[key.name] = recorder.tape(key)
-        except NotRecordable as error:
-            if not isinstance(error.__cause__, (MemoryError, OSError)):  # these errors may be temporary
-                recorder.profile.refusals[key.name] = self.profile.refusals[key.name] = to_payload(error)
-                cache.keep(recorder.profile, self._task)
-            raise
+        with recording(f"{self.name}: {_described(key)}"):
+            recorder = recorder_for(self.profile.config, self.name, self._task, what)
+            if not _same_inventory(recorder.profile, self.profile):
+                raise NotRecordable(
+                    f"{what}, and {versions_of(recorder.profile)} build another model than {versions_of(self.profile)}",
+                    hint=f"pip install transformers=={self.profile.versions.get('transformers')}",
+                )
+            try:
+                tape = recorder.profile.tapes[key.name] = recorder.tape(key)
+            except NotRecordable as error:
+                if not isinstance(error.__cause__, (MemoryError, OSError)):  # these errors may be temporary
+                    recorder.profile.refusals[key.name] = self.profile.refusals[key.name] = to_payload(error)
+                    cache.keep(recorder.profile, self._task)
+                raise
         cache.keep(recorder.profile, self._task)
         return tape
 
@@ -224,7 +225,7 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
             raise NotRecordable(
                 f"{model.name} {what} is not recorded yet", hint="the command line records it, with torch"
             )
-        with RECORDER_LOCK:
+        with recording(f"{model.name} {what}"):
             profile = recorder_for(
                 config, model.name, task, f"{model.name} {what} is not recorded yet", extra=ADAPTERS_EXTRA
             ).profile

@@ -1,0 +1,55 @@
+"""The line on a terminal that says what is being recorded."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+
+import pytest
+
+from fsdp_advisor.cli import progress
+from fsdp_advisor.model.recorders import recording
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def written(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, *, quiet: bool = False) -> str:
+    """What is on standard error after two recordings of 0.05 s, or after the first line of each."""
+    monkeypatch.setattr(progress, "WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress.recordings_shown(quiet):
+        for name in ("pasted.json", "pasted.json: a step of fsdp2"):
+            with recording(name):
+                end = time.monotonic() + (5 if stream.isatty() and not quiet else 0.05)
+                while f"): {name}" not in stream.getvalue() and time.monotonic() < end:
+                    time.sleep(0.005)
+    return stream.getvalue()
+
+
+def test_line_names_what_is_recorded_and_is_erased(monkeypatch: pytest.MonkeyPatch) -> None:
+    erased = "\r\x1b[K"
+    lines = written(Terminal(), monkeypatch).split(erased)
+    assert lines == ["", "recording (0 s): pasted.json", "", "recording (0 s): pasted.json: a step of fsdp2", ""]
+
+
+def test_long_recordings_say_how_to_shorten_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LONG_SECONDS", -1)
+    assert "recording (0 s; --strategy NAME records less): pasted.json" in written(Terminal(), monkeypatch)
+
+
+def test_nothing_is_written_to_a_pipe_or_with_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert written(io.StringIO(), monkeypatch) == ""
+    assert written(Terminal(), monkeypatch, quiet=True) == ""
+
+
+def test_recordings_outside_a_command_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    written(terminal, monkeypatch)
+    before = terminal.getvalue()
+    with recording("in Python"):
+        time.sleep(0.05)
+    assert terminal.getvalue() == before
