@@ -23,7 +23,7 @@ def host_memory(profile: Profile, plan: Plan) -> HostMemory:
         for p in unit.parameters:
             shard = shard_bytes(p, plan) * count
             pinned += 2 * shard if p.trainable else shard
-            if p.trainable:
+            if optimizer.keeps_state_of(p):
                 local = shard_shape(p.shape, plan.shard_degree)
                 pageable += optimizer.all_state_storages(p, local, stored_bytes(plan, p)).exact * count
     return HostMemory(pinned=pinned * plan.ranks_per_node, pageable=pageable * plan.ranks_per_node)

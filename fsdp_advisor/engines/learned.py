@@ -6,44 +6,51 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import lru_cache
 
+from fsdp_advisor.engines.model_outputs import clones_outputs
+from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.model.tape import Op, Tape
 
-KEEP_ALL_TRAINABLE = ("fsdp1", "deepspeed")
-"""Backends whose flat tensors contain gradients and optimizer state of every trainable parameter, with or without a gradient."""
-
 
 def learned(profile: Profile, tape: Tape, plan: Plan) -> Profile:
-    """The profile without gradients and optimizer state of the parameters that get no gradient in the tape's step.
+    """The profile without gradients and optimizer state of the parameters that get no gradient in the tape's step; they are `idle`.
 
-    FSDP2 reduces only gradients that exist, and an optimizer makes state only for these. Source: torch 2.13,
-    distributed/fsdp/_fully_shard/_fsdp_param_group.py, `post_backward`; optim/adamw.py, `_init_group`. The buckets of DDP, and the flat
-    tensors of FSDP1 and DeepSpeed, contain parameters without gradient nevertheless.
+    DDP, if it searches for unused parameters, and FSDP2 set only gradients that exist, and an optimizer makes state only for these.
+    FSDP1 sets the flat gradient of a unit if any of its parameters gets one. The flat tensors of DeepSpeed contain all parameters.
+    Source: torch 2.13, csrc/distributed/c10d/reducer.cpp, `finalize_bucket_dense`; distributed/fsdp/_fully_shard/_fsdp_param_group.py,
+    `post_backward`; distributed/fsdp/_runtime_utils.py, `_post_backward_hook`; optim/adamw.py, `_init_group`.
     """
-    if plan.backend in KEEP_ALL_TRAINABLE or (plan.backend == "ddp" and plan.world_size > 1):
+    if plan.backend == "deepspeed":
         return profile
+    if plan.backend == "fsdp1":
+        return profile if wrapping_for(profile, plan).units is not None else _learned(profile, tape, by_unit=True)
     return _learned(profile, tape)
 
 
 def gradient_warnings(profile: Profile, tape: Tape, plan: Plan) -> tuple[str, ...]:
     """A warning about parameters that get no gradient, if there are any."""
-    if plan.backend == "fsdp1" or not (names := without_gradient(profile, tape)):
+    if not (names := without_gradient(profile, tape)):
         return ()
     tensors = sum(names.values())
     count = "1 parameter gets" if tensors == 1 else f"{tensors} parameters get"
     what = f"{count} no gradient in this step, such as {next(iter(names))}"
-    if plan.backend == "ddp" and plan.world_size > 1:
-        return (
-            f"{what}: DDP fails in the second step unless find_unused_parameters is True or they are frozen (--freeze); the"
-            " estimate contains them",
-        )
+    none = "the estimate has no gradients and no optimizer state for them"
     if plan.backend == "deepspeed":
         return (
             f"{what}: DeepSpeed keeps gradients and optimizer state for them nevertheless, and the estimate contains these",
         )
-    return (f"{what}: the estimate has no gradients and no optimizer state for them",)
+    if plan.backend == "fsdp1":
+        return (f"{what}: {none}, unless FSDP1 flattens them together with parameters that get one",)
+    if plan.backend == "fsdp2" or plan.world_size == 1:
+        return (f"{what}: {none}",)
+    buckets = f"{none}, but DDP's buckets contain them"
+    if clones_outputs(plan):
+        return (f"{what}: {buckets}",)
+    return (
+        f"{what}: DDP fails in the second step unless find_unused_parameters is True or they are frozen (--freeze); {buckets}",
+    )
 
 
 def without_gradient(profile: Profile, tape: Tape) -> Counter[str]:
@@ -59,7 +66,8 @@ def without_gradient(profile: Profile, tape: Tape) -> Counter[str]:
 
 
 @lru_cache(maxsize=256)
-def _learned(profile: Profile, tape: Tape) -> Profile:
+def _learned(profile: Profile, tape: Tape, *, by_unit: bool = False) -> Profile:
+    """`by_unit`: parameters are idle only if no parameter of their layer, or of the root, gets a gradient."""
     marks = Counter(
         (AT_ROOT if at_root else UnitId(segment.stack, segment.layer), number)
         for segment in tape.segments
@@ -74,9 +82,9 @@ def _learned(profile: Profile, tape: Tape) -> Profile:
 
     def of(unit: Unit, place: UnitId) -> Unit:
         idle = {number for number, p in enumerate(unit.parameters) if p.trainable} - ready[place]
-        if not idle:
+        if not idle or (by_unit and ready[place]):
             return unit
-        parameters = (replace(p, trainable=p.trainable and n not in idle) for n, p in enumerate(unit.parameters))
+        parameters = (replace(p, trainable=False, idle=True) if n in idle else p for n, p in enumerate(unit.parameters))
         return replace(unit, parameters=tuple(parameters))
 
     root = of(profile.root, AT_ROOT)

@@ -34,7 +34,7 @@ def saved_state(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], Se
     total, scalars, largest = optimizer.shared_state.exact, 0, 0
     for unit, count in profile.counted_units():
         for p in unit.parameters:
-            if p.trainable:
+            if optimizer.keeps_state_of(p):
                 state = optimizer.all_state_storages(p, shape_of(p), stored_bytes(plan, p))
                 on_host = optimizer.host_state_bytes if state.exact else 0
                 total += (state.exact + on_host) * count

@@ -34,9 +34,9 @@ PAGED = (
 )
 
 
-def step_of_engine(profile: Profile, plan: Plan) -> EngineStep:
-    """The hooks of the plan's backend, and of a reference model that is a copy."""
-    hooks = _step_of_backend(profile, plan)
+def step_of_engine(profile: Profile, plan: Plan, idle_stacks: frozenset[int] = frozenset()) -> EngineStep:
+    """The hooks of the plan's backend, and of a reference model that is a copy. `idle_stacks`: stacks whose layers do not run."""
+    hooks = _step_of_backend(profile, plan, idle_stacks)
     hooks.reference = _reference_of(profile, plan)
     return hooks
 
@@ -50,7 +50,7 @@ def _reference_of(profile: Profile, plan: Plan) -> ReferenceStep | None:
     return ReferenceStep(_step_of_backend(frozen(profile), copied), copied)
 
 
-def _step_of_backend(profile: Profile, plan: Plan) -> EngineStep:
+def _step_of_backend(profile: Profile, plan: Plan, idle_stacks: frozenset[int] = frozenset()) -> EngineStep:
     match plan.backend:
         case "ddp":
             return DdpStep(with_cast_biases(profile) if plan.mixed else profile, plan)
@@ -59,7 +59,7 @@ def _step_of_backend(profile: Profile, plan: Plan) -> EngineStep:
         case "fsdp2":
             return Fsdp2Step(profile, plan)
         case "deepspeed":
-            return DeepspeedStep(profile, plan)
+            return DeepspeedStep(profile, plan, idle_stacks=idle_stacks)
         case _:
             assert_never(plan.backend)
 
@@ -71,9 +71,8 @@ def step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
 
 @lru_cache(maxsize=64)
 def _step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
-    hooks = step_of_engine(profile, plan)
-    if isinstance(hooks, DeepspeedStep):
-        hooks.idle_stacks = frozenset(range(len(profile.stacks))) - {segment.stack for segment in tape.segments}
+    idle_stacks = frozenset(range(len(profile.stacks))) - {segment.stack for segment in tape.segments}
+    hooks = step_of_engine(profile, plan, idle_stacks)
     once = frozenset(ROLLOUT_PHASES if plan.generates_once else ())
     return build_program(
         profile, tape, hooks, plan.gradient_accumulation_steps, only_first=once, trains=not plan.evaluates

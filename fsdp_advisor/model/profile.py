@@ -32,7 +32,8 @@ class Parameter:
 
     `dtype`: the dtype in which it is stored; None: the dtype of the plan's precision. `matrix`: the shape of the weight that a tensor
     of packed values contains; None for other tensors. `in_other_layers`: whether the tensor is also in modules outside the unit, such as
-    later layers. It counts in the first layer that has it.
+    later layers. It counts in the first layer that has it. `idle`: whether it is to be trained, but gets no gradient in the step; then
+    `trainable` is False.
     """
 
     name: str
@@ -43,10 +44,16 @@ class Parameter:
     dtype: str | None = None
     matrix: tuple[int, ...] | None = None
     in_other_layers: bool = False
+    idle: bool = False
     elements: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "elements", prod(self.shape))
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter is to be trained, even if it gets no gradient in the step."""
+        return self.trainable or self.idle
 
 
 @dataclass(frozen=True, slots=True)

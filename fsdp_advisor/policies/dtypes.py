@@ -84,7 +84,7 @@ def stored_bytes(plan: Plan, parameter: Parameter) -> int:
     Under mixed precision accelerate keeps trained parameters in fp32 for FSDP. Source: accelerate/utils/fsdp_utils.py,
     fsdp2_prepare_model; accelerate/accelerator.py, prepare_model.
     """
-    if upcasts_trained(plan) and parameter.trainable:
+    if upcasts_trained(plan) and parameter.requires_grad:
         return FP32_BYTES
     return loaded_bytes(plan, parameter)
 

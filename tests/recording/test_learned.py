@@ -12,17 +12,23 @@ from torch import nn
 
 from fsdp_advisor.engines.learned import gradient_warnings, without_gradient
 from fsdp_advisor.engines.registry import states_of
+from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import Recorder, record_module
 from fsdp_advisor.rows import peak_of_step
+from fsdp_advisor.tapes import tape_key_of
 from fsdp_advisor.validation.simulate import simulate
 
 PLAN = Plan(
     strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=2), precision="bf16-mixed", micro_batch_size=2, seq_len=32
 )
+
+
+STEPPED = 24
+"""Parameters of the model."""
 
 
 class Block(nn.Module):
@@ -34,10 +40,15 @@ class Block(nn.Module):
         return x + self.used(x).relu()
 
 
+class Tower(Block):
+    """A layer that never runs."""
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.layers_of_tower = nn.ModuleList(Tower() for _ in range(2))
         self.head, self.tower = nn.Linear(64, 64), nn.Linear(64, 512)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +63,7 @@ def recorder() -> Recorder:
         Model,
         lambda b, t: {"x": torch.zeros(b, t, 64)},
         lambda module, batch: module(batch["x"]).float().mean(),
-        wrap=[Block],
+        wrap=[Block, Tower],
     )
 
 
@@ -63,12 +74,31 @@ def tape(recorder: Recorder) -> Tape:
 
 def test_the_tape_shows_which_parameters_get_no_gradient(recorder: Recorder, tape: Tape) -> None:
     found = without_gradient(recorder.profile, tape)
-    assert found == {"idle.weight": 3, "idle.bias": 3, "tower.weight": 1, "tower.bias": 1}
+    in_tower = {"used.weight": 2, "used.bias": 2}
+    assert found == {"idle.weight": 5, "idle.bias": 5, "tower.weight": 1, "tower.bias": 1, **in_tower}
 
 
-def test_the_peak_equals_that_of_pytorchs_own_step(recorder: Recorder, tape: Tape) -> None:
-    predicted = peak_of_step(recorder.profile, tape, PLAN)
-    assert predicted.phase_peaks == simulate(recorder.source, PLAN).phase_peaks
+@pytest.mark.parametrize(
+    "plan",
+    [
+        PLAN,
+        replace(PLAN, backend="fsdp1"),
+        replace(PLAN, backend="fsdp1", mesh=Mesh(dp_shard=3), gradient_accumulation_steps=2),
+        replace(PLAN, strategy="ddp", backend="ddp", mesh=Mesh()),
+        replace(PLAN, strategy="ddp", backend="ddp", mesh=Mesh(dp_replicate=2), gradient_accumulation_steps=2),
+    ],
+    ids=["fsdp2", "fsdp1", "fsdp1 on 3", "one GPU", "ddp"],
+)
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adagrad"])
+def test_the_peak_equals_that_of_pytorchs_own_step(recorder: Recorder, plan: Plan, optim: OptimizerName) -> None:
+    """Adagrad makes the states of all parameters when it is constructed. Its step counts are on the host, and the simulation counts
+    them.
+    """
+    plan = replace(plan, optim=optim)
+    simulated = simulate(recorder.source, plan).phase_peaks
+    predicted = peak_of_step(recorder.profile, recorder.tape(tape_key_of(plan, recorder.profile)), plan).phase_peaks
+    counts = 512 * STEPPED if optim == "adagrad" else 0
+    assert {phase: n_bytes + counts for phase, n_bytes in predicted.items()} == simulated
 
 
 def test_a_flat_partition_counts_them(recorder: Recorder, tape: Tape) -> None:
@@ -80,3 +110,6 @@ def test_a_flat_partition_counts_them(recorder: Recorder, tape: Tape) -> None:
 def test_ddp_names_what_stops_it(recorder: Recorder, tape: Tape) -> None:
     plan = replace(PLAN, strategy="ddp", backend="ddp", mesh=Mesh(dp_replicate=2))
     assert "find_unused_parameters" in gradient_warnings(recorder.profile, tape, plan)[0]
+    searching = gradient_warnings(recorder.profile, tape, replace(plan, framework="trainer"))[0]
+    assert "find_unused_parameters" not in searching
+    assert "DDP's buckets contain them" in searching

@@ -29,7 +29,7 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
             n_bytes = p.elements * stored_bytes(plan, p)
             weights += Storages.of(n_bytes, count)
             largest = max(largest, n_bytes)
-            gradient_buckets += n_bytes * count if p.trainable else 0
+            gradient_buckets += n_bytes * count if p.requires_grad else 0
     broadcast_buckets = min(weights.exact, 2 * (BROADCAST_BUCKET_BYTES + largest))
     buckets = max(gradient_buckets, broadcast_buckets) if plan.world_size > 1 else 0
     gpu = weights.rounded + buffers(profile).rounded + buckets

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from fsdp_advisor.engines.learned import without_gradient
 from fsdp_advisor.engines.model_outputs import clones_outputs, encoded_per_batch, logits_per_batch
 from fsdp_advisor.engines.optimizer_work import (
     gpu_step,
@@ -47,7 +46,7 @@ def buckets(profile: Profile, plan: Plan) -> Storages:
     Source: `_ddp_init_helper`, bucket_size_limits; `compute_bucket_assignment_by_size` in reducer.cpp.
     """
     limits = (FIRST_BUCKET_BYTES, BUCKET_BYTES) if clones_outputs(plan) else (sys.maxsize, sys.maxsize)
-    return _assigned(reversed([p for p in profile.in_order() if p.trainable]), plan, limits)
+    return _assigned(reversed([p for p in profile.in_order() if p.requires_grad]), plan, limits)
 
 
 def _assigned(parameters: Iterable[Parameter], plan: Plan, limits: tuple[int, int]) -> Storages:
@@ -103,11 +102,11 @@ def ddp_states(profile: Profile, plan: Plan) -> States:
         return sum((of(p) for p in unit.parameters if p.trainable), NO_STORAGES)
 
     def optimizer(unit: Unit) -> Storages:
-        trained = (p for p in unit.parameters if p.trainable)
+        trained = (p for p in unit.parameters if stepping.keeps_state_of(p))
         return sum((stepping.state_storages(p, p.shape, stored_bytes(plan, p)) for p in trained), NO_STORAGES)
 
     def paged(unit: Unit) -> Storages:
-        trained = (p for p in unit.parameters if p.trainable)
+        trained = (p for p in unit.parameters if stepping.keeps_state_of(p))
         return sum((stepping.paged_state_storages(p, p.shape) for p in trained), NO_STORAGES)
 
     return States(
@@ -266,7 +265,7 @@ class DdpStep(StepHooks):
 
         Source: `_ddp_init_helper`, compute_bucket_size_limits; `rebuild_buckets` in reducer.cpp, called at the second forward.
         """
-        searches = clones_outputs(self._plan) or without_gradient(self._profile, tape)
+        searches = clones_outputs(self._plan) or any(p.idle for p in self._profile.in_order())
         if self._plan.world_size == 1 or searches:
             return NO_STORAGES
         return _assigned(_ready_order(self._profile, tape.read()), self._plan, (FIRST_BUCKET_BYTES, BUCKET_BYTES))
@@ -283,7 +282,7 @@ class DdpStep(StepHooks):
         """
         if not share:
             return
-        trained = (p for p in parameters.parameters if p.trainable)
+        trained = (p for p in parameters.parameters if p.requires_grad)
         reduced = sum(p.elements * stored_bytes(self._plan, p) for p in trained)
         if not self._is_first and self._optimizer.backward_update is None:
             step.add(Copy(unit, ADDED_TENSORS * share * reduced))
@@ -295,5 +294,5 @@ class DdpStep(StepHooks):
         """The share of the root's elements that belong to parameters after the last stack."""
         order, root = self._profile.order, self._profile.root
         after = order[-1] if order else 0
-        trained = root.trainable_elements
-        return sum(p.elements for p in root.parameters[after:] if p.trainable) / trained if trained else 0.0
+        trained = sum(p.elements for p in root.parameters if p.requires_grad)
+        return sum(p.elements for p in root.parameters[after:] if p.requires_grad) / trained if trained else 0.0

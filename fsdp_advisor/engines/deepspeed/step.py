@@ -113,17 +113,28 @@ def _gradient_places(
 
 
 class DeepspeedStep(StepHooks):
-    """DeepSpeed's hooks. `deepspeed.initialize` creates the fp32 master weights; the optimizer's first step creates its moments."""
+    """DeepSpeed's hooks. `deepspeed.initialize` creates the fp32 master weights; the optimizer's first step creates its moments.
+
+    `idle_stacks`: stacks whose layers do not run, such as a vision tower in a step on text.
+    """
 
     gradient_hooks = True
 
-    def __init__(self, profile: Profile, plan: Plan, settings: Settings | None = None) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        plan: Plan,
+        settings: Settings | None = None,
+        *,
+        idle_stacks: frozenset[int] = frozenset(),
+    ) -> None:
         self._profile, self._plan = profile, plan
         self._stage = stage(plan)
         self._settings = settings or settings_of(profile, plan)
         self._layout = _layout_of(profile, plan.without_step, self._settings)
         self.states = self._layout.states
         self._bucket = Bucket(self._layout.buffers, plan.shard_degree)
+        self._idle_stacks = idle_stacks
         self._gathering = Gathering(Gathered((), ()))
         # State within one micro-batch
         self._is_first = self._is_last = True
@@ -134,9 +145,6 @@ class DeepspeedStep(StepHooks):
         self._unreduced: dict[int, Buffer] = {}  # stage 1: whole gradients by their position in the flat buffer
         self._averaged = NO_BUFFER
         self._moments: list[Buffer] = []  # by flat partition
-        self.idle_stacks: frozenset[int] = (
-            frozenset()
-        )  # whose layers do not run, such as a vision tower in a step on text
         self._scored_after: Gathering | None = None  # the parameters gathered around a forward without gradients
 
     # The step
@@ -158,7 +166,7 @@ class DeepspeedStep(StepHooks):
 
     def begin_step(self, step: StepBuilder) -> None:
         if self._stage == 3:
-            self._gathering = Gathering(gathered(self._profile, self._plan, self._settings, idle=self.idle_stacks))
+            self._gathering = Gathering(gathered(self._profile, self._plan, self._settings, idle=self._idle_stacks))
         step.alloc(Account.PARAMETERS, self._layout.parameters)
         self._persistent = step.alloc(Account.PARAMETERS, self._layout.buffers.released_at_step, Stream.ALL_GATHER)
         step.alloc(Account.OPTIMIZER, self._layout.optimizer.masters)
@@ -181,7 +189,7 @@ class DeepspeedStep(StepHooks):
         if self._stage == 3 and not with_gradients:
             self._scored_after = self._gathering
             self._gathering = Gathering(
-                gathered(self._profile, self._plan, self._settings, forward_only=True, idle=self.idle_stacks)
+                gathered(self._profile, self._plan, self._settings, forward_only=True, idle=self._idle_stacks)
             )
             self._gathering.begin_forward()
 

@@ -82,10 +82,11 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     pieces = first_shard(numels, plan.compute_bytes, local)
     optimizer = paged = temporaries = norms = NO_STORAGES
     for parameter, piece in zip(unit.parameters, pieces, strict=True):
-        if parameter.trainable and piece:
-            norms += Storages.of(CLIP_NORM_BYTES)
+        if piece and stepping.keeps_state_of(parameter):
             optimizer += stepping.state_storages(parameter, (piece,), stored)
             paged += stepping.paged_state_storages(parameter, (piece,))
+        if piece and parameter.trainable:
+            norms += Storages.of(CLIP_NORM_BYTES)
             update = stepping.step_temporaries(parameter, (piece,), stored)
             if not stepping.steps_one_by_one:
                 temporaries += update
@@ -125,7 +126,7 @@ def flat_bytes(unit: Unit, plan: Plan) -> int:
 
     Source: accelerate/accelerator.py, prepare_model: `module._flat_param` of a module that requires a gradient.
     """
-    if upcasts_trained(plan) and unit.trainable_elements:
+    if upcasts_trained(plan) and any(p.requires_grad for p in unit.parameters):
         return FP32_BYTES
     return max((loaded_bytes(plan, p) for p in unit.parameters), default=plan.param_bytes)
 

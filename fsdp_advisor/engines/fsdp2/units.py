@@ -70,9 +70,10 @@ def measure(unit: Unit, plan: Plan) -> UnitBytes:
         parameters += Storages.of(e * stored)
         unsharded += Storages.of(e * n * computed)
         shards.append(ShardBytes(e * stored, e * computed))
-        if parameter.trainable:
+        if stepping.keeps_state_of(parameter):
             optimizer += stepping.state_storages(parameter, shape, stored)
             paged += stepping.paged_state_storages(parameter, shape)
+        if parameter.trainable:
             kept += e * stored
             reduced += e * gradient_bytes(plan, parameter)
             trained += e

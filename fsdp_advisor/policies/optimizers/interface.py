@@ -173,6 +173,8 @@ class Optimizer(ABC):
     """
     frees_gradients: bool = False
     """Whether its loop frees gradients before `zero_grad` does (`Variables.release_gradient`)."""
+    made_with_state: bool = False
+    """Whether its constructor makes the states, also of parameters that never get a gradient. Others make them in the first step."""
     follows_groups: bool = False
     """Whether its loop depends on the groups of parameters. The Trainer's first group has the matrices, its second the norms and biases."""
     notes: tuple[str, ...] = ()
@@ -193,6 +195,10 @@ class Optimizer(ABC):
         return None
 
     # State
+
+    def keeps_state_of(self, parameter: Parameter) -> bool:
+        """Whether it has state of the parameter."""
+        return parameter.trainable or (parameter.idle and self.made_with_state)
 
     def on_host(self, elements: int) -> bool:
         """Whether a tensor of `elements` elements is updated on the host although it is on the GPU. The host then has its state

@@ -72,7 +72,7 @@ class AdaLomo(Lomo):
         return super().step_bytes(parameter, element_bytes) + 16 * FP32_BYTES * parameter.elements
 
 
-def _lomo(cls: type[Lomo], name: OptimizerName, label: str, *notes: str) -> Lomo:
+def _lomo(cls: type[Lomo], name: OptimizerName, label: str, *notes: str, made_with_state: bool = False) -> Lomo:
     script = Refusal(f"{label} needs its own backward, which exported scripts do not have")
     return cls(
         name=name,
@@ -80,6 +80,7 @@ def _lomo(cls: type[Lomo], name: OptimizerName, label: str, *notes: str) -> Lomo
         **only_in_transformers(name, script=script),
         notes=(f"{label} {_ACCUMULATION}", *notes),
         backward_update="at the next",
+        made_with_state=made_with_state,
     )
 
 
@@ -89,5 +90,6 @@ ADALOMO = _lomo(
     "adalomo",
     "AdaLomo",
     "the GPU's workspace for averaging columns (138 MB on an H100): it matters only in models without larger matrices",
+    made_with_state=True,
 )
 ALL = (LOMO, ADALOMO)
