@@ -91,8 +91,11 @@ def recommend_resolved(
     errors = dict(_recording_errors(every, sweep.search, allowed))
     unrecorded = tuple(Rejection(choice=c, micro_batch_size=None, reason=error.message) for c, error in errors.items())
     if not sweep.search.choices:
-        why = unrecorded[0].reason if unrecorded else "no strategy supports all options given"
-        raise NotRecordable(why, hint="drop a fixed option, for example --attention")
+        for error in errors.values():
+            raise error
+        raise NotRecordable(
+            "no strategy supports all options given", hint="leave --strategy, --backend or --offload open"
+        )
     found = None
     if request.find:
         sweep, found = _run(sweep)

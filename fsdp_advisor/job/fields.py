@@ -22,6 +22,7 @@ MOST_LISTED = 20
 MAX_SHOWN = 80
 """Characters of a refused value that its message repeats."""
 _INTEGER = re.compile(r"[+-]?\d{1,25}(\.0*)?", re.ASCII)
+_THOUSANDS = re.compile(r"(\d{1,9}) ?[kK]", re.ASCII)
 _WORD = re.compile(r"[\w.,:+%/-]{1,80}", re.ASCII)
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _TYPES: dict[type, str] = {
@@ -182,6 +183,9 @@ class Field:
         written = shown(value)
         if self.rule.parse is parse_bytes and _INTEGER.fullmatch(str(value)):
             written += " bytes"
+        if self.kind is int and self.rule.parse is None and (thousands := _THOUSANDS.fullmatch(str(value).strip())):
+            hint = f"did you mean {int(thousands[1]) * 1024}?"  # as in the names of models: 128k tokens are 131,072
+            return InvalidOption(self.name, f"{self.name} must be {expected}, not {written}", hint=hint)
         if self.choices and isinstance(value, str):
             if _letters(value) in map(_letters, self.rule.not_modelled):
                 message = f"{self.name} {written} is not modelled yet"

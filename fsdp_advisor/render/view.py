@@ -143,7 +143,7 @@ def report_view(report: Report) -> ReportView:
         throughput_unit=unit,
         rows=rows,
         legend=PARTS if known else (STATES,),
-        footnotes=_footnotes(rows, sizes, unit, textbook=report.model_source == "count"),
+        footnotes=_footnotes(report, rows, sizes, unit),
         warnings=merge_warnings(report.estimates),
         omissions=omissions,
         way_out=way_out(report),
@@ -196,11 +196,13 @@ def _why(estimate: StrategyEstimate) -> str:
     return f"the peak is in {estimate.peak_phase}, at {estimate.peak_where}"
 
 
-def _footnotes(rows: Sequence[RowView], sizes: Sizes, unit: str, *, textbook: bool) -> tuple[str, ...]:
+def _footnotes(report: Report, rows: Sequence[RowView], sizes: Sizes, unit: str) -> tuple[str, ...]:
     """Sentences that explain the columns."""
     known = any(row.peak_known for row in rows)
-    formulas = ", by the formulas of the ZeRO paper, divided as each backend divides them" if textbook else ""
-    notes = [f"Sizes in {sizes.unit_with_meaning}{formulas}."]
+    notes = [f"Sizes in {sizes.unit_with_meaning}."]
+    if report.model_source == "count":
+        formulas = "by the formulas of the ZeRO paper, divided as each backend divides them"
+        notes = [f"Sizes in {sizes.unit_with_meaning}, {formulas}."]
     if known:
         notes.append("needs: memory of one GPU at the worst moment of the job, with fragmentation, CUDA and NCCL.")
     notes.append("states: what a rank keeps between steps (parameters, gradients, optimizer state, buffers).")
@@ -208,6 +210,9 @@ def _footnotes(rows: Sequence[RowView], sizes: Sizes, unit: str, *, textbook: bo
         notes.append(f"{unit}: per GPU.")
     if any(row.host_bytes_per_node for row in rows):
         notes.append("host: memory per node.")
+    on_gpu = {estimate.plan.strategy for estimate in report.estimates if estimate.plan.offload == "none"}
+    if report.request.gpus == 1 and len(on_gpu) > 1:
+        notes.append("On one GPU, ZeRO shards nothing: without offload, rows differ only in what their engines do.")
     return tuple(notes)
 
 

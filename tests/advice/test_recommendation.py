@@ -218,13 +218,13 @@ def test_open_options_have_the_defaults_of_estimate() -> None:
     assert request.as_estimate == EstimateRequest(**JOB)
 
 
-def test_the_error_of_an_empty_search_space_names_an_option_to_drop() -> None:
+def test_the_error_of_an_empty_search_space_names_options_to_leave_open() -> None:
     request = RecommendRequest(**JOB)
     model = resolve(LLAMA)
     report = estimate_resolved(request.as_estimate, model)
     with pytest.raises(NotRecordable) as error:
         recommend_resolved(report, model, request, allowed=lambda plan: False)
-    assert error.value.hint == "drop a fixed option, for example --attention"
+    assert error.value.hint == "leave --strategy, --backend or --offload open"
 
 
 def test_unsupported_combinations_are_refused() -> None:

@@ -172,6 +172,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "strategy must be ddp, zero1, zero2, zero3, hsdp or all, not model",
         "it is the sharding strategy",
     ),
+    ({"seq_len": "128k"}, "seq_len must be a whole number, not 128k", "did you mean 131072?"),
     ({"optim": "adamw_anyprecision"}, "optim adamw_anyprecision is not modelled yet", "nearest is adamw_torch"),
     (
         {"strategy": "zero4"},
