@@ -136,7 +136,10 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
 
 def _compiled_code(plan: Plan) -> TapeCompile:
     """The compiled part of the model, and whether DDP or FSDP2 divides its graphs."""
-    if plan.backend == "ddp" and plan.world_size > 1:
+    in_ddp = plan.backend == "ddp" and plan.world_size > 1
+    if plan.compile == "layer" and plan.uses_accelerate:
+        return "regions-ddp" if in_ddp else "regions"
+    if in_ddp:
         return "layer-ddp" if plan.compile == "layer" else "model-ddp"
     return "model-units" if plan.compile == "model" and takes_root_apart(plan) else plan.compile
 

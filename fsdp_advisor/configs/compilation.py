@@ -30,15 +30,15 @@ def read_torch_compile(found: Collector) -> None:
 
 
 def read_dynamo(found: Collector) -> None:
-    """Set the compilation from accelerate's keys; without a backend nothing is compiled."""
+    """Set the compilation from accelerate's keys. Without a backend they compile nothing, but regions also apply to the Trainer's
+    `torch_compile`, because the launcher sets a variable for them.
+    """
     backend, mode = found.take("dynamo_backend"), found.take("dynamo_mode")
-    regions = found.flag("dynamo_use_regional_compilation")
+    if found.flag("dynamo_use_regional_compilation"):
+        found.options["regions"] = True
     for name in ("fullgraph", "dynamic"):
         found.take(f"dynamo_use_{name}")  # the shapes of a batch are the same in each step
     if not active(backend if not isinstance(backend, str) else backend.lower()):
-        return
-    if regions:
-        found.omits("dynamo_use_regional_compilation: compiled regions; the estimate is of steps that are not compiled")
         return
     _set(found, str(backend), mode)
 
@@ -51,3 +51,9 @@ def _set(found: Collector, backend: str, mode: Any) -> None:
     found.options["compile"] = "model"
     if mode in _MODES:
         found.omits(f"torch.compile with mode {mode}, in which {_MODES[mode]}; the estimate is of its default mode")
+
+
+def resolve_regions(options: dict[str, Any]) -> None:
+    """Replace the compilation of the whole model by that of layers if accelerate's regional compilation is on."""
+    if options.pop("regions", False) and options.get("compile") == "model":
+        options["compile"] = "layer"

@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdp_advisor.configs.adapters import has_adapters, is_quantized
 from fsdp_advisor.configs.collect import Collector
+from fsdp_advisor.configs.compilation import resolve_regions
 from fsdp_advisor.configs.torchtitan import unmodelled
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.choices import Framework
@@ -76,6 +77,7 @@ def merge(parts: Sequence[Collector]) -> Configuration:
             ):  # a default of a format whose file is missing
                 options[name] = value
                 part.assume(why)
+    resolve_regions(options)
     _resolve_torchtitan(options, parts)
     _resolve_precision(options, parts)
     _resolve_engine(options)

@@ -86,8 +86,10 @@ def _config(job: Job) -> dict[str, Any]:
         "downcast_bf16": "no",
         "enable_cpu_affinity": False,
     }
-    if plan.compile == "model":
+    if plan.compile != "none":
         config["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default"}
+        if plan.compile == "layer":
+            config["dynamo_config"]["dynamo_use_regional_compilation"] = True
     if plan.nnodes > 1:
         config |= {"main_process_ip": HEAD_NODE, "main_process_port": ACCELERATE_PORT}
     match plan.backend:
@@ -243,5 +245,5 @@ TARGET = Target(
     write=write,
     usage=usage,
     framework="accelerate",
-    compiles="model",
+    compiles="regions",
 )

@@ -41,6 +41,8 @@ README_FILE = "README.md"
 ACCELERATE_FILE = "accelerate.yaml"
 DEEPSPEED_FILE = "ds_config.json"
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
+REGIONS_VARIABLE = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
+"""The variable that makes accelerate compile regions. The Trainer's arguments cannot. Source: accelerate 1.15, TorchDynamoPlugin."""
 HEAD_NODE = "HEAD_NODE"
 """Placeholder for the host name of the first node."""
 ACCELERATE_PORT = 29500

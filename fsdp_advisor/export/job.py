@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from fsdp_advisor.export.constants import ALLOCATOR_VARIABLE
+from fsdp_advisor.export.constants import ALLOCATOR_VARIABLE, REGIONS_VARIABLE
 from fsdp_advisor.job.adaptation import UNCHANGED, Adaptation, launched
 from fsdp_advisor.job.command_line import options_of
 from fsdp_advisor.job.plan import Plan
@@ -60,6 +60,8 @@ class Job:
             conf = report.request.allocator_conf
             environment = {ALLOCATOR_VARIABLE: conf} if conf else {}
         conf = environment.get(ALLOCATOR_VARIABLE)
+        if estimate.plan.framework == "trainer" and estimate.plan.compile == "layer":
+            environment = {**environment, REGIONS_VARIABLE: "true"}
         return cls(
             plan=estimate.plan,
             label=estimate.label,

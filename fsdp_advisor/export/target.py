@@ -38,7 +38,7 @@ class Target:
     - `write(job)`: the text of the file, and notes.
     - `usage(job, file)`: the line that uses the file. It is a shell command if `command` is true.
     - `backend`: the only backend the consumer has, where `--backend auto` would choose another; else None.
-    - `compiles`: what the file lets torch.compile compile: nothing, the whole model, or also its layers.
+    - `compiles`: what the file lets torch.compile compile: nothing; the whole model or accelerate's regions; the whole model or layers.
     - `converts`: whether the file converts linear layers to fp8.
     - `tiles`: whether the file can set feed-forward networks in shards.
     - `framework`: the framework whose behaviour is estimated for this consumer.
@@ -56,7 +56,7 @@ class Target:
     backend: str | None = None
     framework: Framework = "torch"
     fixes: Callable[[EstimateRequest], Mapping[str, Any]] = lambda request: {}
-    compiles: Literal["none", "model", "any"] = "none"
+    compiles: Literal["none", "regions", "any"] = "none"
     converts: bool = False
     tiles: bool = False
     command: bool = True
@@ -78,7 +78,7 @@ class Target:
     def _compile_limit(self, plan: Plan) -> str | None:
         if self.compiles == "any" or plan.compile == "none":
             return None
-        if self.compiles == "none" or plan.compile == "layer":
+        if self.compiles == "none" or (plan.compile == "layer" and not plan.uses_accelerate):
             what = "layers" if plan.compile == "layer" else "model"
             return f"its file does not compile the {what}; use the target fsdp2 or ddp"
         if plan.memory_budget != 1:

@@ -99,7 +99,7 @@ def arguments(job: Job) -> dict[str, Any]:
         arguments["fp16"] = True
     elif plan.precision == "bf16-mixed" or (plan.precision == "bf16" and plan.backend == "deepspeed"):
         arguments["bf16"] = True  # must agree with DeepSpeed's section, whatever the dtype of its master weights
-    if plan.compile == "model":
+    if plan.compile != "none":
         arguments |= {"torch_compile": True, "torch_compile_backend": "inductor", "torch_compile_mode": "default"}
     if is_of_model(job):
         arguments |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": keywords(job)}
@@ -147,6 +147,6 @@ TARGET = Target(
     write=write,
     usage=lambda job, file: f"from {PurePath(file).stem} import training_arguments",
     framework="trainer",
-    compiles="model",
+    compiles="regions",
     command=False,
 )

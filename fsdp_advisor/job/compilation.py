@@ -23,7 +23,8 @@ prepare_model and _prepare_fsdp2.
 def compiled_text(job: EstimateRequest | Plan) -> str:
     """The compiled parts of a job as text, such as `layers compiled with memory budget 0.5`."""
     budget = f" with memory budget {job.memory_budget:g}" if job.memory_budget != 1 else ""
-    layers = "layers and loss" if FRAMEWORKS[job.framework].own_models else "layers"
+    facts = FRAMEWORKS[job.framework]
+    layers = "layers and loss" if facts.own_models else "regions" if facts.uses_accelerate else "layers"
     return f"{layers if job.compile == 'layer' else 'model'} compiled{budget}"
 
 
@@ -41,12 +42,6 @@ def check_compile(request: EstimateRequest) -> None:
     own_models = FRAMEWORKS[request.framework].own_models
     if own_models and request.compile == "model":
         raise UsageError(f"{request.framework} compiles each layer separately", hint="use --compile layer")
-    if request.framework in ("accelerate", "trainer") and request.compile == "layer":
-        raise UsageError(
-            f"{'the Trainer' if request.framework == 'trainer' else 'accelerate'} compiles the whole model unless "
-            "use_regional_compilation is set, which also compiles embedding, final norm and head and is not modelled",
-            hint="use --compile model, or --framework torch",
-        )
     policies = ("none", "full", "selective") if own_models else ("none", "full")
     lacking = {
         f"--framework {request.framework}": request.framework not in COMPILING_FRAMEWORKS,

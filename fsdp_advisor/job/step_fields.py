@@ -130,7 +130,8 @@ UseLigerKernel = Annotated[
 CompileOption = Annotated[
     Compile,
     Rule(
-        about="part of the model that torch.compile compiles: layer is each layer separately, with torchtitan also the loss; model is the "
+        about="part of the model that torch.compile compiles: layer is each layer separately, with torchtitan also the loss, with "
+        "accelerate and the Trainer also embedding, final norm and head (use_regional_compilation); model is the "
         "whole model with its loss, which FSDP2's hooks divide into its units",
         group=GROUP,
         synonyms={

@@ -36,10 +36,11 @@ frozen embedding require a gradient; ``every``: some layers, of a model that was
 torchtitan's policy.
 """
 
-TapeCompile = Literal["none", "layer", "layer-ddp", "model", "model-ddp", "model-units"]
-"""``layer``: each layer is compiled; ``model``: the model is compiled as a whole, and then has no layers (`Adaptation.in_one_graph`).
-``layer-ddp`` and ``model-ddp``: the same within DDP's forward, which divides graphs at the boundaries of its buckets.
-``model-units``: the whole model under accelerate's FSDP2, where the hooks of the root's units break the graph, too.
+TapeCompile = Literal["none", "layer", "layer-ddp", "regions", "regions-ddp", "model", "model-ddp", "model-units"]
+"""``layer``: each layer is compiled; ``regions``: accelerate's regional compilation, of each layer and of the modules around them;
+``model``: the model is compiled as a whole, and then has no layers (`Adaptation.in_one_graph`). With ``-ddp``: the same within DDP's
+forward, which divides graphs at the boundaries of its buckets. ``model-units``: the whole model under accelerate's FSDP2, where the hooks
+of the root's units break the graph, too.
 """
 
 KeptTapes = Literal["all", "usual", "none"]
@@ -132,6 +133,11 @@ class TapeKey:
     def compiles_whole(self) -> bool:
         """Whether the whole model is compiled code."""
         return self.compiles and self.compile.startswith("model")
+
+    @property
+    def compiles_regions(self) -> bool:
+        """Whether accelerate's regional compilation compiles the layers and the modules around them."""
+        return self.compiles and self.compile.startswith("regions")
 
     @property
     def marks_root_units(self) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -33,7 +33,7 @@ from torch.fx.node import map_aggregate
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fsdp_advisor.errors import assert_never
+from fsdp_advisor.errors import NotRecordable, assert_never
 from fsdp_advisor.recording.flash import cudnn_scratch, flash_scratch, scratch
 from fsdp_advisor.recording.fused_kernels import attention_kernel, kernel
 from fsdp_advisor.recording.on_gpu import (
@@ -72,6 +72,37 @@ def compile_modules(modules: Iterable[nn.Module], *, in_ddp: bool, in_one_graph:
         module.forward = torch.compile(module.forward, backend=backend, fullgraph=in_one_graph)
 
 
+def regions(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
+    """The modules that accelerate's regional compilation compiles: the layers of each ModuleList of one class, and the other modules
+    that contain no such list, such as embedding, final norm and head.
+
+    Raises NotRecordable if it compiles a module that contains some of the `layers`, as for a list of layers of several classes.
+    Source: accelerate 1.15, utils/other.py, `compile_regions` and `compile_regions_fsdp2`.
+    """
+    found = _regions(model)
+    for region in found:
+        if any(module in layers for module in region.modules() if module is not region):
+            raise NotRecordable(
+                f"accelerate's regional compilation compiles {type(region).__name__} as a whole, because its layers are not a list of "
+                "one class",
+                hint="use --compile model, or --framework torch",
+            )
+    return found
+
+
+def _regions(module: nn.Module) -> list[nn.Module]:
+    if _repeats(module):
+        return list(module.children())
+    if any(_repeats(each) for each in module.modules()):
+        return [region for child in module.children() for region in _regions(child)]
+    return [module]
+
+
+def _repeats(module: nn.Module) -> bool:
+    """Whether a module is a ModuleList of the class of its first module."""
+    return isinstance(module, nn.ModuleList) and len(module) > 0 and all(isinstance(m, type(module[0])) for m in module)
+
+
 def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, compiled."""
     compiled: Callable[..., Any] = torch.compile(function, backend=_backend)
@@ -79,11 +110,14 @@ def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def compiler(memory_budget: float = 1.0) -> Iterator[None]:
+def compiler(memory_budget: float = 1.0, *, by_accelerate: bool = False) -> Iterator[None]:
     """Context in which `compile_modules` compiles for a GPU, and the compiled layers run.
 
     `memory_budget`: AOTAutograd's `activation_memory_budget`, between 0 (only inputs of graphs are kept for backward) and 1.
+    `by_accelerate`: whether Dynamo has accelerate's settings for regions under FSDP2. Source: accelerate 1.15, accelerator.py,
+    `_prepare_fsdp2`.
     """
+    settings = {"capture_scalar_outputs": True, "skip_fwd_side_effects_in_bwd_under_checkpoint": True}
     torch.overrides.get_overridable_functions()  # fills a cache of PyTorch that Dynamo uses
     with contextlib.ExitStack() as contexts:
         for owner, changes in _changes().items():
@@ -94,6 +128,7 @@ def compiler(memory_budget: float = 1.0) -> Iterator[None]:
         contexts.enter_context(_device_guard())
         contexts.enter_context(functorch_config.patch(activation_memory_budget=memory_budget))
         contexts.enter_context(inductor_config.patch(force_disable_caches=True, compile_threads=1))
+        contexts.enter_context(torch._dynamo.config.patch(settings if by_accelerate else {}))
         _forget()
         try:
             yield

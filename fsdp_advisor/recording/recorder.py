@@ -290,14 +290,16 @@ class Recorder:
         if key.liger_kernels:
             check_kernels(model, self.source.name)
         if key.compiles:  # Inductor takes a second to import
-            from fsdp_advisor.recording.compiled import compile_modules, compiler, functions_of_graphs
+            from fsdp_advisor.recording.compiled import compile_modules, compiler, functions_of_graphs, regions
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(steady())
             contexts.enter_context(softmax_scratch())
             if key.saves_linear_inputs:
                 contexts.enter_context(saving_inputs())
             if key.compiles:
-                contexts.enter_context(compiler(key.memory_budget))
+                contexts.enter_context(
+                    compiler(key.memory_budget, by_accelerate=key.compiles_regions and key.engine == "fsdp2")
+                )
             if key.fp8 != "none":
                 contexts.enter_context(autocast_of_cpu())
             if key.device == "gpu":
@@ -316,9 +318,10 @@ class Recorder:
             half = torch.bfloat16 if casts else None
             materialise(model, half, half if key.uses_flat_parameter else None)
             if key.compiles:
-                layers = (layer for stack in source.stacks(model) for layer in stack.layers)
+                layers = [layer for stack in source.stacks(model) for layer in stack.layers]
+                parts = regions(model, layers) if key.compiles_regions else layers
                 compile_modules(
-                    (model,) if key.compiles_whole else layers,
+                    (model,) if key.compiles_whole else parts,
                     in_ddp=key.compile.endswith("-ddp"),
                     in_one_graph=_is_of_torchtitan(source),
                 )

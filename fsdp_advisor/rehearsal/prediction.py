@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fsdp_advisor.configs.names import optimizer_called
-from fsdp_advisor.job.choices import TrainingTask
+from fsdp_advisor.job.choices import Framework, TrainingTask
+from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.projection import DEFAULT
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.liger import LIGER_KERNELS
@@ -56,7 +57,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         raise NotRecognized("some parameters are frozen, without adapters")
     if task["name"] not in get_args(TrainingTask):
         raise NotRecognized(f"{task['name']} of TRL is not recognized; estimate --task describes its job")
-    if model.get("compile", "none") == "parts":
+    if model.get("compile", "none") in _parts_not_compiled(job["framework"]):
         raise NotRecognized("torch.compile of parts other than each layer or the model is not modelled")
     if model["checkpointing"] == "other":
         raise NotRecognized(
@@ -92,12 +93,18 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
     }
 
 
+def _parts_not_compiled(framework: Framework) -> tuple[str, ...]:
+    """The compiled parts that `--compile` does not have with a framework: with accelerate, its layers are accelerate's regions."""
+    return ("parts", "layer" if FRAMEWORKS[framework].uses_accelerate else "regions")
+
+
 def _compile(model: Mapping[str, Any]) -> dict[str, str]:
     """The options of compiled code. Scripts may set the compiler's memory budget without compiling."""
     if model.get("compile", "none") == "none":
         return {}
     budget = model.get("memory_budget", 1.0)
-    return {"compile": model["compile"], **({"memory-budget": str(budget)} if budget != 1 else {})}
+    compiled = "layer" if model["compile"] == "regions" else model["compile"]
+    return {"compile": compiled, **({"memory-budget": str(budget)} if budget != 1 else {})}
 
 
 def _loss(model: Mapping[str, Any], framework: str, task: str) -> dict[str, str]:

@@ -333,7 +333,6 @@ def test_compiled_models_are_read(text: str) -> None:
         ("base_model: a/b\nmicro_batch_size: 1\ntorch_compile: auto", "--framework axolotl"),
         ("finetuning_type: full\ncutoff_len: 512\ntorch_compile: true", "--activation-checkpointing reentrant"),
         (TRAINERS + "torch_compile_backend: eager", "backend eager"),
-        (FSDP2 + "dynamo_config: {dynamo_backend: INDUCTOR, dynamo_use_regional_compilation: true}", "regional"),
         (FSDP2.replace("2", "1") + "dynamo_backend: INDUCTOR", "backend fsdp1"),
     ],
 )
@@ -341,6 +340,15 @@ def test_compilation_that_is_not_modelled_is_left_out_with_the_reason(text: str,
     found = complete(read("file.yaml", text), {})
     assert "compile" not in found.options
     assert words in said(found, "not_modelled") and "not compiled" in said(found, "not_modelled")
+
+
+def test_regions_of_accelerate_are_read_as_layers_also_if_the_trainer_compiles() -> None:
+    regions = "dynamo_config: {dynamo_use_regional_compilation: true"
+    accelerate = read("file.yaml", FSDP2 + regions + ", dynamo_backend: INDUCTOR}")
+    assert complete(accelerate, {}).options["compile"] == "layer" and not said(accelerate, "not_modelled")
+    assert "compile" not in read("file.yaml", FSDP2 + regions + "}").options
+    arguments = read("accelerate.yaml", FSDP2 + regions + "}", train__yaml=TRAINERS + "torch_compile: true")
+    assert complete(arguments, {}).options["compile"] == "layer"
 
 
 def test_modes_of_the_compiler_are_named_and_a_search_does_not_compile() -> None:

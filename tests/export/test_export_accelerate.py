@@ -85,12 +85,14 @@ def test_accelerate_reads_every_key_of_every_configuration() -> None:
 @pytest.mark.parametrize("of", [plan("ddp", "ddp"), plan("zero3", "fsdp2")], ids=str)
 def test_ranks_compile_the_model_as_planned(of: Plan) -> None:
     found = {}
-    for compiles in ("model", "none"):
-        environment = launched(job(replace(of, compile=compiles)))[2]
+    for compiles in ("model", "layer", "none"):
+        environment = launched(job(replace(of, compile=compiles, framework="accelerate")))[2]
         with mock.patch.dict(os.environ, environment):
             plugin = TorchDynamoPlugin()
         found[compiles] = (plugin.backend.name, plugin.mode, plugin.use_regional_compilation)
-    assert found == {"model": ("INDUCTOR", "default", False), "none": ("NO", "default", False)}
+    assert found == {
+        "model": ("INDUCTOR", "default", False), "layer": ("INDUCTOR", "default", True), "none": ("NO", "default", False),
+    }  # fmt: skip
 
 
 def test_values_are_among_the_choices_of_the_launcher() -> None:

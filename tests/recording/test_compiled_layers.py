@@ -46,7 +46,6 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
     ("options", "said"),
     [
         ({"framework": "trl"}, "--framework trl"),
-        ({"framework": "accelerate"}, "use_regional_compilation"),
         (
             {
                 "framework": "accelerate",
@@ -57,7 +56,6 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
             },
             "fsdp_activation_checkpointing",
         ),
-        ({"framework": "trainer"}, "compiles the whole model"),
         ({"attention": "eager"}, "--attention eager"),
         ({"activation_checkpointing": "every-2"}, "--activation-checkpointing every-2"),
         ({"activation_checkpointing": "selective"}, "--activation-checkpointing selective"),

@@ -101,19 +101,32 @@ def test_whole_models_and_memory_budgets_need_what_is_predicted(
     assert row.peak_allocated_bytes == pytest.approx(other_peaks[name], rel=1e-3)
 
 
+OF_ACCELERATE = {"library": "accelerate", "regions": True}
 SHARDED: dict[str, Any] = {"strategy": "zero3", "backend": "fsdp2"}
 TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
     taken(
         [
             ("the Trainer, sharded and checkpointed", ({"fsdp": True, "checkpointing": True}, SHARDED)),
             ("the Trainer in DDP", ({}, {})),
-            ("accelerate, sharded", ({"library": "accelerate", "fsdp": True}, {**SHARDED, "framework": "accelerate"})),
+            ("accelerate, sharded", ({"library": "accelerate", "fsdp": True}, SHARDED)),
+            ("regions, an MoE, sharded", ({"model": "qwen3_moe", **OF_ACCELERATE, "fsdp": True}, SHARDED)),
+            ("regions in the Trainer", ({"regions": True, "checkpointing": True}, {})),
         ],
-        [("the Trainer, sharded", ({"fsdp": True}, SHARDED))],
-        days=3,
+        [
+            ("the Trainer, sharded", ({"fsdp": True}, SHARDED)),
+            ("regions, sharded", ({**OF_ACCELERATE, "fsdp": True}, SHARDED)),
+            ("regions, in DDP", (OF_ACCELERATE, {})),
+            ("regions, an MoE, in DDP", ({"model": "qwen3_moe", **OF_ACCELERATE}, {})),
+            (
+                "regions in the Trainer, sharded and checkpointed",
+                ({"regions": True, "fsdp": True, "checkpointing": True}, SHARDED),
+            ),
+            ("regions in the Trainer, an MoE", ({"model": "qwen3_moe", "regions": True}, {})),
+        ],
+        days=5,
     )
 )
-"""Whole models on two ranks that the Trainer or accelerate compiles: settings of the script, and options."""
+"""Models on two ranks that the Trainer or accelerate compiles, as a whole or by regions: settings of the script, and options."""
 
 
 @in_turn(2, of=4)
@@ -122,12 +135,15 @@ def test_trainers_that_compile_on_two_ranks_need_what_is_predicted(
     name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
 ) -> None:
     settings, options = TRAINERS[name]
-    config, _, precision, _, batch, length = _job("llama", "trainer", "bf16-mixed", length=8000)
-    job = {"library": "trainer", "fsdp": False, "checkpointing": False, "batch": batch, "length": length, **settings}
+    usual = {"model": "llama", "library": "trainer", "fsdp": False, "checkpointing": False, "regions": False}
+    job = {**usual, **settings}
+    config, _, precision, _, batch, length = _job(job["model"], "trainer", "bf16-mixed", length=8000)
+    job |= {"batch": batch, "length": length}
     found = run_on_ranks("compiled_trainers.py", json.dumps(config), json.dumps(job), gpus=2)
     row = row_of(
-        tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, compile="model", gpus=2,
-        **{"framework": "trainer", "activation_checkpointing": "full" if job["checkpointing"] else "none", **options},
+        tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, gpus=2,
+        compile="layer" if job["regions"] else "model",
+        **{"framework": job["library"], "activation_checkpointing": "full" if job["checkpointing"] else "none", **options},
     )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(found["peak"], rel=1e-3)
 

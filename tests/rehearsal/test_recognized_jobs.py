@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+import torch
+from accelerate.utils.other import compile_regions, compile_regions_fsdp2
+from torch import nn
 
 from fsdp_advisor.job import generation
 from fsdp_advisor.job.choices import Framework
@@ -152,13 +156,30 @@ def test_layers_in_pytorchs_wrapper_are_recognized() -> None:
 
 
 def test_what_is_compiled_is_recognized(tmp_path: Path) -> None:
-    assert options(tmp_path, model=JOB["model"] | {"compile": "layer"})["compile"] == "layer"
+    layers = JOB["model"] | {"compile": "layer"}
+    assert options(tmp_path, model=layers, framework="torch")["compile"] == "layer"
     assert "compile" not in options(tmp_path, model=JOB["model"] | {"compile": "none"})
-    budgeted = options(tmp_path, model=JOB["model"] | {"compile": "layer", "memory_budget": 0.5})
+    budgeted = options(tmp_path, model=layers | {"memory_budget": 0.5}, framework="torch")
     assert budgeted["memory-budget"] == "0.5"
     assert options(tmp_path, model=JOB["model"] | {"compile": "model"})["compile"] == "model"
-    with pytest.raises(NotRecognized, match="parts other than"):
-        options(tmp_path, model=JOB["model"] | {"compile": "parts"})
+    regions = JOB["model"] | {"compile": "regions"}
+    assert options(tmp_path, model=regions, framework="accelerate")["compile"] == "layer"
+    for framework, compiled in (("accelerate", "parts"), ("accelerate", "layer"), ("torch", "regions")):
+        with pytest.raises(NotRecognized, match="parts other than"):
+            options(tmp_path, model=JOB["model"] | {"compile": compiled}, framework=framework)
+
+
+def test_regions_are_told_from_layers() -> None:
+    def of(compiles: Callable[[nn.Module], object]) -> str:
+        layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
+        model = nn.ModuleDict({"embedding": nn.Linear(1, 1), "layers": layers, "head": nn.Linear(1, 1)})
+        module = compiles(model)
+        return job_facts._compiled(module if isinstance(module, nn.Module) else model, model)
+
+    assert of(compile_regions) == of(compile_regions_fsdp2) == "regions"
+    assert of(lambda model: [layer.compile() for layer in model["layers"]]) == "layer"
+    assert of(lambda model: model["head"].compile()) == "parts"
+    assert of(torch.compile) == "model"
 
 
 def test_a_trainer_of_trl_without_an_estimate_is_not_taken_for_supervised_training(tmp_path: Path) -> None:

@@ -239,16 +239,36 @@ def _offloads(module: Any) -> bool:
 
 
 def _compiled(module: Any, model: Any) -> str:
-    """The compiled part of the model: each layer separately, the whole model, other parts, or nothing. Layers are the modules in
-    ModuleLists.
+    """The compiled part of the model: each layer separately, accelerate's regions, the whole model, other parts, or nothing. Layers
+    are the modules in ModuleLists.
     """
-    found = {each for each in module.modules() if hasattr(each, "_orig_mod") or each._compiled_call_impl is not None}
+    found = {each for each in module.modules() if "_orig_mod" in each._modules or each._compiled_call_impl is not None}
     layers = {layer for each in model.modules() if type(each).__name__ == "ModuleList" for layer in each}
     if not found:
         return "none"
     if found <= layers:
         return "layer"
+    if len(found) > 1 and found == set(_regions(module)):
+        return "regions"
     return "model" if found <= set(_unwrapped(module)) else "parts"
+
+
+def _regions(module: Any) -> list[Any]:
+    """The modules that accelerate's regional compilation compiles: `recording.compiled.regions` has its source."""
+    if _repeats(module):
+        return list(module.children())
+    if any(_repeats(each) for each in module.modules()):
+        return [region for child in module.children() for region in _regions(child)]
+    return [module]
+
+
+def _repeats(module: Any) -> bool:
+    """Whether a module is a ModuleList of the class of its first module."""
+    return (
+        type(module).__name__ == "ModuleList"
+        and len(module) > 0
+        and all(isinstance(m, type(module[0])) for m in module)
+    )
 
 
 def _memory_budget() -> float:

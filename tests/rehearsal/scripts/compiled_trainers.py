@@ -1,7 +1,7 @@
 """The peak of compiled steps of transformers' Trainer, or of a loop with accelerate, on each of several ranks, in bf16-mixed.
 
 Arguments as JSON: the model's configuration, and the job: `library` (`trainer` or `accelerate`), `fsdp` (FSDP2 instead of DDP),
-`checkpointing` (the Trainer's `gradient_checkpointing`), `batch` and `length`.
+`checkpointing` (the Trainer's `gradient_checkpointing`), `regions` (accelerate's regional compilation), `batch` and `length`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def of_accelerate(model: Any, job: dict[str, Any]) -> int:
             reshard_after_forward=True,
         )
     accelerator = Accelerator(
-        mixed_precision="bf16", fsdp_plugin=sharded, dynamo_plugin=TorchDynamoPlugin(backend="inductor")
+        mixed_precision="bf16",
+        fsdp_plugin=sharded,
+        dynamo_plugin=TorchDynamoPlugin(backend="inductor", use_regional_compilation=job["regions"]),
     )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     trained, optimizer = accelerator.prepare(model.train(), optimizer)
@@ -65,6 +67,7 @@ def of_accelerate(model: Any, job: dict[str, Any]) -> int:
 def main() -> None:
     config, job = map(json.loads, sys.argv[1:])
     launch_nothing()
+    os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(job["regions"])  # as accelerate's launcher does
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
     peak = (of_trainer if job["library"] == "trainer" else of_accelerate)(model, job)
     print(json.dumps({"rank": int(os.environ["RANK"]), "peak": peak}))
