@@ -186,4 +186,5 @@ TARGET = Target(
     write=write,
     usage=lambda job, file: torchrun_line(job, f"-m trl.scripts.{job.plan.task} --config {file}"),
     framework="trl",
+    compiles="regions",
 )

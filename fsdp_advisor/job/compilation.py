@@ -11,9 +11,9 @@ from fsdp_advisor.job.request import EstimateRequest
 
 COMPILING: tuple[Backend, ...] = ("ddp", "fsdp2")
 """The backends whose compiled steps were compared with PyTorch's own."""
-COMPILING_FRAMEWORKS: tuple[Framework, ...] = ("torch", "torchtitan", "accelerate", "trainer")
+COMPILING_FRAMEWORKS: tuple[Framework, ...] = ("torch", "torchtitan", "accelerate", "trainer", "trl")
 """The frameworks whose compiled steps were compared with their own code. torchtitan compiles its layers and its loss; the
-Trainer (`torch_compile`) and accelerate compile the model, in DDP's wrapper or before FSDP2 shards it.
+Trainer (`torch_compile`) and accelerate compile the model, in DDP's wrapper or before FSDP2 shards it, and TRL also without its loss.
 
 Source: torchtitan 0.3.0, distributed/compile.py and, in components/loss.py, `_maybe_compile`; accelerate 1.15, accelerator.py,
 prepare_model and _prepare_fsdp2.
@@ -45,6 +45,7 @@ def check_compile(request: EstimateRequest) -> None:
     policies = ("none", "full", "selective") if own_models else ("none", "full")
     lacking = {
         f"--framework {request.framework}": request.framework not in COMPILING_FRAMEWORKS,
+        f"--task {request.task}": request.task != "sft",
         f"--attention {request.attention}": request.attention != "sdpa",
         f"--activation-checkpointing {request.activation_checkpointing}": request.activation_checkpointing not in policies,
         "--activation-offload": request.activation_offload,

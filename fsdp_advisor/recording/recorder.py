@@ -291,6 +291,7 @@ class Recorder:
             check_kernels(model, self.source.name)
         if key.compiles:  # Inductor takes a second to import
             from fsdp_advisor.recording.compiled import compile_modules, compiler, functions_of_graphs, regions
+            from fsdp_advisor.recording.losses.compiled import leave_uncompiled
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(steady())
             contexts.enter_context(softmax_scratch())
@@ -317,6 +318,8 @@ class Recorder:
             casts = (key.mixed and key.engine != "plain") or (key.engine == "plain+cast" and key.weights_in_half)
             half = torch.bfloat16 if casts else None
             materialise(model, half, half if key.uses_flat_parameter else None)
+            if key.compiles_whole and key.loss == "trl":
+                leave_uncompiled(source.root_modules(model).head, self.source.name)
             if key.compiles:
                 layers = [layer for stack in source.stacks(model) for layer in stack.layers]
                 parts = regions(model, layers) if key.compiles_regions else layers

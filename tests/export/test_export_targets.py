@@ -391,7 +391,10 @@ def test_other_targets_do_not_take_compiled_layers() -> None:
     for name, target in TARGETS.items():
         regions = replace(example(name).plan, compile="layer", framework="accelerate")
         accelerates = target.limit(replace(example(name), plan=regions)) is None
-        assert accelerates == (name in ("fsdp2", "ddp", "trainer", "accelerate"))
-        for compiles, able in (("layer", ("fsdp2", "ddp")), ("model", ("fsdp2", "ddp", "trainer", "accelerate"))):
+        assert accelerates == (name in ("fsdp2", "ddp", "trainer", "accelerate", "trl"))
+        for compiles, able in (
+            ("layer", ("fsdp2", "ddp")),
+            ("model", ("fsdp2", "ddp", "trainer", "accelerate", "trl")),
+        ):
             compiled = replace(example(name), plan=replace(example(name).plan, compile=compiles))
             assert (target.limit(compiled) is None) == (name in able)

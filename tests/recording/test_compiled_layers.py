@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from matrix import in_turn
 
 from fsdp_advisor import estimate, recommend
-from fsdp_advisor.errors import UsageError
+from fsdp_advisor.errors import NotRecordable, UsageError
 from fsdp_advisor.report import StrategyEstimate
 
 CONFIG = {
@@ -45,7 +46,8 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"framework": "trl"}, "--framework trl"),
+        ({"framework": "axolotl"}, "--framework axolotl"),
+        ({"framework": "trl", "task": "dpo"}, "--task dpo"),
         (
             {
                 "framework": "accelerate",
@@ -91,3 +93,14 @@ def test_jobs_that_are_not_modelled_with_compiled_layers_are_refused(options: di
 def test_compiled_layers_are_not_searched() -> None:
     with pytest.raises(UsageError, match="search over compiled steps"):
         recommend(model="gpt2", gpu="H100-80GB", compile="layer")
+
+
+def test_trls_loss_is_compiled_if_its_last_tile_is_whole() -> None:
+    torch = pytest.importorskip("torch")
+    from fsdp_advisor.recording.losses.compiled import leave_uncompiled
+
+    loss = SimpleNamespace(weight=torch.empty(65537, 1), forward=lambda: 1)
+    leave_uncompiled(loss, "model")
+    assert loss.forward() == 1 and loss.forward._torchdynamo_disable  # type: ignore[attr-defined]  # Dynamo's own mark
+    with pytest.raises(NotRecordable, match="65536 entries"):
+        leave_uncompiled(SimpleNamespace(weight=torch.empty(65536, 1)), "model")

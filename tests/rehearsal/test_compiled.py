@@ -101,6 +101,7 @@ def test_whole_models_and_memory_budgets_need_what_is_predicted(
     assert row.peak_allocated_bytes == pytest.approx(other_peaks[name], rel=1e-3)
 
 
+OF_TRL = {"library": "trl", "regions": True}
 OF_ACCELERATE = {"library": "accelerate", "regions": True}
 SHARDED: dict[str, Any] = {"strategy": "zero3", "backend": "fsdp2"}
 TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
@@ -111,8 +112,13 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
             ("accelerate, sharded", ({"library": "accelerate", "fsdp": True}, SHARDED)),
             ("regions, an MoE, sharded", ({"model": "qwen3_moe", **OF_ACCELERATE, "fsdp": True}, SHARDED)),
             ("regions in the Trainer", ({"regions": True, "checkpointing": True}, {})),
+            ("TRL, sharded", ({"library": "trl", "fsdp": True}, SHARDED)),
+            ("regions in TRL, an MoE, sharded", ({"model": "qwen3_moe", **OF_TRL, "fsdp": True}, SHARDED)),
         ],
         [
+            ("TRL in DDP", ({"library": "trl"}, {})),
+            ("TRL, an MoE, checkpointed", ({"model": "qwen3_moe", "library": "trl", "checkpointing": True}, {})),
+            ("regions in TRL", (OF_TRL, {})),
             ("the Trainer, sharded", ({"fsdp": True}, SHARDED)),
             ("regions, sharded", ({**OF_ACCELERATE, "fsdp": True}, SHARDED)),
             ("regions, in DDP", (OF_ACCELERATE, {})),
@@ -123,10 +129,10 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
             ),
             ("regions in the Trainer, an MoE", ({"model": "qwen3_moe", "regions": True}, {})),
         ],
-        days=5,
+        days=7,
     )
 )
-"""Models on two ranks that the Trainer or accelerate compiles, as a whole or by regions: settings of the script, and options."""
+"""Models on two ranks that the Trainer, TRL or accelerate compiles, as a whole or by regions: settings of the script, and options."""
 
 
 @in_turn(2, of=4)
@@ -139,6 +145,8 @@ def test_trainers_that_compile_on_two_ranks_need_what_is_predicted(
     job = {**usual, **settings}
     config, _, precision, _, batch, length = _job(job["model"], "trainer", "bf16-mixed", length=8000)
     job |= {"batch": batch, "length": length}
+    if job["library"] == "trl":  # more than one tile of its loss
+        config |= {"vocab_size": 40_000}
     found = run_on_ranks("compiled_trainers.py", json.dumps(config), json.dumps(job), gpus=2)
     row = row_of(
         tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, gpus=2,

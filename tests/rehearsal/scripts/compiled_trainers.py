@@ -1,6 +1,6 @@
-"""The peak of compiled steps of transformers' Trainer, or of a loop with accelerate, on each of several ranks, in bf16-mixed.
+"""The peak of compiled steps of transformers' Trainer, of TRL's, or of a loop with accelerate, on each of several ranks, in bf16-mixed.
 
-Arguments as JSON: the model's configuration, and the job: `library` (`trainer` or `accelerate`), `fsdp` (FSDP2 instead of DDP),
+Arguments as JSON: the model's configuration, and the job: `library` (`trainer`, `trl` or `accelerate`), `fsdp` (FSDP2 instead of DDP),
 `checkpointing` (the Trainer's `gradient_checkpointing`), `regions` (accelerate's regional compilation), `batch` and `length`.
 """
 
@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import TorchDynamoPlugin
 from compiled import launch_nothing
 from datasets import Dataset
-from training import SteadyPeak, usual_arguments
+from training import SteadyPeak, tokenizer, usual_arguments
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 
@@ -32,6 +33,42 @@ def of_trainer(model: Any, job: dict[str, Any]) -> int:
     data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
     arguments = TrainingArguments(**settings, torch_compile=True, gradient_checkpointing=job["checkpointing"])
     Trainer(model, args=arguments, train_dataset=data, callbacks=[found]).train()
+    return found.peak
+
+
+def label_all_tokens() -> None:
+    """Set masks that compiled code computes, because kernels do nothing here and TRL's loss selects tokens by such a mask."""
+    from torch._dynamo import trace_rules
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    from fsdp_advisor.rehearsal.inside import values
+
+    def run(self: Any, *values: Any, **_: Any) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
+                value.data.fill_(True)  # not counted as a change of the tensor
+
+    CachingAutotuner.run = run
+    trace_rules.SKIP_DIRS.append(str(Path(values.__file__).parent))
+    trace_rules._recompile_re()
+
+
+def of_trl(model: Any, job: dict[str, Any]) -> int:
+    from trl import SFTConfig, SFTTrainer
+
+    settings = usual_arguments(job["batch"], "bf16-mixed")
+    if job["fsdp"]:
+        layer = type(model.model.layers[0]).__name__
+        wrap = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": [layer]}
+        settings |= {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True, **wrap}}
+    rows = {"input_ids": [[token % 50 + 1 for token in range(job["length"])]] * (16 * job["batch"])}
+    found = SteadyPeak()
+    arguments = SFTConfig(
+        **settings, max_length=job["length"], torch_compile=True, gradient_checkpointing=job["checkpointing"]
+    )
+    trainer = SFTTrainer(model, args=arguments, train_dataset=Dataset.from_dict(rows), processing_class=tokenizer())
+    trainer.add_callback(found)
+    trainer.train()
     return found.peak
 
 
@@ -67,9 +104,11 @@ def of_accelerate(model: Any, job: dict[str, Any]) -> int:
 def main() -> None:
     config, job = map(json.loads, sys.argv[1:])
     launch_nothing()
+    if job["library"] == "trl":
+        label_all_tokens()
     os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(job["regions"])  # as accelerate's launcher does
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
-    peak = (of_trainer if job["library"] == "trainer" else of_accelerate)(model, job)
+    peak = {"trainer": of_trainer, "trl": of_trl, "accelerate": of_accelerate}[job["library"]](model, job)
     print(json.dumps({"rank": int(os.environ["RANK"]), "peak": peak}))
 
 
