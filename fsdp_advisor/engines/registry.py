@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from fsdp_advisor.engines import evaluation, framework_notes, reference, rollouts
+from fsdp_advisor.engines import adalora, evaluation, framework_notes, reference, rollouts
 from fsdp_advisor.engines.ddp.step import DdpStep
 from fsdp_advisor.engines.deepspeed import host as deepspeed_host
 from fsdp_advisor.engines.deepspeed.partitions import deepspeed_refusal
@@ -96,6 +96,8 @@ def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
             f"layers of the model share trained matrices, and {plan.backend} with a unit per layer is not modelled with them",
             hint="--strategy ddp, zero1 or zero2 --backend deepspeed, or another PEFT method",
         )
+    if (refused := adalora.adalora_refusal(profile, plan)) is not None:
+        return refused
     match plan.backend:
         case "fsdp1":
             return fsdp1_refusal(profile, plan) or packing_refusal(profile, plan)
@@ -121,6 +123,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     return (
         notes
         + framework_notes.not_modelled(profile, plan)
+        + adalora.not_modelled(profile, plan)
         + reference.not_modelled(profile, plan)
         + rollouts.not_modelled(profile, plan)
         + evaluation.not_modelled(profile, plan)

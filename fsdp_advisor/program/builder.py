@@ -76,8 +76,8 @@ class StepHooks:
     def layer_done(self, step: StepBuilder, unit: UnitId) -> None:
         """After a layer's backward. Called for every layer, even if PyTorch runs no hook there."""
 
-    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int) -> None:
-        """After a parameter's gradient is complete."""
+    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: Buffer) -> None:
+        """After a parameter's gradient is complete. `gradient`: NO_BUFFER if autograd added it to an earlier one."""
 
     def end_backward(self, step: StepBuilder) -> None:
         """After the backward pass."""
@@ -159,6 +159,7 @@ class StepBuilder:
         self._late_frees = 0
         self._gradients: dict[Buffer, None] = {}  # whole gradients that are alive, in order
         self._latest: dict[int, Buffer] = {}  # 2 * parameter + (1 if the root's) -> its latest gradient
+        self._complete: set[Buffer] = set()  # gradients given by `take_gradient`
         self._of_layer: list[Buffer] = []
         self._of_root: list[Buffer] = []
         self._fresh: list[Buffer] = []
@@ -276,6 +277,14 @@ class StepBuilder:
         """The latest gradient of one parameter of the current layer, or of the root; NO_BUFFER if it gets none."""
         return self._latest.get(2 * parameter + at_root, NO_BUFFER)
 
+    def take_gradient(self, parameter: int, *, at_root: bool) -> Buffer:
+        """As `gradient`, but NO_BUFFER from the second call for a gradient on."""
+        found = self.gradient(parameter, at_root=at_root)
+        if found in self._complete:
+            return NO_BUFFER
+        self._complete.add(found)
+        return found
+
     def whole_gradients(self) -> list[Buffer]:
         """Every unsharded gradient that is alive."""
         return list(self._gradients)
@@ -361,7 +370,8 @@ class _MicroBatchWalk:
                 case Op.POST_BACKWARD:
                     hooks.post_backward(step, at)
                 case Op.GRAD_READY:
-                    hooks.gradient_ready(step, AT_ROOT if item.b else unit, item.a)
+                    gradient = step.take_gradient(item.a, at_root=bool(item.b))
+                    hooks.gradient_ready(step, AT_ROOT if item.b else unit, item.a, gradient)
                 case Op.ALLOC | Op.FREE:
                     raise AssertionError("allocations are in spans")
 

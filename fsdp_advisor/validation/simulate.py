@@ -38,6 +38,8 @@ from fsdp_advisor.validation.torchtitan import TorchtitanTrainer, torchtitan_tra
 
 STEPS = 2
 """The second step is steady; the first one makes the optimizer states."""
+MORE_STEPS = {"schedule_free_radam": 6}
+"""The first five steps of RAdam have no square roots."""
 
 SimulatedTrainer = TorchTrainer | frameworks.AccelerateTrainer | frameworks.TransformersTrainer | TorchtitanTrainer
 
@@ -131,10 +133,10 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
         ):
             materialise(model, None)
             trainer = _trainer(source, model, plan, mesh, parallel)
-            return _steady_step(trainer, meter, plan.gradient_accumulation_steps)
+            return _steady_step(trainer, meter, plan)
 
 
-def _steady_step(trainer: SimulatedTrainer, meter: StorageMeter, accumulation: int) -> Simulated:
+def _steady_step(trainer: SimulatedTrainer, meter: StorageMeter, plan: Plan) -> Simulated:
     """Take steps until they are steady; the figures of the last one."""
     gradients: list[StorageIds] = []
 
@@ -142,9 +144,9 @@ def _steady_step(trainer: SimulatedTrainer, meter: StorageMeter, accumulation: i
         gradients.append(meter.storage_ids(p.grad for p in trainer.model.parameters() if p.grad is not None))
 
     gc.collect()
-    for _ in range(STEPS):
+    for _ in range(MORE_STEPS.get(plan.optim, STEPS)):
         meter.begin_step()
-        phases = take_step(trainer, meter, accumulation, remember_gradients)
+        phases = take_step(trainer, meter, plan.gradient_accumulation_steps, remember_gradients)
     states = (t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
     accounts = {
         "parameters": meter.storage_ids(trainer.model.parameters()),

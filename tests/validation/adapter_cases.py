@@ -114,6 +114,8 @@ MORE: list[Case] = [
         {"load_in_4bit": "true", "bnb_4bit_quant_type": "fp4", "lora_target_modules": "all-linear"},
         {"load_in_4bit": "true", "activation_checkpointing": "full", "gradient_accumulation_steps": "2"},
     )),
+    {"model": "llama", **ENGINES[0], "peft_config": json.dumps(METHODS[2]), "activation_checkpointing": "reentrant",
+     "gradient_accumulation_steps": "2", "optim": "schedule_free_radam"},
     {"model": "gpt2", **ENGINES[0], "use_peft": "true", "load_in_4bit": "true", "lora_target_modules": "all-linear"},
     {"model": "gpt2", **ENGINES[1], "use_peft": "true", "load_in_4bit": "true", "activation_checkpointing": "full"},
     *({"model": drawn["name"], **drawn["options"]} for drawn in _DRAWN),

@@ -188,9 +188,8 @@ class DdpStep(StepHooks):
         if n_bytes := sum(p.elements * stored_bytes(self._plan, p) for p in trained):
             step.add(HostTransfer(unit, n_bytes, "gradients"))
 
-    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int) -> None:
+    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: Buffer) -> None:
         """The first micro-batch's gradient stays as `param.grad`; later ones are added to it and freed."""
-        gradient = step.gradient(parameter, at_root=unit == AT_ROOT)
         if self._optimizer.backward_update is not None:
             self._update(step)
             self._complete = unit_of(self._profile, unit).parameters[parameter], gradient

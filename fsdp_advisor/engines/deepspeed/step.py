@@ -218,18 +218,17 @@ class DeepspeedStep(StepHooks):
     def layer_done(self, step: StepBuilder, unit: UnitId) -> None:
         self._send_gradients(step, unit)
 
-    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int) -> None:
-        gradient = self._layout.gradients[unit][parameter]
-        buffer = step.gradient(parameter, at_root=unit == AT_ROOT)
+    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: Buffer) -> None:
+        part = self._layout.gradients[unit][parameter]
         self._gathering.enter_head(step)
         self._fetch(step, AT_ROOT)
         self._bucket.setup(step)
         if self._stage > 1:
-            self._bucket.take(step, self._start(unit) + gradient.start, gradient, buffer)
+            self._bucket.take(step, self._start(unit) + part.start, part, gradient)
         elif self._is_first:
-            self._unreduced[self._start(unit) + gradient.start] = buffer
+            self._unreduced[self._start(unit) + part.start] = gradient
         else:
-            step.free(buffer)
+            step.free(gradient)
 
     def end_backward(self, step: StepBuilder) -> None:
         self._gathering.end(step)

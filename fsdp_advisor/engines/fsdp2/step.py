@@ -230,21 +230,21 @@ class Fsdp2Step(StepHooks):
             else:
                 step.free(output)
 
-    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int) -> None:
+    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: Buffer) -> None:
         """Free a gradient that autograd has added to that of an earlier micro-batch. Reduce the head's after a loss in chunks."""
         if self._loss is not None:
             if unit == AT_ROOT and parameter == self._loss.parameter and not self._loss_ended:
-                self._end_loss(step, parameter)
+                self._end_loss(step, gradient)
             return
         fresh = step.take_new_gradients()
         if not self._is_first:
             step.free(*fresh)
 
-    def _end_loss(self, step: StepBuilder, parameter: int) -> None:
+    def _end_loss(self, step: StepBuilder, gradient: Buffer) -> None:
         """Reduce the head's gradient after the last chunk, and free the unit's parameters, which backward gathers again."""
         assert self._loss is not None
         self._loss_ended = True
-        self._head_gradient = step.gradient(parameter, at_root=True)
+        self._head_gradient = gradient
         self._reduce(step, HEAD, [self._head_gradient], self._head_gradient, self._loss.head)
         self._free(step, HEAD)
 

@@ -145,15 +145,8 @@ def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[UnitId, UnitByt
 def fsdp2_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     """Why FSDP2 cannot train the model; None if it can.
 
-    bitsandbytes reads an attribute of 8-bit weights that their shards lack. After the forward, PEFT's AdaLoRA multiplies its matrices
-    with each other (peft 0.21, tuners/adalora/model.py, `forward`), which fails on shards.
+    bitsandbytes reads an attribute of 8-bit weights that their shards lack.
     """
-    adapts_rank = any(".lora_E." in p.name for unit, _ in profile.counted_units() for p in unit.parameters)
-    if adapts_rank and plan.reshards and plan.shard_degree > 1:
-        return UsageError(
-            "AdaLoRA fails if FSDP2 reshards after forward: PEFT reads whole adapter matrices after it",
-            hint="--strategy ddp or zero2, or LoRA: --use-peft",
-        )
     if has_8_bit_weights(profile):
         return UsageError(
             "FSDP2 fails with weights in 8 bits: 'Parameter' object has no attribute 'CB'",

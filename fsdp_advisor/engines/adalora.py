@@ -1,0 +1,51 @@
+"""What PEFT's AdaLoRA needs of an engine: it reads its matrices a second time after the model's forward, for a regularization.
+
+Source: peft 0.21, tuners/adalora/model.py, `forward`.
+"""
+
+from __future__ import annotations
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.units import format_gib
+
+_NAMES = {"fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP"}
+
+
+def _adapts_rank(profile: Profile) -> bool:
+    return any(".lora_E." in p.name for unit, _ in profile.counted_units() for p in unit.parameters)
+
+
+def adalora_refusal(profile: Profile, plan: Plan) -> UsageError | None:
+    """Why the plan's engine cannot train a model with AdaLoRA; None if it can, or if the model has none.
+
+    Each was run: after a reshard the matrices are empty, and PEFT fails. With reentrant checkpointing their gradients are complete twice,
+    after the regularization and after the layer, which DDP and DeepSpeed's ZeRO-2 refuse. ZeRO-1 accepts it.
+    """
+    if not _adapts_rank(profile):
+        return None
+    is_deepspeed = plan.backend == "deepspeed"
+    name = f"ZeRO-{plan.strategy.removeprefix('zero')}" if is_deepspeed else _NAMES[plan.backend]
+    if plan.strategy == "zero3" if is_deepspeed else plan.reshards and plan.shard_degree > 1:
+        return UsageError(
+            f"AdaLoRA fails if {name} reshards after forward: PEFT reads whole adapter matrices after it",
+            hint="--strategy ddp or zero2, or LoRA: --use-peft",
+        )
+    if plan.activation_checkpointing == "reentrant" and (
+        is_deepspeed or (plan.backend == "ddp" and plan.world_size > 1)
+    ):
+        told = "is not modelled with" if plan.strategy == "zero1" else "is refused by"
+        return UsageError(
+            f"reentrant checkpointing computes gradients of AdaLoRA's matrices twice in a backward, which {told} {name}",
+            hint="--activation-checkpointing full",
+        )
+    return None
+
+
+def not_modelled(profile: Profile, plan: Plan) -> list[str]:
+    """A note on what the estimate of a job with AdaLoRA leaves out, if anything."""
+    if plan.backend != "fsdp1" or not _adapts_rank(profile):
+        return []
+    whole = format_gib(plan.compute_bytes * profile.trainable_parameters)
+    return [f"gradients of AdaLoRA's regularization ({whole}), which FSDP1 keeps until the backward of each layer"]
