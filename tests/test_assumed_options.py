@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.assumption_notes import assumption_notes
@@ -203,7 +204,7 @@ def test_offload_to_nvme_means_deepspeed(options: dict[str, Any]) -> None:
     assert winner is not None and (winner.plan.offload == "none" or winner.plan.backend == "deepspeed")
 
 
-@pytest.mark.slow
+@in_turn(1, of=3)
 def test_a_search_that_offloads_names_the_scales_that_can_be_nested() -> None:
     pytest.importorskip("bitsandbytes")
     job: dict[str, Any] = {

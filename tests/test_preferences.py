@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from jobs import row_of_trl
+from matrix import in_turn
 from tiny_llama import LLAMA, PARAMETERS
 
 from fsdp_advisor import estimate, recommend
@@ -69,6 +70,7 @@ def test_fsdp_cannot_precompute_the_reference_of_adapters(task: str) -> None:
         assert plan.reference == "none"
 
 
+@in_turn(1, of=2)
 def test_a_recommendation_counts_both_sequences_of_a_pair(model: str) -> None:
     job = {
         "framework": "trl",

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matrix import in_turn
 
 from fsdp_advisor.configs import from_texts
 
@@ -51,7 +52,7 @@ os._exit(0)  # DeepSpeed over gloo sometimes aborts while the interpreter takes 
 """
 
 
-@pytest.mark.slow
+@in_turn(2, of=3)
 def test_transformers_models_run_no_checkpoint_of_deepspeed(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -11,7 +11,7 @@ from matrix import of_today
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 PATH = Path(__file__).parents[2] / "fsdp_advisor" / "model" / "architectures.yaml"
-ROWS = yaml.safe_load(PATH.read_text(encoding="utf-8"))
+ROWS = yaml.load(PATH.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
 
 AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",

@@ -91,6 +91,7 @@ def _events(tape: Tape, b: int, t: int) -> list[object]:
     ]
 
 
+@in_turn(1, of=2)
 def test_a_row_needs_no_recording_of_its_own_length(recorder: Recorder) -> None:
     """Once the CPU's code path is known to depend on the length, the GPU's tape answers every question."""
     profile = recorder.profile

@@ -18,7 +18,7 @@ from fsdp_advisor.units import format_gib
 
 pytestmark = pytest.mark.slow
 
-SOME = taken([*JOBS][:2], [*JOBS][2:])
+SOME = taken([*JOBS][:2], [*JOBS][2:], days=2)
 
 
 @pytest.mark.parametrize("name", SOME)
