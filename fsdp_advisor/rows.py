@@ -49,6 +49,10 @@ NO_REENTRANT = "reentrant checkpoints, whose backward keeps one more hidden stat
 NO_AUTOCAST = (
     "the casts of autocast, which accelerate uses with FSDP1: no recording of them is stored, and a new one needs torch"
 )
+NO_LINEAR_INPUTS = (
+    "inputs of linear layers with frozen weights, which ZeRO-3 keeps for backward (4.9 GB for LoRA of an 8B model at 4,096 tokens without"
+    " checkpointing): no recording of them is stored, and a new one needs torch"
+)
 NO_SCRATCH = "peak_allocated_bytes: the workspace of the attention kernel"
 
 
@@ -317,6 +321,8 @@ def _missing_in_tape(profile: Profile, plan: Plan, key: TapeKey, gpu_key: TapeKe
     """
     if key.engine != tape_key_of(plan, profile).engine:
         yield NO_AUTOCAST
+    if tape_key_of(plan, profile).saves_linear_inputs and not key.saves_linear_inputs:
+        yield NO_LINEAR_INPUTS
     if key.checkpointing != plan.checkpointing:
         yield NO_REENTRANT
     if key.attention != "eager" and (gpu_key.device == "cpu" or gpu_key.name not in profile.tapes):

@@ -55,6 +55,15 @@ def test_usual_adapters_are_answered_without_torch(gpus: int, options: dict[str,
 
 
 @pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize(("strategy", "saves"), [("zero3", True), ("zero2", False)])
+def test_a_row_says_that_its_tape_lacks_what_zero3_saves(strategy: str, saves: bool) -> None:
+    (row,) = estimate(
+        model="meta-llama/Llama-3.1-8B", gpus=8, gpu="H100", use_peft=True, strategy=strategy, backend="deepspeed"
+    ).estimates
+    assert any("inputs of linear layers with frozen weights" in note for note in row.not_modelled) == saves
+
+
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("model", [model for model in MODELS if model != EAGER])
 def test_lora_on_one_gpu_is_answered_without_torch(model: str) -> None:
     (row,) = estimate(model=model, gpus=1, gpu="A100", use_peft=True, strategy="ddp").estimates
