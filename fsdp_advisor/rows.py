@@ -33,14 +33,21 @@ from fsdp_advisor.memory.allocator import (
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import cublas_workspace_bytes
 from fsdp_advisor.memory.live import StepPeak, TimelinePoint, peak_bytes, step_peak, step_timeline
-from fsdp_advisor.model.kernels import has_long_loop
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.storages import States
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.tapes import gpu_tape, gpu_tape_key_of, select_step_tape, select_tape, step_tape, tape_key_of
+from fsdp_advisor.tapes import (
+    gpu_tape,
+    gpu_tape_key_of,
+    select_step_tape,
+    select_tape,
+    step_tape,
+    takes_long_on_cpu,
+    tape_key_of,
+)
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
 
 TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"
@@ -164,7 +171,7 @@ def _simulated_peak_bytes(model: Resolved, key: TapeKey, tape: Tape, plan: Plan)
     """The peak of PyTorch's own code on a CPU; None if `key` is a GPU's and the CPU's step is not recorded or takes too long to record."""
     assert model.profile is not None
     if key.device == "gpu" and plan.attention != "flash_attention_2":
-        if has_long_loop(model.profile, plan.tape_shape[1]):
+        if takes_long_on_cpu(model.profile, plan):
             return None
         try:
             _, tape = select_tape(model, plan)

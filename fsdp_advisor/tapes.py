@@ -17,7 +17,7 @@ from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.job.training_task import sequences_per_example
-from fsdp_advisor.model.experts import experts_code
+from fsdp_advisor.model.experts import experts_code, has_long_expert_loop
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
 from fsdp_advisor.model.kernels import has_long_loop, has_loop
 from fsdp_advisor.model.profile import Profile
@@ -232,21 +232,30 @@ def select_step_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tup
 
     This is the tape of `select_tape`, or, if the CPU's tape is valid for a single micro-batch and length, a GPU tape that is valid for all.
     Linear attention runs in chunks. On a CPU the number of its operators depends on the sequence length; on a GPU the number of its
-    kernels does not. A loop over chunks, or over the tokens of Mamba-1's scan, can take minutes to record, so a model that has one needs
-    no tape of a CPU. Raises the error about the GPU's tape if the loop is long.
+    kernels does not. A loop over chunks, over the tokens of Mamba-1's scan or over many experts can take minutes to record, so a model that
+    has one needs no tape of a CPU. Raises the error about the GPU's tape if the loop is long.
     """
     profile = _profile_of(model)
     key = tape_key_of(plan, profile)
-    if has_loop(profile) or (key.at is None and _is_refused(profile, key, NotPolynomial)):
+    if (
+        has_loop(profile)
+        or takes_long_on_cpu(profile, plan)
+        or (key.at is None and _is_refused(profile, key, NotPolynomial))
+    ):
         try:
             return _gpu_step_tape(model, profile, key, plan)
         except NotPolynomial:
             if has_loop(profile) and key.at is None:
                 return _gpu_step_tape(model, profile, replace(key, at=plan.tape_shape), plan)
         except AdvisorError:
-            if has_long_loop(profile, plan.tape_shape[1]):
+            if takes_long_on_cpu(profile, plan):
                 raise
     return select_tape(model, plan, gpu)
+
+
+def takes_long_on_cpu(profile: Profile, plan: Plan) -> bool:
+    """Whether the step on a CPU has a loop in Python that is too long to record it."""
+    return has_long_loop(profile, plan.tape_shape[1]) or has_long_expert_loop(profile, plan.experts_implementation)
 
 
 def _gpu_step_tape(model: Resolved, profile: Profile, key: TapeKey, plan: Plan) -> tuple[TapeKey, Tape]:

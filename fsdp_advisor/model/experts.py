@@ -14,6 +14,9 @@ LOOPS = frozenset({"dbrx", "jetmoe", "longcat_flash", "step3p7"})
 Source: transformers 5.23, their modeling files, which do not use integrations/moe.py.
 """
 
+MOST_ON_CPU = 128
+"""The most experts of a loop of which a step on a CPU is recorded. With the 768 of LongCat-Flash a recording takes a minute."""
+
 
 def code_of(model_type: object, wanted: ExpertsImplementation) -> ExpertsImplementation:
     """The implementation that a model of this type runs if `wanted` is requested. `grouped_mm`, the default, falls back to a loop."""
@@ -23,6 +26,11 @@ def code_of(model_type: object, wanted: ExpertsImplementation) -> ExpertsImpleme
 def experts_code(profile: Profile, wanted: ExpertsImplementation) -> ExpertsImplementation | None:
     """The implementation that runs a model's experts if `wanted` is requested; None if the model has no routed experts."""
     return None if profile.experts is None else code_of(profile.config.get("model_type"), wanted)
+
+
+def has_long_expert_loop(profile: Profile, wanted: ExpertsImplementation) -> bool:
+    """Whether a loop over more than `MOST_ON_CPU` experts runs if `wanted` is requested."""
+    return experts_code(profile, wanted) == "eager" and (profile.experts or 0) > MOST_ON_CPU
 
 
 def expert_notes(request: EstimateRequest, profile: Profile | None) -> list[str]:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_advisor.recording.ctc_loss import ctc_loss
 from fsdp_advisor.recording.quantized import is_packed, materialise_states, readable_weights
+from fsdp_advisor.recording.remembered import Operators
 from fsdp_advisor.recording.values import KnownValues
 
 
@@ -38,12 +39,14 @@ def steady() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fake_tensors(*, values: bool = False, expert_imbalance: float | None = None) -> Iterator[None]:
+def fake_tensors(
+    *, values: bool = False, expert_imbalance: float | None = None, operators: Operators | None = None
+) -> Iterator[None]:
     """Context of fake tensors: nothing is computed and no memory is used.
 
     LayerDrop drops no layer, because it decides by a random number and a fake tensor has no value. Grouped products of experts accept
     every dtype, as on a GPU. DoRA can read packed weights. `values`: small tensors have values if these follow from known numbers or, with
-    an `expert_imbalance`, from the choices of a router (`experts.chosen_experts`).
+    an `expert_imbalance`, from the choices of a router (`experts.chosen_experts`). `operators` caches the results of operators on these.
     """
     rand = torch.rand
     grouped_product = torch._meta_registrations._meta_grouped_mm_common
@@ -65,7 +68,7 @@ def fake_tensors(*, values: bool = False, expert_imbalance: float | None = None)
         mock.patch.object(torch.nn.functional, "ctc_loss", ctc_loss),
         readable_weights(),
         FakeTensorMode(allow_non_fake_inputs=True),
-        KnownValues(expert_imbalance) if values else contextlib.nullcontext(),
+        KnownValues(expert_imbalance, operators.result if operators else None) if values else contextlib.nullcontext(),
     ):
         yield
 

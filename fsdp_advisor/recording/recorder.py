@@ -67,6 +67,7 @@ from fsdp_advisor.recording.zero3_linear import saving_inputs
 
 GRID_B = (2, 3)
 GRID_T = (48, 80, 112)
+BRIEF_T = 8
 CHUNK_CHECK_B = 5
 CHECK_B, CHECK_T = 7, 5003  # primes, so that different sizes are not equal by chance
 
@@ -130,9 +131,11 @@ class Recorder:
         try:
             with self._step(source, key, sums_in_place=sums_in_place) as step:
                 # an extra first step creates the tensors that torch and transformers create only once (adaptive ropes: once per model)
-                if not self._warm or self.source.alike_up_to or self._replaced or key.compiles:
+                if self.source.alike_up_to or self._replaced or key.compiles:
                     step.run(*(key.at or points[0]))
-                    self._warm = True
+                elif not self._warm:
+                    _run_briefly(step, key.at or points[0], least + BRIEF_T)
+                self._warm = True
                 if key.at is not None:
                     raw_step = step.run(*key.at)
                     return with_whole_gradients(tape_of(raw_step, constant(raw_step)), self.profile, key)
@@ -314,7 +317,11 @@ class Recorder:
                 tile_mlps(source.stacks(model), key.tiled_mlp, self.source.name)
             if key.compiles:
                 contexts.enter_context(functions_of_graphs(by_cudnn=key.kernel == "cudnn"))
-            contexts.enter_context(fake_tensors(values=source.needs_values, expert_imbalance=source.expert_imbalance))
+            contexts.enter_context(
+                fake_tensors(
+                    values=source.needs_values, expert_imbalance=source.expert_imbalance, operators=self._operators
+                )
+            )
             casts = (key.mixed and key.engine != "plain") or (key.engine == "plain+cast" and key.weights_in_half)
             half = torch.bfloat16 if casts else None
             materialise(model, half, half if key.uses_flat_parameter else None)
@@ -329,6 +336,19 @@ class Recorder:
                     in_one_graph=_is_of_torchtitan(source),
                 )
             yield Step(source, model, key, units, self._replaced, self._operators, sums_in_place=sums_in_place)
+
+
+def _run_briefly(step: Step, point: tuple[int, int], seq_len: int) -> None:
+    """Run a step with a sequence length of at most `seq_len`, as loops over tokens or experts take minutes with a long one. A model that
+    cannot run it runs the step of `point`.
+    """
+    micro_batch_size, longest = point
+    try:
+        step.run(micro_batch_size, min(seq_len, longest))
+    except Exception:  # code for chunks, for example, that takes only whole ones
+        if seq_len >= longest:
+            raise
+        step.run(*point)
 
 
 def _stepping(source: Source, key: TapeKey) -> Source:

@@ -59,11 +59,13 @@ class Operators:
     _attributes: dict[str, Any] = field(default_factory=dict)
     _mode: FakeTensorMode | None = None
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Work]:
-        """The result of `func(*args, **kwargs)`, and its work."""
+    def call(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, keeps_values: bool = True
+    ) -> tuple[Any, Work]:
+        """The result of `func(*args, **kwargs)`, and its work. `keeps_values`: run an operator that `values.KnownValues` has to repeat."""
         tensors: list[FakeTensor] = []
         key = _key(func, args, kwargs, tensors) if _is_predictable(func) else None
-        if key is None:
+        if key is None or (keeps_values and known_values.depends(func, tensors)):
             result = func(*args, **kwargs)
             return result, work_of(func, args, kwargs, result)
         known = self._known.get(key)
@@ -78,6 +80,10 @@ class Operators:
             return func(*args, **kwargs), known.work
         made = [None if output is None else self._tensor(output, tensors) for output in known.outputs]
         return (made[0] if known.container is None else known.container(made)), known.work
+
+    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of `func(*args, **kwargs)` without values, as `values.KnownValues` needs it."""
+        return self.call(func, args, kwargs, keeps_values=False)[0]
 
     def _tensor(self, output: _Output, tensors: list[FakeTensor]) -> torch.Tensor:
         if output.same:
@@ -114,7 +120,7 @@ def _is_predictable(func: Any) -> bool:
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTensor]) -> Any:
-    """A key that is equal for calls with the same results; None if values may decide them. Appends the arguments that are tensors."""
+    """A key that is equal for calls with results of the same shapes; None if there is none. Appends the arguments that are tensors."""
     parts: list[Any] = [func, torch.get_default_dtype()]
     try:
         _describe(args, parts, tensors)
@@ -123,8 +129,6 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list
                 parts.append(name)
                 _describe((value,), parts, tensors)
     except _Unknown:
-        return None
-    if known_values.depends(func, tensors):
         return None
     if len(tensors) > 1:
         storages = [t.untyped_storage()._cdata for t in tensors]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 from unittest import mock
@@ -47,12 +47,19 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 class KnownValues(TorchDispatchMode):
     """Keeps the values of small tensors. Enter it within a FakeTensorMode."""
 
-    def __init__(self, expert_imbalance: float | None = None) -> None:
-        """`expert_imbalance`: the tokens of the busiest expert as a multiple of the mean, for routers that choose by unknown numbers;
+    def __init__(
+        self,
+        expert_imbalance: float | None = None,
+        call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
+    ) -> None:
+        """`call(func, args, kwargs)`: runs an operator on fake tensors.
+
+        `expert_imbalance`: the tokens of the busiest expert as a multiple of the mean, for routers that choose by unknown numbers;
         None: their choices are unknown too.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._expert_imbalance = expert_imbalance
+        self._call = call or _call
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.Tensor]] = {}
 
     def __torch_dispatch__(
@@ -79,7 +86,7 @@ class KnownValues(TorchDispatchMode):
         if func is _SELECT and (mask := self.value_of(args[1])) is not None:
             return args[0].new_empty(_selected(mask, torch.broadcast_shapes(args[0].shape, mask.shape)))
         written = _written(func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = self._call(func, args, kwargs)
         for tensor in written:
             self._forget(tensor)
         if func in _FALSE and _are_few([result]):
@@ -102,7 +109,7 @@ class KnownValues(TorchDispatchMode):
                 made = func(*host_args, **host_kwargs)
             result = tree_map(_empty_like, made)
         else:
-            result = func(*args, **kwargs)
+            result = self._call(func, args, kwargs)
             new = [t for t in tensors_in(result) if t.untyped_storage()._cdata not in self._known]
             if not _written(func, args, kwargs) and (not new or not _are_few(new)):
                 return result
@@ -216,6 +223,10 @@ def _on_host() -> Iterator[None]:
     """Context in which tensors are real."""
     with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
         yield
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def _selected(mask: torch.Tensor, shape: torch.Size) -> int:

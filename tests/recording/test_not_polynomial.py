@@ -48,6 +48,11 @@ SPARSE = {
 }  # fmt: skip
 """Attention to min(T, 64) tokens that an index selects, as in GLM-5."""
 
+MIXTURE = {
+    "model_type": "mixtral", "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "num_experts_per_tok": 4, "vocab_size": 101,
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def recorder() -> Recorder:
@@ -115,6 +120,16 @@ def test_a_long_loop_of_a_cpu_is_not_recorded(home: Path) -> None:
     assert row.needed_bytes and row.peak_tensor_bytes and row.simulated_peak_bytes is None
     (row,) = estimate(**options, seq_len=100).estimates
     assert row.simulated_peak_bytes
+
+
+@in_turn(1, of=2)
+def test_a_loop_over_many_experts_on_a_cpu_is_not_recorded(home: Path) -> None:
+    """128 experts are the most; above, too, the GPU's figures are answered without the reference of a CPU."""
+    path = home / "config.json"
+    path.write_text(json.dumps({**MIXTURE, "num_local_experts": 129}))
+    options = {"model": str(path), "gpus": 2, "strategy": "zero3", "seq_len": 64, "experts_implementation": "eager"}
+    (row,) = estimate(**options).estimates
+    assert row.needed_bytes and row.peak_tensor_bytes and row.simulated_peak_bytes is None
 
 
 def test_the_second_batch_records_a_tape_for_any(home: Path) -> None:
