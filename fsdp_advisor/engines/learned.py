@@ -67,7 +67,10 @@ def without_gradient(profile: Profile, tape: Tape) -> Counter[str]:
 
 @lru_cache(maxsize=256)
 def _learned(profile: Profile, tape: Tape, *, by_unit: bool = False) -> Profile:
-    """`by_unit`: parameters are idle only if no parameter of their layer, or of the root, gets a gradient."""
+    """`by_unit`: parameters are idle only if no parameter of their layer, or of the root, gets a gradient.
+
+    The gradient of a parameter that layers share may become ready in another layer than its own, so it is never idle.
+    """
     marks = Counter(
         (AT_ROOT if at_root else UnitId(segment.stack, segment.layer), number)
         for segment in tape.segments
@@ -81,7 +84,7 @@ def _learned(profile: Profile, tape: Tape, *, by_unit: bool = False) -> Profile:
         ready[place].add(number)
 
     def of(unit: Unit, place: UnitId) -> Unit:
-        idle = {number for number, p in enumerate(unit.parameters) if p.trainable} - ready[place]
+        idle = {n for n, p in enumerate(unit.parameters) if p.trainable and not p.in_other_layers} - ready[place]
         if not idle or (by_unit and ready[place]):
             return unit
         parameters = (replace(p, trainable=False, idle=True) if n in idle else p for n, p in enumerate(unit.parameters))

@@ -11,18 +11,20 @@ from unittest import mock
 
 import torch
 
-NEEDS_VALUES = ("WAVEFT",)
-"""Methods whose forward selects entries by a mask, so that fake tensors need values."""
+NEEDS_VALUES = ("WAVEFT", "VBLORA")
+"""Methods whose forward selects entries by a mask, or reads a weight, so that fake tensors need values."""
 NOT_RECORDABLE = {
     "SHIRA": "multiplies by sparse tensors, whose memory fake tensors do not show",
     "FROD": "decomposes the weights to make its matrices, and multiplies by sparse tensors, whose memory fake tensors do not show",
     "CPT": "weighs the loss by the type of each token, which only the data says, and reads values of its own weights in each step",
     "XLORA": "mixes LoRA adapters that were trained before, which it loads from their checkpoints",
+    "ADAMSS": "divides decomposed weights into clusters, whose sizes depend on the weights' values",
+    "MULTITASK_PROMPT_TUNING": "multiplies its prompts by matrices of the task of each example, which only the data says",
     "POLY": "selects its matrices by the task of each example, which only the data says",
 }
 """Why the layers or the step of a method cannot be recorded. Source: peft 0.21, tuners/{shira,frod}/layer.py, `forward`; frod/model.py,
-`_init_frod_projections`; cpt/model.py, `get_projection` and `calculate_loss`; xlora/model.py, `XLoraModel.__init__`; poly/router.py,
-`forward`.
+`_init_frod_projections`; adamss/layer.py, `update_layer`; multitask_prompt_tuning/model.py, `forward`; cpt/model.py, `get_projection`
+and `calculate_loss`; xlora/model.py, `XLoraModel.__init__`; poly/router.py, `forward`.
 """
 NOT_RECORDABLE_LORA = {
     "arrow_config": "routes each token to LoRA adapters that were trained before, which it loads from their checkpoints",

@@ -53,6 +53,11 @@ CPT = {"num_virtual_tokens": 2, "cpt_token_ids": [1, 2], "cpt_mask": [1, 1], "cp
         ({"peft_type": "CPT", **CPT}, "CPT weighs the loss by the type of each token"),
         ({"peft_type": "XLORA"}, "XLORA mixes LoRA adapters that were trained before"),
         ({"peft_type": "POLY", **TARGETS}, "POLY selects its matrices by the task of each example"),
+        ({"peft_type": "ADAMSS", **TARGETS}, "ADAMSS divides decomposed weights into clusters"),
+        (
+            {"peft_type": "MULTITASK_PROMPT_TUNING", "num_virtual_tokens": 2, "num_tasks": 2},
+            "MULTITASK_PROMPT_TUNING multiplies its prompts by matrices of the task",
+        ),
         (
             {"peft_type": "LORA", "arrow_config": {"top_k": 2}, **TARGETS},
             "arrow_config routes each token to LoRA adapters",

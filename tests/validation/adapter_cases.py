@@ -63,6 +63,8 @@ SHARING: tuple[dict[str, Any], ...] = (
     {"peft_type": "LILY", "r": 4, "stride_A": 2, "num_B": 2, "target_modules": ["q_proj"]},
     {"peft_type": "RANDLORA", "r": 4, "target_modules": ["q_proj", "v_proj"]},
     {"peft_type": "UNILORA", "theta_d_length": 256, "target_modules": ["q_proj", "v_proj"]},
+    {"peft_type": "TINYLORA"},
+    {"peft_type": "VBLORA", "num_vectors": 16, "vector_length": 64},
 )
 """Methods whose layers have matrices or buffers in common."""
 

@@ -67,7 +67,12 @@ def _assigned(parameters: Iterable[Parameter], plan: Plan, limits: tuple[int, in
 
 
 def _ready_order(profile: Profile, tape: Tape) -> Iterator[Parameter]:
-    """Parameters in the order in which backward completes their gradients."""
+    """Parameters in the order in which backward completes their gradients. Of parameters that layers share the tape does not tell in which
+    layer, so their model has the reverse order of its parameters.
+    """
+    if profile.shares_between_layers:
+        yield from (p for p in reversed(list(profile.in_order())) if p.trainable)
+        return
     backward = [segment for segment in tape.segments if segment.phase == "backward"]
     stacks: set[int] = set()
     for segment in backward:
