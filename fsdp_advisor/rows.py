@@ -326,11 +326,12 @@ def _missing_in_tape(profile: Profile, plan: Plan, key: TapeKey, gpu_key: TapeKe
     """Notes on work of the plan's step that its tape lacks. `key`: the key of the CPU's tape, `gpu_key`: of the tape with the GPU's
     kernels.
     """
-    if key.engine != tape_key_of(plan, profile).engine:
+    own = tape_key_of(plan, profile)
+    if key.engine != own.engine:
         yield NO_AUTOCAST
-    if tape_key_of(plan, profile).saves_linear_inputs and not key.saves_linear_inputs:
+    if own.saves_linear_inputs and not key.saves_linear_inputs:
         yield NO_LINEAR_INPUTS
-    if key.checkpointing != plan.checkpointing:
+    if own.checkpointing == "reentrant" != key.checkpointing:
         yield NO_REENTRANT
     if key.attention != "eager" and (gpu_key.device == "cpu" or gpu_key.name not in profile.tapes):
         yield NO_SCRATCH

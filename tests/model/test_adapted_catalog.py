@@ -64,6 +64,19 @@ def test_a_row_says_that_its_tape_lacks_what_zero3_saves(strategy: str, saves: b
 
 
 @pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize("checkpointing", ["full", "reentrant"])
+def test_only_a_row_with_reentrant_checkpoints_says_that_its_tape_lacks_them(checkpointing: str) -> None:
+    """accelerate's own wrappers with a frozen embedding are another step than `full`, but not a reentrant one."""
+    report = estimate(
+        model="meta-llama/Llama-3.1-8B", gpus=8, gpu="H100", use_peft=True, strategy="zero3", framework="accelerate",
+        activation_checkpointing=checkpointing,
+    )  # fmt: skip
+    (row,) = report.estimates
+    assert row.step is not None
+    assert any("reentrant" in note for note in row.not_modelled) == (checkpointing == "reentrant")
+
+
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("model", [model for model in MODELS if model != EAGER])
 def test_lora_on_one_gpu_is_answered_without_torch(model: str) -> None:
     (row,) = estimate(model=model, gpus=1, gpu="A100", use_peft=True, strategy="ddp").estimates
