@@ -69,7 +69,7 @@ def layout_of(config: Mapping[str, Any], images: Images) -> Layout:
             f"the number of tokens of an image depends on its size in a model of type {model_type}",
             hint="add --image-size, such as 1024x768",
         )
-    return family.lay_out(_Values(config, family.defaults), images)
+    return family.lay_out(_Values(config, family.defaults, family.tower), images)
 
 
 def has_images(config: Mapping[str, Any]) -> bool:
@@ -83,12 +83,23 @@ class _Values:
 
     config: Mapping[str, Any]
     defaults: Mapping[str, Any]
+    tower: str = ""
 
     def get(self, key: str) -> Any:
         value: Any = self.config
         for name in key.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None
-        return self.defaults[key] if value is None else value
+        return self._default(key) if value is None else value
+
+    def _default(self, key: str) -> Any:
+        """The default of a key. What a configuration leaves out of its description of the vision tower has the value of the tower's class,
+        not that of the model's.
+        """
+        part, _, name = key.partition(".")
+        tower = self.config.get(part)
+        if not isinstance(tower, Mapping):
+            return self.defaults[key]
+        return _TOWERS.get(tower.get("model_type", self.tower), {}).get(name, self.defaults[key])
 
     def size(self, key: str) -> int:
         """An integer, or the first of a pair."""
@@ -99,12 +110,21 @@ class _Values:
 @dataclass(frozen=True)
 class _Family:
     """Model types that share one image processor. `defaults`: the values of the configuration's class for keys that a configuration
-    leaves out.
+    leaves out. `tower`: the model type of a vision tower that names none.
     """
 
     lay_out: Callable[[_Values, Images], Layout]
     defaults: Mapping[str, Any]
     has_own_size: bool = False
+    tower: str = ""
+
+
+_TOWERS = {
+    "clip_vision_model": {"image_size": 224, "patch_size": 32},
+    "siglip_vision_model": {"image_size": 224, "patch_size": 16},
+    "pixtral": {"image_size": 1024, "patch_size": 16},
+}
+"""The defaults of vision towers that several models have. Source: their configuration classes, transformers 5.23."""
 
 
 # Patches
@@ -413,16 +433,20 @@ _FAMILIES: dict[str, _Family] = {
         {"vision_config.patch_size": 16, "vision_config.pooling_kernel_size": 3, "vision_soft_tokens_per_image": 280},
     ),
     "paligemma": _Family(
-        _square(_patches_of_side), {"vision_config.image_size": 224, "vision_config.patch_size": 14}, has_own_size=True
+        _square(_patches_of_side), {"vision_config.image_size": 224, "vision_config.patch_size": 14}, has_own_size=True,
+        tower="siglip_vision_model",
     ),
-    "llava": _Family(_square(_llava_tokens), _CLIP, has_own_size=True),
-    "llava_next": _Family(_any_resolution(newlines_limited=False), _CLIP | {"image_grid_pinpoints": _PINPOINTS_NEXT}),
+    "llava": _Family(_square(_llava_tokens), _CLIP, has_own_size=True, tower="clip_vision_model"),
+    "llava_next": _Family(
+        _any_resolution(newlines_limited=False), _CLIP | {"image_grid_pinpoints": _PINPOINTS_NEXT}, tower="clip_vision_model"
+    ),
     "llava_onevision": _Family(
         _any_resolution(newlines_limited=True),
         {
             "vision_config.image_size": 384, "vision_config.patch_size": 14, "vision_aspect_ratio": "anyres_max_9",
             "image_grid_pinpoints": _PINPOINTS_ONEVISION,
         },
+        tower="siglip_vision_model",
     ),
     "internvl": _Family(
         _internvl_tiles, {"vision_config.image_size": 448, "image_seq_length": 256}, has_own_size=True
@@ -435,7 +459,7 @@ _FAMILIES: dict[str, _Family] = {
         has_own_size=True,
     ),
     "mistral3": _Family(
-        _pixtral, {"vision_config.image_size": 1540, "vision_config.patch_size": 14, "spatial_merge_size": 2}
+        _pixtral, {"vision_config.image_size": 1540, "vision_config.patch_size": 14, "spatial_merge_size": 2}, tower="pixtral"
     ),
 }  # fmt: skip
 """The layout of images by model type."""

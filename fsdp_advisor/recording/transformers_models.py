@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotRecordable, UnreadableConfig
+from fsdp_advisor.model.multimodal import TRAINED_WHOLE
 from fsdp_advisor.model.tape_key import TapeCheckpointing
 from fsdp_advisor.recording.checkpointing import arguments as checkpointing_arguments
 from fsdp_advisor.recording.inputs import batch_of_task
@@ -283,7 +284,9 @@ def _inputs(config: type, task: str) -> frozenset[str]:
 
 
 def _task(config: Any, values: Mapping[str, Any]) -> str:
-    """The task of the configuration's `architectures`, or else the first task that supports its model type."""
+    """The task of the configuration's `architectures`. Without them, that of a multimodal model if the configuration describes its vision
+    tower, or else the first task that supports its model type.
+    """
     named = " ".join(values.get("architectures") or ())
     trained = {task: getattr(transformers, auto)._model_mapping for task, auto in _AUTO.items()}
     able = [task for task, models in trained.items() if type(config) in models]
@@ -306,6 +309,8 @@ def _task(config: Any, values: Mapping[str, Any]) -> str:
     for hint, tasks in hints.items():
         if hint in named and (meant := [task for task in tasks if task in able]):
             return meant[0]
+    if not named and config.model_type in TRAINED_WHOLE and isinstance(values.get("vision_config"), Mapping):
+        return "image-text-to-text"
     if config.is_encoder_decoder:
         known.sort(key=lambda task: "seq2seq" not in task)
     elif (

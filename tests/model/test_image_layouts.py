@@ -37,6 +37,22 @@ def test_fixed_images_need_no_size() -> None:
 
 
 @pytest.mark.parametrize(
+    ("model_type", "tower", "tokens"),
+    [
+        ("llava", {"model_type": "clip_vision_model"}, 49),
+        ("llava", {"model_type": "siglip_vision_model", "image_size": 384}, 576),
+        ("llava", {"patch_size": 14}, 256),
+        ("paligemma", {"model_type": "siglip_vision_model"}, 196),
+        ("mistral3", {"model_type": "pixtral"}, 14 * 14),
+    ],
+)
+def test_a_described_vision_tower_has_the_defaults_of_its_own_class(
+    model_type: str, tower: dict[str, Any], tokens: int
+) -> None:
+    assert layout_of({"model_type": model_type, "vision_config": tower}, Images(1, 448, 448, 0)).tokens == tokens
+
+
+@pytest.mark.parametrize(
     ("model_type", "message"), [("qwen2_5_vl", "depends on its size"), ("llama", "has no vision encoder")]
 )
 def test_images_that_cannot_be_laid_out_are_refused(model_type: str, message: str) -> None:

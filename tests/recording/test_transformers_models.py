@@ -24,6 +24,8 @@ TASKS = [
     ({"model_type": "t5"}, "seq2seq-lm"),
     ({"model_type": "whisper"}, "speech-seq2seq"),
     ({"model_type": "vit"}, "image-classification"),
+    ({"model_type": "llama4", "vision_config": {}}, "image-text-to-text"),
+    ({"model_type": "llama4", "vision_config": {}, "architectures": ["Llama4ForCausalLM"]}, "causal-lm"),
 ]
 
 
