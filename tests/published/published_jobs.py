@@ -430,7 +430,10 @@ REMOTE_CODE = (
     "bytes"
 )
 NO_SPEED = "not found; the source lacks the times of forward, backward and kernels"
-FOLLOWS_NO_BATCH = "not found: {} of each step, and {} with twice the batch ({}), so not of kernels of layers; the source lacks a profile"
+FOLLOWS_NO_BATCH = (
+    "not found: {} of each step, and {} with twice the batch ({}), so not of kernels of layers. The figure is the Trainer's, of all 100 "
+    "steps with the first one, so {} once in the run would explain both; the source lacks the times of single steps"
+)
 ADA = (
     "not found: the FSDP1 runs on 4090s are 5 to 14 % faster; products and attention are at the rates of benchmarks; the source lacks "
     "clocks"
@@ -460,13 +463,13 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ),
     ("p0526", "device"): OUTSIDE,
     ("p0527", "device"): OUTSIDE_OF_TWO,
-    ("p0527", "tokens/s"): FOLLOWS_NO_BATCH.format("67 ms", "59 ms", "p0529"),
+    ("p0527", "tokens/s"): FOLLOWS_NO_BATCH.format("67 ms", "59 ms", "p0529", "6 to 7 s"),
     ("p0528", "device"): OUTSIDE,
     ("p0529", "device"): OUTSIDE_OF_TWO,
     ("p0529", "tokens/s"): "not found: as of p0527",
     ("p0526", "tokens/s"): NO_SPEED,
     ("p0536", "device"): "the GPU is nearly full: nvidia-smi is lower than in the run with half the batch",
-    ("p0535", "tokens/s"): FOLLOWS_NO_BATCH.format("179 ms", "141 ms", "p0537"),
+    ("p0535", "tokens/s"): FOLLOWS_NO_BATCH.format("179 ms", "141 ms", "p0537", "14 to 18 s"),
     ("p0558", "device"): OUTSIDE,
     ("p0558", "tokens/s"): (
         "not found: 7 % at both batches, so of kernels; full training of the model is within 1 % (p0534); the source lacks a profile"
