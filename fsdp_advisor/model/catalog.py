@@ -208,35 +208,47 @@ def nearest(name: str) -> list[str]:
 
 
 def family(name: str) -> list[str]:
-    """Up to four ids of models whose names begin with as many words and numbers of `name` as possible.
+    """Up to four ids or aliases of models whose names begin with as many words and numbers of `name` as possible.
 
-    Those that contain most of its words and numbers come first; among these, the most similar.
+    Those that contain most of its words and numbers come first; among these, the nearest version, then the most similar.
 
     >>> family("nemotron-h 47b"), family("nothing 7b")
     (['nvidia/Nemotron-H-8B-Base-8K', 'nvidia/Nemotron-H-56B-Base-8K'], [])
+    >>> family("llama 5")[:2]
+    ['meta-llama/Llama-4-Scout-17B-16E', 'meta-llama/Llama-4-Maverick-17B-128E']
     """
     import difflib
 
     wanted = _words(name)
     if not wanted or len(wanted[0]) < 3 or not wanted[0].isalpha():
         return []
-    shared: dict[int, dict[str, tuple[int, float]]] = {}
+    shared: dict[int, dict[str, tuple[int, float, float, str]]] = {}
     for entry in entries():
         for one in (entry.id, *entry.aliases):
             tail = _VENDORS.sub("", one.rpartition("/")[2])
             tokens = _tokens(tail)
             count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(wanted, tokens, strict=False)))
-            likeness = (len({*wanted} & {*tokens}), difflib.SequenceMatcher(None, tail.lower(), name.lower()).ratio())
+            words = len({*wanted} & {*tokens})
+            ratio = difflib.SequenceMatcher(None, tail.lower(), name.lower()).ratio()
+            likeness = (words, -abs(_version(wanted) - _version(tokens)), ratio, one)
             found = shared.setdefault(count, {})
-            found[entry.id] = max(likeness, found.get(entry.id, (0, 0.0)))
+            found[entry.id] = max(likeness, found.get(entry.id, likeness))
     most = max(shared)
-    return sorted(shared[most], key=lambda id: shared[most][id], reverse=True)[:4] if most else []
+    likest = sorted(shared[most].items(), key=lambda item: item[1], reverse=True)[:4] if most else []
+    return [id if _begins(id, wanted[:most]) else alias for id, (*_, alias) in likest]
+
+
+def _version(tokens: list[str]) -> float:
+    """The first number of a name that is no count of parameters, as of 3.1 of Llama-3.1-8B; 0 without one."""
+    numbers = (re.match(r"\d+(\.\d+)?$", token) for token in tokens)
+    return next((float(number[0]) for number in numbers if number), 0.0)
 
 
 def _has_words_of(candidate: str, wanted: str) -> bool:
     """Whether the candidate has all numbers of `wanted`, and a similar word for each of its words."""
     import difflib
 
+    candidate = re.sub(r"(?<=\d)_(?=\d)", ".", candidate)
     numbers, words = (re.findall(pattern, candidate) for pattern in (_NUMBERS, _WORDS))
     return all(number in numbers for number in re.findall(_NUMBERS, wanted)) and all(
         difflib.get_close_matches(word, words, n=1, cutoff=_SIMILAR) for word in re.findall(_WORDS, wanted)

@@ -78,7 +78,10 @@ LACKING = (
         f"{_GIVE}; Qwen/Qwen3.8-27B is the dense model",
     ),
     Lacking(
-        ("Llama-3_3-Nemotron-Super-49B-v1", "Llama-3_3-Nemotron-Super-49B-v1_5", "Llama-3_1-Nemotron-Ultra-253B-v1"),
+        (
+            "Llama-3_3-Nemotron-Super-49B-v1", "Llama-3_3-Nemotron-Super-49B-v1_5", "Llama-3_1-Nemotron-Ultra-253B-v1",
+            "Llama-Nemotron-Super-49B", "Llama-Nemotron-Ultra-253B", "Nemotron-Super-49B", "Nemotron-Ultra-253B",
+        ),
         f"its layers differ in width (model type nemotron-nas), and transformers 5.23 lacks it: {_REMOTE}",
         "nvidia/Llama-3.1-Nemotron-70B-Instruct-HF and nvidia/Llama-3.1-Nemotron-Nano-8B-v1 have Llama's layers",
     ),

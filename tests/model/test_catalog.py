@@ -295,6 +295,9 @@ def test_only_near_names_are_suggested(name: str, near: str | None) -> None:
         ("ling flash 2.0", "inclusionAI/Ling-3.0-Flash"),
         ("hunyuan 4b", "tencent/Hunyuan-7B-Instruct"),
         ("nemotron-h 47b", "nvidia/Nemotron-H-56B-Base-8K"),
+        ("deepseek v5", "deepseek-ai/DeepSeek-V4-Pro"),
+        ("phi-5", "microsoft/phi-4"),
+        ("openthinker 32b", "open-thoughts/OpenThinker-7B"),
     ],
 )
 def test_models_of_the_family_are_named_if_none_is_near(typed: str, named: str) -> None:
@@ -321,6 +324,7 @@ def test_models_of_the_family_are_named_if_none_is_near(typed: str, named: str) 
         "qwen3.8 2.4t",
         "phi-3.5-vision-instruct",
         "qwen image",
+        "llama nemotron super",
     ],
 )
 def test_known_model_that_the_catalog_lacks_is_named_with_a_reason(typed: str) -> None:
