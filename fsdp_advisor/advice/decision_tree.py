@@ -218,7 +218,7 @@ def _offload_questions(search: Search, ladder: Sequence[ActivationChoice]) -> It
     size = search.batches.smallest
     for id_, what, offload in (
         ("offload_optimizer", "optimizer offload to the CPU", "optimizer"),
-        ("offload_parameters", "full offload to the CPU", "parameters"),
+        ("offload_parameters", "parameter offload to the CPU", "parameters"),
     ):
         lean, possible = _most_saving(search, ladder, None, offload)
         yield _Question(id_, f"Does {_with(what, lean)} fit?", possible, size)

@@ -17,7 +17,8 @@ from fsdp_advisor.model.tape import Op, Tape
 def learned(profile: Profile, tape: Tape, plan: Plan) -> Profile:
     """The profile without gradients and optimizer state of the parameters that get no gradient in the tape's step; they are `idle`.
 
-    DDP, if it searches for unused parameters, and FSDP2 set only gradients that exist, and an optimizer makes state only for these.
+    DDP and FSDP2 set only gradients that exist, and an optimizer makes state only for these. (Without find_unused_parameters DDP fails in
+    its second step, as `gradient_warnings` says; its estimate is the same.)
     FSDP1 sets the flat gradient of a unit if any of its parameters gets one. The flat tensors of DeepSpeed contain all parameters.
     Source: torch 2.13, csrc/distributed/c10d/reducer.cpp, `finalize_bucket_dense`; distributed/fsdp/_fully_shard/_fsdp_param_group.py,
     `post_backward`; distributed/fsdp/_runtime_utils.py, `_post_backward_hook`; optim/adamw.py, `_init_group`.
@@ -31,7 +32,7 @@ def learned(profile: Profile, tape: Tape, plan: Plan) -> Profile:
 
 def gradient_warnings(profile: Profile, tape: Tape, plan: Plan) -> tuple[str, ...]:
     """A warning about parameters that get no gradient, if there are any."""
-    if not (names := without_gradient(profile, tape)):
+    if not (names := without_gradient(profile, tape, by_unit=plan.backend == "fsdp1")):
         return ()
     tensors = sum(names.values())
     count = "1 parameter gets" if tensors == 1 else f"{tensors} parameters get"
@@ -53,12 +54,14 @@ def gradient_warnings(profile: Profile, tape: Tape, plan: Plan) -> tuple[str, ..
     )
 
 
-def without_gradient(profile: Profile, tape: Tape) -> Counter[str]:
-    """The trainable parameters that get no gradient in the tape's step: the number of tensors by name within the unit."""
+def without_gradient(profile: Profile, tape: Tape, *, by_unit: bool = False) -> Counter[str]:
+    """The trainable parameters that get no gradient in the tape's step: the number of tensors by name within the unit.
+
+    `by_unit`: only those of units that get none at all. FSDP1's tapes say no more than that a unit's flat gradient is ready.
+    """
     found: Counter[str] = Counter()
-    for (before, count), (after, _) in zip(
-        profile.counted_units(), _learned(profile, tape).counted_units(), strict=True
-    ):
+    learned_units = _learned(profile, tape, by_unit=by_unit).counted_units()
+    for (before, count), (after, _) in zip(profile.counted_units(), learned_units, strict=True):
         for own, other in zip(before.parameters, after.parameters, strict=True):
             if own.trainable and not other.trainable:
                 found[own.name] += count

@@ -60,8 +60,8 @@ class PolicyWalk:
         if not self._units.groups:
             return place if place in self._units.layers else NO_UNIT
         size, stack = self._units.group_size, place.stack
-        ends_group = number % size == 0 if first else (number + 1) % size == 0 or number + 1 == self._depth[stack]
-        return self._units.groups[stack][number // size] if ends_group else NO_UNIT
+        is_at_edge = number % size == 0 if first else (number + 1) % size == 0 or number + 1 == self._depth[stack]
+        return self._units.groups[stack][number // size] if is_at_edge else NO_UNIT
 
     def owner_of(self, place: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit]:
         """The unit of a parameter of the layer or of the root, and its position in the model."""

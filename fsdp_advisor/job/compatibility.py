@@ -59,7 +59,7 @@ def label(strategy: Strategy, offload: Offload = "none") -> str:
     'ZeRO-3 + optimizer offload'
     """
     name = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "hsdp": "HSDP"}[strategy]
-    return name + {"none": "", "optimizer": " + optimizer offload", "parameters": " + full offload"}[offload]
+    return name + {"none": "", "optimizer": " + optimizer offload", "parameters": " + parameter offload"}[offload]
 
 
 def mesh_of(strategy: Strategy, gpus: int, nnodes: int) -> Mesh:

@@ -248,7 +248,7 @@ def test_an_explanation_is_in_json_and_markdown_too(cli: Callable[..., Any]) -> 
 
 def test_a_strategy_explains_its_only_row(cli: Callable[..., Any]) -> None:
     ran = cli("estimate", *MODEL, "--gpus", "8", "--offload", "parameters", "--explain", "zero3")
-    assert "ZeRO-3 + full offload (fsdp2): needs" in ran.out
+    assert "ZeRO-3 + parameter offload (fsdp2): needs" in ran.out
 
 
 @pytest.mark.parametrize("refused", ["plain", "fsdp2 plain"])

@@ -50,7 +50,7 @@ def test_text_compares_figures_and_says_what_was_not_run(cli: Callable[..., Any]
     done = validated(cli, tmp_path, "--backend", "fsdp2")
     lines = done.out[done.out.index("predicted and measured:") :].splitlines()
     assert sum(line.endswith("+0.000%") for line in lines) == 2  # zero2 and zero3
-    assert any("not run: ZeRO-3 + full offload: offload parameters cannot be simulated" in line for line in lines)
+    assert any("not run: ZeRO-3 + parameter offload: offload parameters cannot be simulated" in line for line in lines)
     assert "simulate: this machine has no GPU" in done.err
 
 

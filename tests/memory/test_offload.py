@@ -1,4 +1,4 @@
-"""Peaks on the GPU under full offload. The expected figures are from PyTorch's CUDA code, run without kernels (torch 2.13)."""
+"""Peaks on the GPU under parameter offload. The expected figures are from PyTorch's CUDA code, run without kernels (torch 2.13)."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
+from fsdp_advisor import estimate
 from fsdp_advisor.engines.learned import gradient_warnings, without_gradient
 from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.job.choices import OptimizerName
@@ -113,3 +114,21 @@ def test_ddp_names_what_stops_it(recorder: Recorder, tape: Tape) -> None:
     searching = gradient_warnings(recorder.profile, tape, replace(plan, framework="trainer"))[0]
     assert "find_unused_parameters" not in searching
     assert "DDP's buckets contain them" in searching
+
+
+def test_fsdp1_names_only_units_without_any_gradient(recorder: Recorder) -> None:
+    """Its tapes say when a unit's flat gradient is ready, not which of its parameters have one."""
+    plan = replace(PLAN, backend="fsdp1")
+    tape = recorder.tape(tape_key_of(plan, recorder.profile))
+    [warning] = gradient_warnings(recorder.profile, tape, plan)
+    assert warning.startswith(
+        "8 parameters get no gradient in this step, such as used.weight"
+    )  # the two layers of the tower
+
+
+def test_every_parameter_of_a_text_model_gets_a_gradient() -> None:
+    for backend in ("fsdp1", "fsdp2"):
+        [row] = estimate(
+            model="meta-llama/Llama-3.1-8B", gpus=4, gpu="H200", strategy="zero3", backend=backend
+        ).estimates
+        assert not [warning for warning in row.warnings if "no gradient" in warning]

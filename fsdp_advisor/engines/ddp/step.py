@@ -263,9 +263,8 @@ class DdpStep(StepHooks):
         ]
 
     def rebuilt_buckets(self, tape: Tape) -> Storages:
-        """The buckets from the second step on, in the order in which gradients became ready in the first step. Empty if DDP
-        searches for unused parameters, without which the second step fails if a parameter got no gradient. In the first step one
-        bucket holds all gradients.
+        """The buckets from the second step on, in the order in which gradients became ready in the first step, in which one bucket
+        holds all gradients. Empty if DDP searches for unused parameters: then the first bucket stays.
 
         Source: `_ddp_init_helper`, compute_bucket_size_limits; `rebuild_buckets` in reducer.cpp, called at the second forward.
         """

@@ -199,7 +199,7 @@ class Fsdp2Step(StepHooks):
 
         If there is more than one rank, a loop variable keeps the gradient of the unit's `last` parameter alive until the reduction ends.
         """
-        keeps_last = not self._one_shard and last in gradients  # otherwise an earlier micro-batch allocated it
+        keeps_last = not self._one_shard and last in gradients  # else it was added to that of an earlier micro-batch
         step.free(self._previous_reduce_input)
         self._previous_reduce_input = NO_BUFFER
         if not sizes.trainable_elements:
@@ -231,7 +231,9 @@ class Fsdp2Step(StepHooks):
                 step.free(output)
 
     def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: Buffer) -> None:
-        """Free a gradient that autograd has added to that of an earlier micro-batch. Reduce the head's after a loss in chunks."""
+        """After the last chunk of a loss in chunks, reduce the head's gradient. Without such a loss, free a gradient that autograd has
+        added to that of an earlier micro-batch.
+        """
         if self._loss is not None:
             if unit == AT_ROOT and parameter == self._loss.parameter and not self._loss_ended:
                 self._end_loss(step, gradient)

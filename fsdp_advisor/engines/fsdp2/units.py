@@ -113,7 +113,8 @@ def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId,
         kept = {
             what: _summed(profile, wrapping, units, what) for what in ("parameters", "gradients", "optimizer", "paged")
         }
-        if wrapping.units or (len(wrapping.parts) == 1 and not wrapping.whole):  # one by one, in the model's order
+        if wrapping.units or (len(wrapping.parts) == 1 and not wrapping.whole):
+            # the root's parts are added in the model's order, because a tied weight belongs to two of them while it is loaded
             parts = root_parts(profile)
             states_of = [measure(part, plan) for part in parts]
             weights_of = [measure(part, plan) for part in _as_filled(parts)]
@@ -154,7 +155,8 @@ def fsdp2_refusal(profile: Profile, plan: Plan) -> UsageError | None:
         )
     if takes_root_apart(plan) and _has_copy_of_tied_weight(profile):
         return UsageError(
-            "accelerate 1.15 fails with FSDP2 and a trained copy of the embedding or the head, which share one weight: it wraps them apart",
+            "accelerate 1.15 fails with FSDP2 if embedding and head share a weight and PEFT trains a copy of one: it puts them into two "
+            "units",
             hint="--backend fsdp1, --strategy ddp or --framework torch; or leave the module out of modules_to_save",
         )
     return _dtypes_refusal(profile, plan)
@@ -190,8 +192,8 @@ def _dtypes_refusal(profile: Profile, plan: Plan) -> UsageError | None:
 
 
 def unit_warnings(profile: Profile, plan: Plan) -> list[str]:
-    """Warnings about a head that a loss finds sharded, about packed weights that are not sharded, and about the parameter whose padding
-    costs every rank most.
+    """Warnings about a loss that reads the head's weight while it is sharded, about packed weights that are not sharded, and about the
+    parameter whose padding costs every rank most.
     """
     warnings = list(_padding_warnings(profile, plan.shard_degree))
     if plan.loss_code in ("liger", "cce") and head_is_alone(profile, plan):

@@ -84,7 +84,7 @@ class AdamMini(PlainLoop):
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
         """15 tensors read or written: the square (2) and its mean (1), the first moment (3), the update (2 + 2), its negative (2), the sum
-        (3).
+        (3). With a second moment for each element 18, because that moment is as large as the gradient.
         """
         passes = 18 if block_of(parameter.name) == "element" else 15
         return passes * element_bytes * parameter.elements
