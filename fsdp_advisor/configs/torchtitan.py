@@ -119,7 +119,7 @@ def unmodelled(options: Mapping[str, Any]) -> str | None:
     lacking = {
         "DDP": options.get("strategy") == "ddp",
         "checkpoints of some layers": str(options.get("activation_checkpointing")).startswith("every"),
-        "fp8": "fp8" in options,
+        "fp8 recipe tensorwise": options.get("fp8") == "tensorwise",
     }
     return next((what for what, is_asked in lacking.items() if is_asked), None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import may_adapt
 from fsdp_advisor.job.choices import Backend
+from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 
@@ -38,12 +39,18 @@ def check_fp8(request: EstimateRequest) -> None:
             f"fp8 is not modelled with --precision {request.precision}",
             hint="torchao casts from bf16: use --precision bf16-mixed or bf16",
         )
+    own_models = FRAMEWORKS[request.framework].own_models
+    if own_models and request.fp8 != "rowwise":
+        raise UsageError(
+            f"{request.framework} has no recipe {request.fp8}", hint="use --fp8 rowwise, or --framework torch"
+        )
+    policies = ("none", "full", "selective") if own_models else ("none", "full")
     lacking = {
-        f"--framework {request.framework}": request.framework != "torch",
-        f"--activation-checkpointing {request.activation_checkpointing}": request.activation_checkpointing not in ("none", "full"),
+        f"--framework {request.framework}": not own_models and request.framework != "torch",
+        f"--activation-checkpointing {request.activation_checkpointing}": request.activation_checkpointing not in policies,
         "--activation-offload": request.activation_offload,
         "--use-liger-kernel": request.use_liger_kernel,
-        "adapters, quantized or frozen weights": may_adapt(request),
+        "adapters, quantized or frozen weights": not own_models and may_adapt(request),
     }  # fmt: skip
     if found := [what for what, is_asked in lacking.items() if is_asked]:
         raise UsageError(f"fp8 is not modelled with {found[0]}", hint="leave one of the two out")

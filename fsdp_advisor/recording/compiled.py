@@ -110,12 +110,14 @@ def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def compiler(memory_budget: float = 1.0, *, by_accelerate: bool = False) -> Iterator[None]:
+def compiler(
+    memory_budget: float = 1.0, *, by_accelerate: bool = False, emulates_casts: bool = False
+) -> Iterator[None]:
     """Context in which `compile_modules` compiles for a GPU, and the compiled layers run.
 
     `memory_budget`: AOTAutograd's `activation_memory_budget`, between 0 (only inputs of graphs are kept for backward) and 1.
     `by_accelerate`: whether Dynamo has accelerate's settings for regions under FSDP2. Source: accelerate 1.15, accelerator.py,
-    `_prepare_fsdp2`.
+    `_prepare_fsdp2`. `emulates_casts`: Inductor's setting `emulate_precision_casts`.
     """
     settings = {"capture_scalar_outputs": True, "skip_fwd_side_effects_in_bwd_under_checkpoint": True}
     torch.overrides.get_overridable_functions()  # fills a cache of PyTorch that Dynamo uses
@@ -127,7 +129,9 @@ def compiler(memory_budget: float = 1.0, *, by_accelerate: bool = False) -> Iter
         warnings.simplefilter("ignore")  # the compiler's, about its own settings and about code of transformers
         contexts.enter_context(_device_guard())
         contexts.enter_context(functorch_config.patch(activation_memory_budget=memory_budget))
-        contexts.enter_context(inductor_config.patch(force_disable_caches=True, compile_threads=1))
+        contexts.enter_context(
+            inductor_config.patch(force_disable_caches=True, compile_threads=1, emulate_precision_casts=emulates_casts)
+        )
         contexts.enter_context(torch._dynamo.config.patch(settings if by_accelerate else {}))
         _forget()
         try:
@@ -286,9 +290,34 @@ def _rms_norm(
         return rms_norm(tensor, normalized_shape, weight, eps)
     if weight is None or tensor.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
         return composite_rms_norm(tensor, normalized_shape, weight, eps)
-    operators: Any = torch.ops.aten
-    out: torch.Tensor = operators._fused_rms_norm(tensor, normalized_shape, weight, eps)[0]
+    out: torch.Tensor = _FusedRmsNorm.apply(tensor, weight, normalized_shape, eps)  # type: ignore[no-untyped-call]
     return out
+
+
+@torch._dynamo.allow_in_graph
+class _FusedRmsNorm(torch.autograd.Function):
+    """CUDA's operator for rms_norm with its own backward. On a CPU the operator is a composite of others, whose backward keeps more.
+
+    Source: torch 2.13, aten/src/ATen/native/native_functions.yaml, `_fused_rms_norm`; tools/autograd/derivatives.yaml.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, weight: torch.Tensor, normalized_shape: list[int], eps: float | None
+    ) -> torch.Tensor:
+        operators: Any = torch.ops.aten
+        out, scale = operators._fused_rms_norm(tensor, normalized_shape, weight, eps)
+        ctx.save_for_backward(tensor, weight, scale)
+        ctx.normalized_shape = normalized_shape
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        operators: Any = torch.ops.aten
+        tensor, weight, scale = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[:2])
+        found = operators._fused_rms_norm_backward(grads[0], tensor, ctx.normalized_shape, scale, weight, needed)
+        return (*found, None, None)
 
 
 def _attention_by_cudnn(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -302,7 +302,12 @@ class Recorder:
                 contexts.enter_context(saving_inputs())
             if key.compiles:
                 contexts.enter_context(
-                    compiler(key.memory_budget, by_accelerate=key.compiles_regions and key.engine == "fsdp2")
+                    compiler(
+                        key.memory_budget,
+                        by_accelerate=key.compiles_regions and key.engine == "fsdp2",
+                        # torchtitan 0.3.0, components/quantization/float8.py
+                        emulates_casts=key.fp8 == "rowwise" and _is_of_torchtitan(source),
+                    )
                 )
             if key.fp8 != "none":
                 contexts.enter_context(autocast_of_cpu())

@@ -56,6 +56,7 @@ def test_layers_of_other_dimensions_and_the_head_stay_as_they_are() -> None:
     ("options", "said"),
     [
         ({"framework": "trainer"}, "--framework trainer"),
+        ({"framework": "torchtitan", "strategy": "zero3"}, "torchtitan has no recipe tensorwise"),
         ({"precision": "fp32"}, "--precision fp32"),
         ({"precision": "fp16-mixed"}, "--precision fp16-mixed"),
         ({"activation_checkpointing": "selective"}, "--activation-checkpointing selective"),

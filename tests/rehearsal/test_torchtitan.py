@@ -15,7 +15,7 @@ import pytest
 from matrix import in_turn, taken
 from rehearsed_jobs import row_of
 
-pytestmark = in_turn(1, of=2)
+pytestmark = [in_turn(1, of=2), pytest.mark.usefixtures("torchao")]
 
 CONFIGS: dict[str, dict[str, Any]] = {
     name: {
@@ -24,29 +24,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
     }
     for name, head_dim in (("llama", 64), ("qwen3", 128))
 }  # fmt: skip
-Job = tuple[str, bool, str, int, int]
+Job = tuple[str, bool, str, int, int, str]
 CASES: dict[str, tuple[str, Job]] = dict(
     taken(
         [
-            ("llama, selective", ("llama", ("selective", False, "bf16-mixed", 4, 8192))),
-            ("llama, selective, compiled", ("llama", ("selective", True, "bf16-mixed", 4, 8192))),
-            ("qwen3, full, compiled", ("qwen3", ("full", True, "bf16-mixed", 2, 8192))),
+            ("llama, selective", ("llama", ("selective", False, "bf16-mixed", 4, 8192, "none"))),
+            ("llama, selective, compiled", ("llama", ("selective", True, "bf16-mixed", 4, 8192, "none"))),
+            ("qwen3, full, compiled", ("qwen3", ("full", True, "bf16-mixed", 2, 8192, "none"))),
+            ("qwen3, selective, compiled, fp8", ("qwen3", ("selective", True, "bf16-mixed", 4, 8192, "rowwise"))),
+            ("llama, selective, fp8", ("llama", ("selective", False, "bf16-mixed", 4, 8192, "rowwise"))),
         ],
         [
-            ("llama", ("llama", ("none", False, "bf16-mixed", 4, 8192))),
-            ("llama, full", ("llama", ("full", False, "bf16-mixed", 4, 8192))),
-            ("qwen3, selective", ("qwen3", ("selective", False, "bf16-mixed", 2, 8192))),
-            ("llama, compiled", ("llama", ("none", True, "bf16-mixed", 4, 8192))),
-            ("llama, full, compiled", ("llama", ("full", True, "bf16-mixed", 4, 8192))),
-            ("llama, compiled, in half precision", ("llama", ("selective", True, "bf16", 3, 8192))),
-            ("llama, compiled, in fp32", ("llama", ("selective", True, "fp32", 2, 4096))),
-            ("qwen3, compiled", ("qwen3", ("none", True, "bf16-mixed", 2, 8192))),
-            ("qwen3, selective, compiled", ("qwen3", ("selective", True, "bf16-mixed", 2, 8192))),
+            ("llama", ("llama", ("none", False, "bf16-mixed", 4, 8192, "none"))),
+            ("llama, full", ("llama", ("full", False, "bf16-mixed", 4, 8192, "none"))),
+            ("qwen3, selective", ("qwen3", ("selective", False, "bf16-mixed", 2, 8192, "none"))),
+            ("llama, compiled", ("llama", ("none", True, "bf16-mixed", 4, 8192, "none"))),
+            ("llama, full, compiled", ("llama", ("full", True, "bf16-mixed", 4, 8192, "none"))),
+            ("llama, compiled, in half precision", ("llama", ("selective", True, "bf16", 3, 8192, "none"))),
+            ("llama, compiled, in fp32", ("llama", ("selective", True, "fp32", 2, 4096, "none"))),
+            ("qwen3, compiled", ("qwen3", ("none", True, "bf16-mixed", 2, 8192, "none"))),
+            ("qwen3, selective, compiled", ("qwen3", ("selective", True, "bf16-mixed", 2, 8192, "none"))),
+            ("llama, selective, compiled, fp8", ("llama", ("selective", True, "bf16-mixed", 4, 8192, "rowwise"))),
+            ("llama, full, compiled, fp8", ("llama", ("full", True, "bf16-mixed", 4, 8192, "rowwise"))),
+            ("llama, compiled, fp8", ("llama", ("none", True, "bf16-mixed", 4, 8192, "rowwise"))),
         ],
-        days=3,
+        days=5,
     )
 )
-"""The model, and its checkpointing, whether it is compiled, the precision, the micro-batch and the length."""
+"""The model, and its checkpointing, whether it is compiled, the precision, the micro-batch, the length and the recipe in fp8."""
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +78,9 @@ def peaks(run: Callable[..., dict[str, int]], packages: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_torchtitans_step_needs_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
-    model, (checkpointing, compiles, precision, batch, length) = CASES[name]
+    model, (checkpointing, compiles, precision, batch, length, fp8) = CASES[name]
     row = row_of(
         tmp_path, CONFIGS[model], framework="torchtitan", gpus=2, strategy="zero3", precision=precision, micro_batch_size=batch,
-        seq_len=length, activation_checkpointing=checkpointing, compile="layer" if compiles else "none",
+        seq_len=length, activation_checkpointing=checkpointing, compile="layer" if compiles else "none", fp8=fp8,
     )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-3)

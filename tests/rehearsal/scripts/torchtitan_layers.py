@@ -1,7 +1,8 @@
 """Peaks of steps of torchtitan 0.3 by its own model, FlexAttention, checkpointing, compilation, sharding, loss and clipping.
 
 Arguments: a folder with its package, the model's configuration, and for each job its checkpointing, whether it is compiled, the precision,
-the micro-batch and the length, as JSON. The step is that of torchtitan's `Trainer.train_step`, without CUDA graphs.
+the micro-batch, the length and the recipe of torchao (`none` without), as JSON. The step is that of torchtitan's `Trainer.train_step`,
+without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from training import print_peaks
 RANKS = 2
 
 
-def model_of(config: dict[str, Any]) -> Any:
-    """The model, as models/llama3/__init__.py and models/qwen3/__init__.py configure it."""
+def model_of(config: dict[str, Any], fp8: str) -> Any:
+    """The model, as models/llama3/__init__.py and models/qwen3/__init__.py configure it. `fp8`: a recipe of torchao, or `none`."""
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
     from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
     from torchtitan.models.common.nn_modules import RMSNorm
@@ -54,11 +55,16 @@ def model_of(config: dict[str, Any]) -> Any:
             ),
         )
 
-    return Model.Config(
+    found = Model.Config(
         dim=dim, vocab_size=vocabulary, enable_weight_tying=config["tie_word_embeddings"],
         tok_embeddings=Embedding.Config(num_embeddings=vocabulary, embedding_dim=dim), norm=RMSNorm.Config(normalized_shape=dim),
         lm_head=Linear.Config(in_features=dim, out_features=vocabulary), layers=[layer() for _ in range(config["num_hidden_layers"])],
-    ).build()  # fmt: skip
+    )  # fmt: skip
+    if fp8 != "none":
+        from torchtitan.components.quantization import Float8LinearConverter
+
+        found = Float8LinearConverter.Config(recipe_name=fp8, filter_fqns=["lm_head"]).build().convert(found)  # type: ignore[arg-type]
+    return found.build()
 
 
 def prepared(model: Any, checkpointing: str, compiles: Any, precision: str, mesh: Any) -> Any:
@@ -84,9 +90,9 @@ def prepared(model: Any, checkpointing: str, compiles: Any, precision: str, mesh
     return model
 
 
-def measured(folder: str, config: dict[str, Any], job: tuple[str, bool, str, int, int]) -> int:
+def measured(folder: str, config: dict[str, Any], job: tuple[str, bool, str, int, int, str]) -> int:
     sys.path.insert(0, folder)
-    checkpointing, compiles, precision, batch, length = job
+    checkpointing, compiles, precision, batch, length, fp8 = job
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from torch.nn.attention.flex_attention import flex_attention
     from torchtitan.components.loss import ChunkedLossWrapper
@@ -104,7 +110,7 @@ def measured(folder: str, config: dict[str, Any], job: tuple[str, bool, str, int
     mesh = init_device_mesh("cuda", (RANKS,), mesh_dim_names=("fsdp",))
     settings = CompileConfig(enable=compiles)
     with torch.device("meta"):
-        model = model_of({**config, "max_position_embeddings": length})
+        model = model_of({**config, "max_position_embeddings": length}, fp8)
     model = prepared(model, checkpointing, settings, precision, mesh)
     loss_of = ChunkedLossWrapper.Config().build(compile_config=settings)
     loss_of.set_lm_head(model.lm_head)
