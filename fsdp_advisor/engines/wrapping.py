@@ -69,6 +69,7 @@ class Wrapping:
 
 
 def takes_root_apart(plan: Plan) -> bool:
+    """Whether the framework puts embedding and head into FSDP2 units of their own."""
     return plan.facts.splits_root_unit and plan.backend == "fsdp2"
 
 

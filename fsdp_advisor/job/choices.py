@@ -90,7 +90,8 @@ OPTIMIZER_SYNONYMS = {
     "paged_ademamix": "paged_ademamix_32bit",
     "rmsprop_bnb": "rmsprop_bnb_32bit",
 }
-"""Other names of optimizers."""
+"""Other names of optimizers, as users type them: AdamW then is the default, the fused one. (In a file it is the class that the file names,
+`configs.names`.)"""
 OPTIMIZERS_NOT_MODELLED = (
     "adamw_apex_fused",
     "adamw_anyprecision",
