@@ -107,7 +107,7 @@ def test_adalora_is_refused_where_it_cannot_train(options: Case, told: str | Non
                 "framework": "accelerate",
             },
             "is shared with a parameter already managed by another FSDP group",
-            "share one weight",
+            "share a weight",
         ),
     ],
 )
