@@ -149,6 +149,8 @@ def _fsdp2(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMe
         "offload_policy": CPUOffloadPolicy(pin_memory=mode != "simulate")
         if plan.offload == "parameters"
         else OffloadPolicy(),
+        # packed weights of an integer dtype stay whole, as in accelerate's fsdp2_prepare_model
+        "ignored_params": {p for p in model.parameters() if not p.requires_grad and not p.is_floating_point()},
     }
     for unit in _fsdp2_units(model, layers, plan):
         fully_shard(unit, **kwargs)
