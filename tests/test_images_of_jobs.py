@@ -27,7 +27,7 @@ def report(folder: Path, **options: Any) -> Report:
     return estimate(model=str(path), **{"gpu": "H100-80GB", "strategy": "ddp", "seq_len": 400, **options})
 
 
-@in_turn(0, of=2)
+@in_turn(0, of=3)
 def test_images_take_a_part_of_the_tokens_and_need_memory_and_time(tmp_path: Path) -> None:
     (text,), with_images = report(tmp_path).estimates, report(tmp_path, **options_of("qwen2_5_vl"))
     (images,) = with_images.estimates

@@ -70,7 +70,7 @@ def test_fsdp_cannot_precompute_the_reference_of_adapters(task: str) -> None:
         assert plan.reference == "none"
 
 
-@in_turn(1, of=2)
+@in_turn(1, of=4)
 def test_a_recommendation_counts_both_sequences_of_a_pair(model: str) -> None:
     job = {
         "framework": "trl",
@@ -154,6 +154,7 @@ def test_kto_runs_both_models_on_mismatched_completions_too(model: str) -> None:
     assert alone.states["parameters"] == FP32 and alone.step.seconds < found.step.seconds
 
 
+@in_turn(1, of=2)
 def test_fsdp2_gathers_the_whole_copy_as_one_unit(model: str) -> None:
     """`prepare_fsdp` shards the model alone: the all-gather's output and the parameters copied out of it live together."""
     found = row(model, strategy="zero3", backend="fsdp2", gpus=4)

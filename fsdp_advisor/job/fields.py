@@ -181,9 +181,10 @@ class Field:
 
     def _refusal(self, value: Any, expected: str) -> InvalidOption:
         written = shown(value)
-        if self.rule.parse is parse_bytes and _INTEGER.fullmatch(str(value)):
+        text = value.strip() if isinstance(value, str) else ""
+        if self.rule.parse is parse_bytes and (type(value) is int or _INTEGER.fullmatch(text)):
             written += " bytes"
-        if self.kind is int and self.rule.parse is None and (thousands := _THOUSANDS.fullmatch(str(value).strip())):
+        if self.kind is int and self.rule.parse is None and (thousands := _THOUSANDS.fullmatch(text)):
             hint = f"did you mean {int(thousands[1]) * 1024}?"  # as in the names of models: 128k tokens are 131,072
             return InvalidOption(self.name, f"{self.name} must be {expected}, not {written}", hint=hint)
         if self.choices and isinstance(value, str):

@@ -55,10 +55,7 @@ def layout_of(config: Mapping[str, Any], images: Images) -> Layout:
     family = _FAMILIES.get(model_type)
     if family is None:
         if not any("vision" in key or "image" in key for key in config):
-            raise UsageError(
-                f"the configuration of this {model_type} model has no vision encoder",
-                hint="leave --images-per-sample out",
-            )
+            raise _without_tower(model_type)
         known = ", ".join(sorted(_FAMILIES))
         raise UsageError(
             f"it is not known how a model of type {model_type} reads images",
@@ -70,6 +67,12 @@ def layout_of(config: Mapping[str, Any], images: Images) -> Layout:
             hint="add --image-size, such as 1024x768",
         )
     return family.lay_out(_Values(config, family.defaults, family.tower), images)
+
+
+def _without_tower(model_type: str) -> UsageError:
+    return UsageError(
+        f"the configuration of this {model_type} model has no vision encoder", hint="leave --images-per-sample out"
+    )
 
 
 def has_images(config: Mapping[str, Any]) -> bool:
@@ -198,10 +201,12 @@ def _kimi_grid(values: _Values, images: Images) -> Layout:
 
 
 def _gemma4_positions(values: _Values, images: Images) -> Layout:
-    """The layout of Gemma 4.
+    """The layout of Gemma 4, which has a vision tower only if its configuration describes one.
 
     Source: transformers 5.23, models/gemma4/image_processing_gemma4.py, get_aspect_ratio_preserving_size.
     """
+    if not values.config.get("vision_config"):
+        raise _without_tower("gemma4")
     patch, pool = values.size("vision_config.patch_size"), values.size("vision_config.pooling_kernel_size")
     tokens = values.size("vision_soft_tokens_per_image")
     most = tokens * pool**2

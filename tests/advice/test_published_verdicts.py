@@ -169,7 +169,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("recordings")
 
 
-@pytest.mark.parametrize("row", of_today(ROWS, 4), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", of_today(ROWS, 6), ids=lambda row: row.name)
 def test_published_verdict(
     row: Row, configs: dict[str, str], recordings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

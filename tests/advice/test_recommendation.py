@@ -83,7 +83,7 @@ def test_training_cost_follows_from_the_speed() -> None:
     assert (nothing.tokens, nothing.days, nothing.gpu_hours, nothing.cost) == (10**10, None, None, None)
 
 
-@in_turn(0, of=2)
+@in_turn(0, of=4)
 def test_remedies_make_the_job_fit() -> None:
     job: dict[str, Any] = {"model": "meta-llama/Llama-2-13b-hf", "gpus": 2, "gpu": "A100-40GB", "offload": "none"}
     recommendation = advise(**job)
@@ -128,7 +128,7 @@ def test_two_changes_together_are_a_remedy_if_none_alone_is() -> None:
     assert not any(options in ({"activation_checkpointing": "full"}, {"loss": "liger"}) for options in found)
 
 
-@in_turn(0, of=2)
+@in_turn(2, of=4)
 def test_rules_of_thumb_are_checked() -> None:
     rules = {rule.source: rule for rule in advise(**JOB).rules}
     tree, table = rules["decision tree by size"], rules["scenario table"]
@@ -156,13 +156,13 @@ def test_a_rule_of_thumb_is_compared_at_its_best_micro_batch() -> None:
     assert rule.because.endswith(at)
 
 
-@in_turn(0, of=2)
+@in_turn(3, of=4)
 def test_a_rule_of_thumb_has_no_speed_in_a_sweep_over_batches() -> None:
     largest = advise(model=GPT2, gpus=2, gpu="24GiB", seq_len=512, find="batch").rules[0]
     assert "tokens/s" not in largest.because  # the largest batch is not the fastest
 
 
-@in_turn(1, of=2)
+@in_turn(1, of=4)
 def test_unusual_host_memory_is_warned_of() -> None:
     one_plan = {"strategy": "zero3", "backend": "fsdp2", "activation_checkpointing": "full", "micro_batch_size": 1}
     job: dict[str, Any] = {"model": "Qwen/Qwen2.5-32B", "gpus": 8, "gpu": "T4", "seq_len": 1024, **one_plan}
@@ -182,7 +182,7 @@ def test_unusual_host_memory_is_warned_of() -> None:
     assert not advise(**JOB).warnings
 
 
-@in_turn(0, of=2)
+@in_turn(0, of=4)
 def test_plans_with_an_unusual_host_do_not_fit_unless_asked() -> None:
     """DeepSpeed's offload needs more host memory than FSDP2's. Even if it is faster, it is chosen only if the host is known to
     have that memory."""
@@ -200,7 +200,7 @@ def test_plans_with_an_unusual_host_do_not_fit_unless_asked() -> None:
     assert any("of host memory per node, which usually has" in r.reason for r in advice[None].rejected)
 
 
-@in_turn(1, of=2)
+@in_turn(2, of=4)
 def test_gpt2_on_two_24_gb_gpus_fits_as_published() -> None:
     """GPT-2 Large and XL on 2 x 24 GB, fp32 and AdamW: XL under DDP is out of memory at batch 1, sharded it trains;
     Large trains under both, sharded with the larger batch. Source: huggingface/blog, pytorch-fsdp.md, tables 1 and 2."""
@@ -239,7 +239,7 @@ def test_unsupported_combinations_are_refused() -> None:
         advise(**JOB, strategy="zero1", backend="fsdp2")
 
 
-@in_turn(1, of=2)
+@in_turn(3, of=4)
 def test_nvme_is_considered_if_the_host_is_too_small() -> None:
     recommendation = advise(model=LLAMA, gpus=1, gpu="24GiB", host_memory="60GiB")
     asked = {node.id: node for node in recommendation.tree.path}

@@ -50,7 +50,7 @@ def test_largest_batch_divides_the_global_batch() -> None:
     assert {c.plan.global_batch_size for c in found.rows} == {96}
 
 
-@in_turn(0, of=2)
+@in_turn(2, of=4)
 def test_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     job: dict[str, Any] = {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB", "offload": "none", **FSDP2}
     advice = advise(**job, find="sequence", micro_batch_size=8)
@@ -83,7 +83,7 @@ def test_a_sweep_over_gpus_starts_with_the_fewest_that_fit() -> None:
     assert all(c.fits for c in found.rows)
 
 
-@in_turn(1, of=2)
+@in_turn(3, of=4)
 def test_fewest_gpus_offloads_if_the_given_gpus_are_too_few() -> None:
     found = sweep(model="Qwen/Qwen2.5-32B", gpu="H100", gpus=4, find="gpus", **FSDP2)
     assert found.winner is not None
@@ -110,7 +110,7 @@ def test_no_smaller_number_of_gpus_fits() -> None:
         assert search_of(**job, gpus=gpus, nnodes=-(-gpus // 8)).any_fit() is None
 
 
-@in_turn(1, of=2)
+@in_turn(1, of=4)
 def test_a_sweep_over_gpu_types_answers_with_the_smallest_that_fits() -> None:
     found = sweep(model=GPT2, gpus=2, find="gpu-type", precision="fp16-mixed", **FSDP2)
     assert {c.gpu for c in found.rows} == {gpu.name for gpu in list_gpus()}
@@ -120,13 +120,13 @@ def test_a_sweep_over_gpu_types_answers_with_the_smallest_that_fits() -> None:
     assert found.winner is not None and found.winner.gpu == found.answer
 
 
-@in_turn(0, of=2)
+@in_turn(2, of=4)
 def test_gpus_that_do_not_compute_in_bf16_are_left_out() -> None:
     found = sweep(model=GPT2, gpus=1, find="gpu-type", strategy="ddp", micro_batch_size=1)
     assert {c.gpu for c in found.rows} == {gpu.name for gpu in list_gpus() if gpu.bf16_flops}
 
 
-@in_turn(1, of=2)
+@in_turn(3, of=4)
 def test_gpus_without_the_kernels_of_flash_attention_are_left_out() -> None:
     job: dict[str, Any] = {
         "model": GPT2,
@@ -148,7 +148,7 @@ def test_offload_is_searched_if_asked_for_or_if_the_host_is_known() -> None:
     assert "offload was not searched" in " ".join(advise(**job).notes)
 
 
-@in_turn(0, of=2)
+@in_turn(0, of=4)
 def test_fewest_gpus_with_offload_names_the_number_without_it() -> None:
     job: dict[str, Any] = {"model": LLAMA, "gpu": "40GiB", "find": "gpus"}
     least = sweep(**job, offload="none").answer

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from matrix import in_turn
 
 from fsdp_advisor import estimate
 
@@ -74,6 +75,7 @@ def test_options_win_over_the_file(cli: Cli, config: Path) -> None:
     assert (request["micro_batch_size"], request["gpus"], request["seq_len"]) == (1, 4, 1024)
 
 
+@in_turn(1, of=3)
 def test_recommend_searches_with_the_global_batch_of_the_file(cli: Cli, config: Path) -> None:
     ran = cli("recommend", "--config-file", str(config), "--gpu", "A100-40GB", "-q", columns=300)
     assert ran.status == 0

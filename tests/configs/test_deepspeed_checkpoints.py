@@ -52,7 +52,7 @@ os._exit(0)  # DeepSpeed over gloo sometimes aborts while the interpreter takes 
 """
 
 
-@in_turn(2, of=3)
+@in_turn(3, of=4)
 def test_transformers_models_run_no_checkpoint_of_deepspeed(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     (tmp_path / "script.py").write_text(SCRIPT)

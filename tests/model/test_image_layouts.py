@@ -17,8 +17,9 @@ with Path(__file__).with_name("image_layouts.csv").open(newline="") as file:
 VALUES: dict[str, dict[str, Any]] = {
     "smolvlm": {"vision_config": {"image_size": 384, "patch_size": 16}, "scale_factor": 4},
     "llama4": {"vision_config": {"image_size": 336}},
+    "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
 }
-"""What the processors' classes have and the configurations' classes do not."""
+"""What the processors' classes have and the configurations' classes do not; Gemma 4 has a vision tower only if one is described."""
 
 
 @pytest.mark.parametrize(
@@ -53,8 +54,13 @@ def test_a_described_vision_tower_has_the_defaults_of_its_own_class(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "message"), [("qwen2_5_vl", "depends on its size"), ("llama", "has no vision encoder")]
+    ("model_type", "size", "message"),
+    [
+        ("qwen2_5_vl", 0, "depends on its size"),
+        ("llama", 0, "has no vision encoder"),
+        ("gemma4", 448, "has no vision encoder"),
+    ],
 )
-def test_images_that_cannot_be_laid_out_are_refused(model_type: str, message: str) -> None:
+def test_images_that_cannot_be_laid_out_are_refused(model_type: str, size: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        layout_of({"model_type": model_type}, Images(1, 0, 0, 0))
+        layout_of({"model_type": model_type}, Images(1, size, size, 0))

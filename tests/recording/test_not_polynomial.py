@@ -64,7 +64,7 @@ def test_no_tape_is_valid_for_every_length(recorder: Recorder) -> None:
         recorder.tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "none"))
 
 
-@in_turn(0, of=2)
+@in_turn(2, of=4)
 @pytest.mark.parametrize("seq_len", taken([100], [200]))
 def test_the_tape_of_one_length_gives_the_peak_of_pytorchs_own_step(recorder: Recorder, seq_len: int) -> None:
     profile, plan = recorder.profile, replace(PLAN, seq_len=seq_len)
@@ -74,7 +74,7 @@ def test_the_tape_of_one_length_gives_the_peak_of_pytorchs_own_step(recorder: Re
     assert peak_of_step(profile, tape, plan).phase_peaks == simulate(recorder.source, plan).phase_peaks
 
 
-@in_turn(1, of=2)
+@in_turn(3, of=4)
 @pytest.mark.parametrize("at", taken([(3, 777)], [(2, 64), (2, 2048)]))
 def test_the_tape_of_a_gpu_is_valid_for_every_length(recorder: Recorder, at: tuple[int, int]) -> None:
     key = TapeKey("fsdp2", "bf16-mixed", "sdpa", "none", device="gpu")
@@ -96,7 +96,7 @@ def _events(tape: Tape, b: int, t: int) -> list[object]:
     ]
 
 
-@in_turn(1, of=2)
+@in_turn(1, of=4)
 def test_a_row_needs_no_recording_of_its_own_length(recorder: Recorder) -> None:
     """Once the CPU's code path is known to depend on the length, the GPU's tape answers every question."""
     profile = recorder.profile
@@ -108,7 +108,7 @@ def test_a_row_needs_no_recording_of_its_own_length(recorder: Recorder) -> None:
         assert (key.device, key.at) == ("gpu", None)
 
 
-@in_turn(0, of=2)
+@in_turn(0, of=4)
 def test_a_long_loop_of_a_cpu_is_not_recorded(home: Path) -> None:
     """64 chunks are the most; above, the GPU's figures are answered without the reference of a CPU."""
     path = home / "config.json"
@@ -132,6 +132,7 @@ def test_a_loop_over_many_experts_on_a_cpu_is_not_recorded(home: Path) -> None:
     assert row.needed_bytes and row.peak_tensor_bytes and row.simulated_peak_bytes is None
 
 
+@in_turn(3, of=4)
 def test_the_second_batch_records_a_tape_for_any(home: Path) -> None:
     """Each question resolves the model anew, as commands do: what earlier ones recorded is in the cache."""
 
@@ -164,6 +165,7 @@ def test_a_search_records_only_the_tape_of_the_gpu(home: Path, batch: int) -> No
     assert peak_of_step(model.profile, tape, plan) == peak_of_step(model.profile, own, plan)
 
 
+@in_turn(1, of=2)
 @pytest.mark.parametrize(
     ("model_type", "seq_len"),
     taken(

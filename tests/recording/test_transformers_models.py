@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from matrix import in_turn
 
 torch = pytest.importorskip("torch")
 
@@ -88,6 +89,7 @@ def test_one_layer_is_enough() -> None:
     assert recorder.tape(TapeKey("fsdp2", "bf16", "sdpa", "none", at=(2, 16))).segments
 
 
+@in_turn(1, of=3)
 def test_a_profile_survives_being_stored() -> None:
     recorder = Recorder(TransformersSource({"model_type": "qwen2", **SMALL, "num_hidden_layers": 4}, name="x"))
     variants = [TapeKey("fsdp2", "bf16-mixed", a, c, False) for a, c in (("sdpa", "none"), ("eager", "full"))]

@@ -133,7 +133,7 @@ def test_the_report_has_the_peaks_that_the_script_reads_and_a_caught_out_of_memo
     assert rank["phases"][3]["peak_allocated_bytes"] > rank["phases"][2]["allocated_bytes_at_end"], "AdamW's state"
 
 
-@in_turn(0, of=2)
+@in_turn(0, of=4)
 def test_the_script_is_ended_after_the_wanted_steps(run: Run) -> None:
     status, found, printed = run(TRAIN, "--steps", "1")
     assert status == 0 and found["ranks"][0]["steps"] == 1
@@ -152,7 +152,7 @@ model = FSDPModule("""
     assert found["ranks"][0]["job"]["unreadable"] == "AttributeError: another version"
 
 
-@in_turn(1, of=2)
+@in_turn(1, of=4)
 def test_out_of_memory_says_what_was_requested_where(run: Run, tmp_path: Path) -> None:
     text = TRAIN.replace("optimizer.step()", "torch.empty(90 << 30, device='cuda', dtype=torch.uint8)")
     status, found, _ = run(text, "--snapshot", str(tmp_path / "kept"))
@@ -190,7 +190,7 @@ def test_a_script_that_fails_ends_with_its_own_status_and_keeps_what_was_measure
         assert message in rank["error"]
 
 
-@in_turn(0, of=2)
+@in_turn(2, of=4)
 def test_a_hanging_script_is_ended_with_its_children(run: Run) -> None:
     text = """
 import subprocess, sys, time
@@ -205,7 +205,7 @@ time.sleep(1000)
     assert still_running("child-of-rehearsal") == []
 
 
-@in_turn(1, of=2)
+@in_turn(3, of=4)
 def test_an_ended_rehearsal_leaves_no_process_and_no_folder(rehearsal_python: Path, tmp_path: Path) -> None:
     text = (
         "import pathlib, time, torch; torch.zeros(1, device='cuda'); pathlib.Path('started').touch(); time.sleep(1000)"
@@ -224,7 +224,7 @@ def test_an_ended_rehearsal_leaves_no_process_and_no_folder(rehearsal_python: Pa
     assert still_running(str(tmp_path / "train.py")) == [] and list(tmp_path.glob("rehearsal-*")) == []
 
 
-@in_turn(0, of=2)
+@in_turn(3, of=4)
 def test_what_is_not_simulated_is_refused_with_what_to_disable(run: Run) -> None:
     text = """
 import ctypes, torch
