@@ -294,7 +294,9 @@ class Recorder:
             check_kernels(model, self.source.name)
         if key.compiles:  # Inductor takes a second to import
             from fsdp_advisor.recording.compiled import compile_modules, compiler, functions_of_graphs, regions
-            from fsdp_advisor.recording.losses.compiled import leave_uncompiled
+            from fsdp_advisor.recording.losses.compiled import check_recomputation, leave_uncompiled
+
+            check_recomputation(key, self.profile.experts, self.source.name)
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(steady())
             contexts.enter_context(softmax_scratch())

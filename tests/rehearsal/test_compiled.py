@@ -117,7 +117,7 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
         ],
         [
             ("TRL in DDP", ({"library": "trl"}, {})),
-            ("TRL, an MoE, checkpointed", ({"model": "qwen3_moe", "library": "trl", "checkpointing": True}, {})),
+            ("TRL, an MoE", ({"model": "qwen3_moe", "library": "trl"}, {})),
             ("regions in TRL", (OF_TRL, {})),
             ("the Trainer, sharded", ({"fsdp": True}, SHARDED)),
             ("regions, sharded", ({**OF_ACCELERATE, "fsdp": True}, SHARDED)),
