@@ -112,7 +112,7 @@ def test_compiled_experts_with_checkpoints_are_refused_under_trls_loss() -> None
     pytest.importorskip("torch")
     from fsdp_advisor.recording.losses.compiled import check_recomputation
 
-    key = TapeKey("plain", "bf16-mixed", "sdpa", "full", loss="trl", compile="layer")
+    key = TapeKey("plain", "bf16-mixed", "sdpa", "full", device="gpu", loss="trl", compile="layer")
     with pytest.raises(NotRecordable, match="experts, recomputed layers and TRL's loss"):
         check_recomputation(key, 8, "model")
     for other in (replace(key, checkpointing="none"), replace(key, compile="none"), replace(key, loss="full")):
