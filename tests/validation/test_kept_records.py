@@ -83,8 +83,8 @@ def predicted_today(path: Path, days: int = 1) -> list[Record]:
 
 @pytest.fixture(scope="module")
 def kept() -> dict[str, list[Record]]:
-    """A fifth of the kept records of each file, changing from day to day, with today's predictions."""
-    return {path.name: predicted_today(path, days=5) for path in FILES}
+    """A third of the kept records of each file, changing from day to day, with today's predictions."""
+    return {path.name: predicted_today(path, days=3) for path in FILES}
 
 
 def faults_today(path: Path) -> list[str]:
