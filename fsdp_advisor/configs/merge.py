@@ -186,7 +186,7 @@ def _check_modelled(readings: Sequence[ConfigReading]) -> None:
 
 
 def _check_compiled(found: Configuration, options: Mapping[str, Any]) -> None:
-    """Raises UsageError for torchtitan's compiled layers of which only some are checkpointed: without them they are modelled."""
+    """Raises UsageError for compiled layers of torchtitan of which every nth one is checkpointed, which is not modelled."""
     every = str(options.get("activation_checkpointing")).startswith("every")
     titan = next((reading.file for reading in found.readings if "torchtitan" in reading.format), None)
     if titan is not None and every and options.get("compile", "none") != "none":

@@ -22,16 +22,27 @@ from training import SteadyPeak, tokenizer, usual_arguments
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 
-def of_trainer(model: Any, job: dict[str, Any]) -> int:
+def arguments_of(model: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a trainer that compiles the model."""
     settings = usual_arguments(job["batch"], "bf16-mixed")
+    settings |= {"torch_compile": True, "gradient_checkpointing": job["checkpointing"]}
     if job["fsdp"]:
         layer = type(model.model.layers[0]).__name__
         wrap = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": [layer]}
         settings |= {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True, **wrap}}
-    rows = {"input_ids": [[token % 50 + 1 for token in range(job["length"])]] * (16 * job["batch"])}
+    return settings
+
+
+def rows_of(job: dict[str, Any]) -> list[list[int]]:
+    """The tokens of sixteen micro-batches."""
+    return [[token % 50 + 1 for token in range(job["length"])]] * (16 * job["batch"])
+
+
+def of_trainer(model: Any, job: dict[str, Any]) -> int:
     found = SteadyPeak()
-    data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
-    arguments = TrainingArguments(**settings, torch_compile=True, gradient_checkpointing=job["checkpointing"])
+    rows = rows_of(job)
+    data = Dataset.from_dict({"input_ids": rows, "labels": rows}).with_format("torch")
+    arguments = TrainingArguments(**arguments_of(model, job))
     Trainer(model, args=arguments, train_dataset=data, callbacks=[found]).train()
     return found.peak
 
@@ -56,17 +67,14 @@ def label_all_tokens() -> None:
 def of_trl(model: Any, job: dict[str, Any]) -> int:
     from trl import SFTConfig, SFTTrainer
 
-    settings = usual_arguments(job["batch"], "bf16-mixed")
-    if job["fsdp"]:
-        layer = type(model.model.layers[0]).__name__
-        wrap = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": [layer]}
-        settings |= {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True, **wrap}}
-    rows = {"input_ids": [[token % 50 + 1 for token in range(job["length"])]] * (16 * job["batch"])}
     found = SteadyPeak()
-    arguments = SFTConfig(
-        **settings, max_length=job["length"], torch_compile=True, gradient_checkpointing=job["checkpointing"]
+    arguments = SFTConfig(**arguments_of(model, job), max_length=job["length"])
+    trainer = SFTTrainer(
+        model,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"input_ids": rows_of(job)}),
+        processing_class=tokenizer(),
     )
-    trainer = SFTTrainer(model, args=arguments, train_dataset=Dataset.from_dict(rows), processing_class=tokenizer())
     trainer.add_callback(found)
     trainer.train()
     return found.peak
