@@ -94,7 +94,8 @@ def _code_path(plan: Plan, profile: Profile | None) -> TapeKey:
 
 def _accelerate_checkpoints(plan: Plan, profile: Profile | None) -> bool:
     """Whether accelerate's FSDP2 checkpoints the layers of a model whose embedding is frozen. If the embedding is trained, the step equals
-    that of `gradient_checkpointing_enable`, which makes the embedding's output require a gradient.
+    that of `gradient_checkpointing_enable`, which makes the embedding's output require a gradient. The Trainer and TRL have both; their
+    exported files use the latter for such a model (`export.checkpointing`). axolotl makes the output require a gradient by itself.
 
     Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_apply_ac`; transformers 5.23, modeling_utils.py, `gradient_checkpointing_enable`.
     """

@@ -291,6 +291,11 @@ def read_trainers_fsdp(found: Collector) -> None:
     found.section("fsdp_config", optional_prefix="fsdp_")
     version = found.number("fsdp_config.version") or 2
     read_words(found, words, version)
+    if version == 2 and "use_peft" in found.options and found.peek("fsdp_config.activation_checkpointing") is True:
+        found.omits(
+            "fsdp_config.activation_checkpointing with adapters; the estimate has the checkpoints of gradient_checkpointing, which also"
+            " keep the gradient of the embedding's output until the next step"
+        )
     read_fsdp(found, "fsdp_config.", version)
 
 

@@ -735,6 +735,12 @@ def test_the_size_of_images_is_read_and_their_number_asked_for(text: str, size: 
     assert "images_per_sample" in said(found, "assumed")
 
 
+def test_checkpoints_of_fsdp2s_plugin_around_adapters_are_said_to_differ() -> None:
+    text = "model_name_or_path: gpt2\ngradient_checkpointing: false\nfsdp: true\nfsdp_config: {activation_checkpointing: true}\n"
+    assert "embedding's output" in said(read("sft.yaml", text + "use_peft: true\n"), "not_modelled")
+    assert "embedding's output" not in said(read("sft.yaml", text), "not_modelled")
+
+
 @pytest.mark.parametrize(
     ("version", "offloads", "is_said"), [(2, True, False), (1, None, True)], ids=["fsdp2", "fsdp1 refuses it"]
 )

@@ -26,6 +26,8 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS
 from fsdp_advisor.export import TARGETS, Job, export
+from fsdp_advisor.export.checkpointing import is_of_model
+from fsdp_advisor.job.adaptation import Adaptation
 from fsdp_advisor.job.plan import Plan
 
 AUTO = dict.fromkeys(
@@ -148,6 +150,19 @@ def test_the_trainer_compiles_the_model_as_planned(of: Plan, tmp_path: Path) -> 
     assert bool(arguments.activation_checkpointing) == (of.activation_checkpointing == "full")
     assert "'activation_checkpointing': True" not in str(written(compiled).get("fsdp_config"))
     assert "torch_compile" not in export("trainer", job(of)).text
+
+
+@pytest.mark.parametrize("changes", [{"peft": {"peft_type": "LORA", "r": 8}}, {"freeze": ("embed_tokens",)}], ids=str)
+def test_fsdp2_with_frozen_parameters_has_the_checkpoints_of_the_estimate(changes: dict[str, Any]) -> None:
+    """Those of accelerate's plugin keep no gradient of a frozen embedding's output."""
+    adaptation = Adaptation(**changes)
+    for framework, by_plugin in (("accelerate", True), ("trainer", False), ("trl", False)):
+        of = plan("zero3", "fsdp2", activation_checkpointing="full", framework=framework)
+        assert is_of_model(job(of, adaptation=adaptation)) != by_plugin
+        assert not is_of_model(job(of))
+    of = plan("zero3", "fsdp2", activation_checkpointing="full", framework="trainer")
+    found = written(job(of, adaptation=adaptation))
+    assert (found["activation_checkpointing"], found["fsdp_config"]["activation_checkpointing"]) == (True, False)
 
 
 def test_the_trainer_takes_neither_compiled_layers_nor_a_memory_budget() -> None:

@@ -131,8 +131,10 @@ def test_accelerate_keeps_adapters_of_embedding_and_head_in_their_units(case: di
 
 
 @in_turn(0, of=3)
-@pytest.mark.parametrize("frozen", [{"use_peft": "true"}, {"freeze": "embed_tokens"}], ids=str)
-def test_accelerates_checkpoints_need_no_gradient_of_a_frozen_embeddings_output(
+@pytest.mark.parametrize(
+    "frozen", [{"use_peft": "true"}, {"freeze": "embed_tokens"}, {"use_peft": "true", "framework": "trainer"}], ids=str
+)
+def test_only_accelerates_checkpoints_need_no_gradient_of_a_frozen_embeddings_output(
     frozen: dict[str, str], tmp_path: Path
 ) -> None:
     config = tmp_path / "config.json"
