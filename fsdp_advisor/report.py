@@ -57,7 +57,8 @@ class StrategyEstimate:
     `paged_optimizer_bytes` is optimizer state in CUDA's managed memory. Neither `states` nor `at_peak` contains it: it uses free memory of
     the GPU and moves to the host when the GPU is full. `host_bytes_per_node` contains all of it.
     `evaluation` is the allocator's result of steps with the Trainer's evaluation between them; None without one.
-    `units` describes the FSDP units of a wrap policy other than `layer`.
+    `units` describes the FSDP units of a wrap policy other than `layer`. `searches_unused`: whether DDP has to search for parameters that
+    get no gradient.
     """
 
     plan: Plan
@@ -81,6 +82,7 @@ class StrategyEstimate:
     overhead: DeviceOverhead | None = None
     job: JobPeaks | None = None
     units: str | None = None
+    searches_unused: bool = False
     warnings: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
     simulate_peak: Callable[[], int | None] | None = field(default=None, repr=False, compare=False)

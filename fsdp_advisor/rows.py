@@ -12,6 +12,7 @@ from fsdp_advisor.engines.host import host_memory
 from fsdp_advisor.engines.job_peaks import bytes_between_steps, job_peaks
 from fsdp_advisor.engines.learned import gradient_warnings, learned
 from fsdp_advisor.engines.loading import one_copy_bytes
+from fsdp_advisor.engines.model_outputs import searches_unused
 from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
 from fsdp_advisor.engines.rollouts import batch_warnings, evaluation_peak
 from fsdp_advisor.engines.textbook import textbook_states
@@ -311,6 +312,7 @@ def _with_step(
         allocator=allocator,
         evaluation=evaluating,
         step=time,
+        searches_unused=searches_unused(learned(profile, on_gpu, plan), plan),
         warnings=warnings + _allocator_warnings(allocator) + (time.warnings if time else ()),
         not_modelled=(
             *([evaluation_unknown] if evaluation_unknown else ()),  # `render.view.why_unknown` reads the first

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import lru_cache
 
-from fsdp_advisor.engines.model_outputs import clones_outputs
 from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
@@ -18,7 +17,7 @@ def learned(profile: Profile, tape: Tape, plan: Plan) -> Profile:
     """The profile without gradients and optimizer state of the parameters that get no gradient in the tape's step; they are `idle`.
 
     DDP and FSDP2 set only gradients that exist, and an optimizer makes state only for these. (Without find_unused_parameters DDP fails in
-    its second step, as `gradient_warnings` says; its estimate is the same.)
+    its second step, so the estimate and exported files have it.)
     FSDP1 sets the flat gradient of a unit if any of its parameters gets one. The flat tensors of DeepSpeed contain all parameters.
     Source: torch 2.13, csrc/distributed/c10d/reducer.cpp, `finalize_bucket_dense`; distributed/fsdp/_fully_shard/_fsdp_param_group.py,
     `post_backward`; distributed/fsdp/_runtime_utils.py, `_post_backward_hook`; optim/adamw.py, `_init_group`.
@@ -47,10 +46,16 @@ def gradient_warnings(profile: Profile, tape: Tape, plan: Plan) -> tuple[str, ..
     if plan.backend == "fsdp2" or plan.world_size == 1:
         return (f"{what}: {none}",)
     buckets = f"{none}, but DDP's buckets contain them"
-    if clones_outputs(plan):
+    if plan.checkpointing == "reentrant":
+        return (
+            f"{what}: DDP fails in the second step unless they are frozen (--freeze); it cannot search for them with reentrant"
+            f" checkpoints; {buckets}",
+        )
+    if plan.facts.finds_unused_parameters and plan.activation_checkpointing == "none":  # the Trainer searches by itself
         return (f"{what}: {buckets}",)
     return (
-        f"{what}: DDP fails in the second step unless find_unused_parameters is True or they are frozen (--freeze); {buckets}",
+        f"{what}: DDP fails in the second step unless it searches for them (find_unused_parameters, as exported files set it) or they are"
+        f" frozen (--freeze); {buckets}",
     )
 
 

@@ -1,4 +1,4 @@
-"""The model's outputs: their bytes, and whether DDP clones them."""
+"""The model's outputs: their bytes, and whether DDP clones them because it searches for unused parameters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from fsdp_advisor.model.tape import Polynomial
 NO_BYTES: Polynomial = (0, 0, 0, 0, 0, 0)
 
 
-def clones_outputs(plan: Plan) -> bool:
-    """Whether DDP clones the model's outputs: the Trainer makes it search for unused parameters unless it checkpoints.
+def searches_unused(profile: Profile, plan: Plan) -> bool:
+    """Whether DDP searches for unused parameters, and so clones the model's outputs: the Trainer makes it do so unless it checkpoints.
+    Parameters without gradient (`learned`) need it, but with reentrant checkpoints it fails.
 
-    Source: transformers/trainer.py, _build_accelerator_args; torch/nn/parallel/distributed.py, _DDPSink.
+    Source: transformers/trainer.py, _build_accelerator_args; torch/nn/parallel/distributed.py, _DDPSink; trl/trainer/sft_trainer.py.
     """
-    return plan.facts.finds_unused_parameters and plan.world_size > 1 and plan.activation_checkpointing == "none"
+    if plan.backend != "ddp" or plan.world_size == 1 or plan.checkpointing == "reentrant":
+        return False
+    by_itself = plan.facts.finds_unused_parameters and plan.activation_checkpointing == "none"
+    return by_itself or any(parameter.idle for parameter in profile.in_order())
 
 
 def logits_per_batch(profile: Profile, element_bytes: int) -> Polynomial:

@@ -156,6 +156,8 @@ def _engine(job: Job) -> dict[str, Any]:
     recompute: dict[str, Any] = {"gradient_checkpointing": checkpointing}
     if checkpointing:
         recompute["gradient_checkpointing_kwargs"] = {"use_reentrant": plan.checkpointing == "reentrant"}
+    if job.searches_unused:
+        recompute["ddp_find_unused_parameters"] = True
     if plan.backend == "deepspeed":
         return recompute | {"deepspeed": deepspeed.through_trainer(job)}
     return recompute

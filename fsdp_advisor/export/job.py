@@ -30,7 +30,8 @@ class Job:
     `host_bytes_per_node` is the host memory of training, `loading` the name and the host bytes of the method with which the exports load
     the model. `environment` has the variables to launch the job with. `options` are the words of a command line that makes exactly this
     plan. `not_modelled` lists what the figures leave out. `adaptation`: the changes made to the model before it trains, with the names of
-    the modules that get adapters, which PEFT's default for the architecture gives if none were named.
+    the modules that get adapters, which PEFT's default for the architecture gives if none were named. `searches_unused`: whether DDP has
+    to search for parameters that get no gradient.
     """
 
     plan: Plan
@@ -51,6 +52,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     not_modelled: tuple[str, ...] = ()
     adaptation: Adaptation = UNCHANGED
+    searches_unused: bool = False
 
     @classmethod
     def of(cls, report: Report, estimate: StrategyEstimate, environment: Mapping[str, str] | None = None) -> Job:
@@ -80,6 +82,7 @@ class Job:
             options=options_of(estimate.plan, report.request, gpu=report.gpu_name, allocator_conf=conf),
             environment=environment,
             adaptation=_adaptation(report),
+            searches_unused=estimate.searches_unused,
             not_modelled=tuple(item.partition(": ")[2] or item for item in estimate.not_modelled),
         )
 

@@ -81,6 +81,7 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         schedulefree=optimizer.has_modes,
         optimi=optimizer.module == "optimi",
         loss_call=script_call(job),
+        searches_unused=job.searches_unused,
     )
     return text, ()
 

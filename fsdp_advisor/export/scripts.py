@@ -80,6 +80,7 @@ def _values(job: Job, consumer: Consumer) -> dict[str, Any]:
         "schedulefree": optimizer.has_modes,
         "optimi": optimizer.module == "optimi",
         "loss_call": script_call(job),
+        "searches_unused": job.searches_unused,
         "layers": list(job.wrapped_classes),
         "least": plan.wrap_policy.number if plan.wrap_policy.kind == "size" else 0,
     }

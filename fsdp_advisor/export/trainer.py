@@ -108,6 +108,8 @@ def arguments(job: Job) -> dict[str, Any]:
         if plan.gradient_accumulation_steps > 1 and not plan.defers_reduction:
             arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
         return arguments
+    if job.searches_unused and plan.checkpointing != "none":  # without checkpointing the Trainer sets it by itself
+        arguments["ddp_find_unused_parameters"] = True
     if plan.backend == "deepspeed":
         arguments["deepspeed"] = deepspeed.through_trainer(job)
     return arguments

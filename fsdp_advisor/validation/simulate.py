@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.plan import Plan
@@ -142,6 +143,9 @@ def _steady_step(trainer: SimulatedTrainer, meter: StorageMeter, plan: Plan) -> 
 
     def remember_gradients() -> None:
         gradients.append(meter.storage_ids(p.grad for p in trainer.model.parameters() if p.grad is not None))
+        if isinstance(trainer.model, DistributedDataParallel) and plan.checkpointing != "reentrant":
+            unused = any(p.requires_grad and p.grad is None for p in trainer.model.parameters())
+            trainer.model.find_unused_parameters |= unused  # a real run fails in the second step without it
 
     gc.collect()
     for _ in range(MORE_STEPS.get(plan.optim, STEPS)):

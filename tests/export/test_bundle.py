@@ -42,6 +42,7 @@ PLANS = {
     "deepspeed through the Trainer": plan("zero1", "deepspeed", framework="trainer"),
 }
 JOBS = {name: job(p, environment=ENVIRONMENT, options=("--gpus", "8")) for name, p in PLANS.items()}
+JOBS["ddp"] = replace(JOBS["ddp"], searches_unused=True)
 CASES = [(t, name) for t in TARGETS for name, of in JOBS.items() if TARGETS[t].unsupported(of) is None]
 PROGRAMS = {"trl": "trl.scripts.sft", "llamafactory": "llamafactory.launcher"}
 every_bundle = pytest.mark.parametrize(("target", "name"), CASES)
@@ -264,3 +265,11 @@ def test_the_launch_script_starts_the_script_of_the_task(task: TrainingTask) -> 
     files = files_of("trl", job(plan("zero3", "fsdp2", framework="trl", loss_code="trl", task=task)))
     assert words(files["torchrun.sh"])[-4:] == ["-m", f"trl.scripts.{task}", "--config", "trl.yaml"]
     assert f"the configuration of TRL's {task}" in files["README.md"]
+
+
+@pytest.mark.parametrize("target", ["ddp", "accelerate", "axolotl"])
+def test_ddp_searches_for_parameters_that_get_no_gradient(target: str) -> None:
+    of = job(plan("ddp", "ddp", framework=TARGETS[target].framework))
+    for searches in (True, False):
+        files = files_of(target, replace(of, searches_unused=searches))
+        assert any("find_unused_parameters" in text for text in files.values()) == searches

@@ -270,6 +270,16 @@ def test_trainer_trains_as_configured(
     assert found["wrapped_layers"] == (LAYERS if of.backend == "fsdp2" else 0)
 
 
+@in_turn(0, of=6)
+def test_the_trainer_trains_a_model_of_which_parameters_get_no_gradient(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """DDP otherwise fails in the second step. Without checkpointing, the Trainer makes it search by itself."""
+    of = plan("ddp", "ddp", gpus=2, activation_checkpointing="full", framework="trainer")
+    written(tmp_path, "trainer", job(of, searches_unused=True))
+    environment = {"ACCELERATE_USE_CPU": "true", "UNUSED_PARAMETER": "1"}
+    found = worker(tmp_path, "trainer_train.py", "torchrun", job(of), tiny["untied"], **environment)
+    assert (found["wrapped"], found["steps"]) == ("DistributedDataParallel", 2)
+
+
 # Bundles, started as their README says
 
 

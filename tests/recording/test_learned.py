@@ -110,7 +110,9 @@ def test_a_flat_partition_counts_them(recorder: Recorder, tape: Tape) -> None:
 
 def test_ddp_names_what_stops_it(recorder: Recorder, tape: Tape) -> None:
     plan = replace(PLAN, strategy="ddp", backend="ddp", mesh=Mesh(dp_replicate=2))
-    assert "find_unused_parameters" in gradient_warnings(recorder.profile, tape, plan)[0]
+    assert "find_unused_parameters, as exported files set it" in gradient_warnings(recorder.profile, tape, plan)[0]
+    reentrant = replace(plan, activation_checkpointing="reentrant")
+    assert "unless they are frozen" in gradient_warnings(recorder.profile, tape, reentrant)[0]
     searching = gradient_warnings(recorder.profile, tape, replace(plan, framework="trainer"))[0]
     assert "find_unused_parameters" not in searching
     assert "DDP's buckets contain them" in searching

@@ -44,3 +44,12 @@ def test_predictions_with_images_equal_simulated_steps(model: str, options: dict
     request = make_request({"model": str(path), "seq_len": 600, **options_of(model), **options})
     predicted, simulated = predicted_and_simulated(request)
     assert predicted == simulated
+
+
+@pytest.mark.parametrize("model", taken(["smolvlm"], ["llava"]))
+def test_ddp_clones_the_logits_of_a_step_on_text_to_search_for_unused_parameters(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_of(model)))
+    request = make_request({"model": str(path), "seq_len": 64, **ENGINES[1]})
+    predicted, simulated = predicted_and_simulated(request)
+    assert predicted == simulated

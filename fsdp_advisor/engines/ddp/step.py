@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from fsdp_advisor.engines.model_outputs import clones_outputs, encoded_per_batch, logits_per_batch
+from fsdp_advisor.engines.model_outputs import encoded_per_batch, logits_per_batch, searches_unused
 from fsdp_advisor.engines.optimizer_work import (
     gpu_step,
     gradient_norms,
@@ -45,7 +45,7 @@ def buckets(profile: Profile, plan: Plan) -> Storages:
 
     Source: `_ddp_init_helper`, bucket_size_limits; `compute_bucket_assignment_by_size` in reducer.cpp.
     """
-    limits = (FIRST_BUCKET_BYTES, BUCKET_BYTES) if clones_outputs(plan) else (sys.maxsize, sys.maxsize)
+    limits = (FIRST_BUCKET_BYTES, BUCKET_BYTES) if searches_unused(profile, plan) else (sys.maxsize, sys.maxsize)
     return _assigned(reversed([p for p in profile.in_order() if p.requires_grad]), plan, limits)
 
 
@@ -129,7 +129,7 @@ class DdpStep(StepHooks):
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile, self._plan = profile, plan
-        self.marked_units = marked_units(profile, plan)
+        self.marked_units = marked_units(profile, plan) | ({OUTPUTS.mark} if searches_unused(profile, plan) else set())
         self._optimizer = optimizer_of(plan)
         in_backward = self._optimizer.backward_update is not None
         self.gradient_hooks = plan.gradient_accumulation_steps > 1 or in_backward or self._optimizer.frees_gradients
@@ -164,8 +164,9 @@ class DdpStep(StepHooks):
         """
         if self._plan.loss_code != "full":  # the model returns no logits
             return
-        converts, clones = self._plan.facts.converts_outputs and self._plan.mixed, clones_outputs(self._plan)
-        element = 2 if self._plan.precision == "bf16" else 4
+        converts = self._plan.facts.converts_outputs and self._plan.mixed
+        clones = searches_unused(self._profile, self._plan)
+        element = 4 if self._plan.precision == "fp32" or converts else 2
         logits = logits_per_batch(self._profile, element)
         encoded = encoded_per_batch(self._profile, element)
         if unit == AT_ROOT and (converts or clones):
@@ -268,7 +269,7 @@ class DdpStep(StepHooks):
 
         Source: `_ddp_init_helper`, compute_bucket_size_limits; `rebuild_buckets` in reducer.cpp, called at the second forward.
         """
-        searches = clones_outputs(self._plan) or any(p.idle for p in self._profile.in_order())
+        searches = searches_unused(self._profile, self._plan)
         if self._plan.world_size == 1 or searches:
             return NO_STORAGES
         return _assigned(_ready_order(self._profile, tape.read()), self._plan, (FIRST_BUCKET_BYTES, BUCKET_BYTES))

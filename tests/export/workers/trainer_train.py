@@ -29,6 +29,8 @@ arguments = training_arguments(
 )
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], **MODEL_ARGUMENTS)
 examples = [{"input_ids": t, "labels": t} for t in torch.randint(0, 1000, (32, 16))]
+if os.environ.get("UNUSED_PARAMETER"):  # it gets no gradient, as those of a vision tower in a step on text
+    model.unused = torch.nn.Linear(8, 8)
 trainer = Trainer(model=model, args=arguments, train_dataset=examples)
 trainer.train()
 if trainer.is_world_process_zero():
