@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.responses import Response
 
 from fsdp_advisor.export import TARGETS, find
@@ -40,6 +40,7 @@ from fsdp_advisor.server.api_models import (
     RecommendQuery,
 )
 from fsdp_advisor.server.errors import Problem
+from fsdp_advisor.server.request_models import documented, reader_of
 from fsdp_advisor.server.responses import body_response, document_response
 from fsdp_advisor.server.service import service_of
 
@@ -67,8 +68,10 @@ router = APIRouter(prefix="/api/v1", responses=_PROBLEMS)
 
 
 @router.get("/estimate", summary="Memory and time of a job under one strategy or all", tags=["answers"],
-            response_model=schema.Estimate, responses=_NOT_MODIFIED)  # fmt: skip
-async def get_estimate(request: Request, query: Annotated[EstimateQuery, Query()]) -> Response:
+            response_model=schema.Estimate, responses=_NOT_MODIFIED, openapi_extra=documented(EstimateQuery))  # fmt: skip
+async def get_estimate(
+    request: Request, query: Annotated[EstimateQuery, Depends(reader_of(EstimateQuery))]
+) -> Response:
     asked = query.request(EstimateRequest)
     return await _estimate(request, ModelSource(asked.model), asked, query.explain)
 
@@ -84,8 +87,10 @@ async def _estimate(request: Request, source: ModelSource, asked: EstimateReques
 
 
 @router.get("/recommend", summary="The fastest configuration that fits, and why", tags=["answers"],
-            response_model=schema.Advice, responses=_NOT_MODIFIED)  # fmt: skip
-async def get_recommend(request: Request, query: Annotated[RecommendQuery, Query()]) -> Response:
+            response_model=schema.Advice, responses=_NOT_MODIFIED, openapi_extra=documented(RecommendQuery))  # fmt: skip
+async def get_recommend(
+    request: Request, query: Annotated[RecommendQuery, Depends(reader_of(RecommendQuery))]
+) -> Response:
     asked = query.request(RecommendRequest)
     return await _recommend(request, ModelSource(asked.model), asked, query.explain)
 
@@ -101,8 +106,8 @@ async def _recommend(request: Request, source: ModelSource, asked: RecommendRequ
 
 
 @router.get("/check", summary="Whether a job fits, in one line", tags=["answers"],
-            response_model=schema.Check, responses=_NOT_MODIFIED)  # fmt: skip
-async def get_check(request: Request, query: Annotated[CheckQuery, Query()]) -> Response:
+            response_model=schema.Check, responses=_NOT_MODIFIED, openapi_extra=documented(CheckQuery))  # fmt: skip
+async def get_check(request: Request, query: Annotated[CheckQuery, Depends(reader_of(CheckQuery))]) -> Response:
     asked = query.request(EstimateRequest)
     return document_response(request, await service_of(request).answer(ModelSource(asked.model), check_document, asked))
 
@@ -129,8 +134,10 @@ async def post_diagnose(request: Request, body: DiagnoseBody) -> Response:
 
 
 @router.get("/export/{target}", summary="The file that launches a job, or the recommended one", tags=["answers"],
-            responses=_FILE)  # fmt: skip
-async def get_export(request: Request, target: Target, query: Annotated[ExportQuery, Query()]) -> Response:
+            responses=_FILE, openapi_extra=documented(ExportQuery))  # fmt: skip
+async def get_export(
+    request: Request, target: Target, query: Annotated[ExportQuery, Depends(reader_of(ExportQuery))]
+) -> Response:
     asked = query.request(EstimateRequest)
     return await _export(request, target, ModelSource(asked.model), asked, query.bundle)
 
