@@ -59,24 +59,30 @@ class Progress:
 
 @contextlib.contextmanager
 def recordings_shown(quiet: bool) -> Iterator[None]:
-    """Context in which one line on a terminal says what is being recorded, once recordings have taken `WAIT_SECONDS`. Nothing is written
-    elsewhere.
+    """Context in which one line on a terminal says what is being recorded, once recordings have taken `WAIT_SECONDS`. Elsewhere a note says
+    it, once recordings have taken `LONG_SECONDS`.
     """
-    if quiet or sys.stderr is None or not sys.stderr.isatty():
+    if quiet or sys.stderr is None:
         yield
         return
     from fsdp_advisor.model.recorders import watching
 
-    line = _RecordingLine()
+    line = _RecordingLine() if sys.stderr.isatty() else _RecordingNote()
     with watching(line.shown):
         yield
 
 
-class _RecordingLine:
-    """A line that a thread rewrites each second while something is being recorded."""
+class _Recordings:
+    """The time that recordings have taken, and a thread that writes about it while something is being recorded."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
+
+    def _write(self, what: str, begin: float, done: threading.Event) -> None:
+        """Write about the recording of `what` until it is done; `begin` is when it would have begun if nothing had interrupted the
+        recordings.
+        """
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def shown(self, what: str) -> Iterator[None]:
@@ -92,8 +98,11 @@ class _RecordingLine:
             thread.join()
             self._seconds = time.monotonic() - begin
 
+
+class _RecordingLine(_Recordings):
+    """A line on a terminal that is rewritten each second."""
+
     def _write(self, what: str, begin: float, done: threading.Event) -> None:
-        """Write the line until the recording is done; `begin` is when it would have begun if nothing had interrupted the recordings."""
         wait = begin + WAIT_SECONDS - time.monotonic()
         written = False
         while not done.wait(max(wait, 0)):
@@ -103,6 +112,22 @@ class _RecordingLine:
             print(_ERASE_LINE + line[: get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
         if written:
             print(_ERASE_LINE, end="", file=sys.stderr, flush=True)
+
+
+class _RecordingNote(_Recordings):
+    """A note, written once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written = False
+
+    def _write(self, what: str, begin: float, done: threading.Event) -> None:
+        if not self._written and not done.wait(max(begin + LONG_SECONDS - time.monotonic(), 0)):
+            self._written = True
+            note(
+                f"recording takes more than {LONG_SECONDS:g} s ({what}): the model's code has long loops; finished recordings are kept,"
+                " also if the command is interrupted, and --strategy NAME records less"
+            )
 
 
 def _describe(event: Event) -> str:

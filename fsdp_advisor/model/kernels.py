@@ -17,7 +17,12 @@ STATE_SPACE_DUALITY = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "mamb
 """Model types with Mamba-2 layers, which call mamba-ssm and causal-conv1d, and no other such package."""
 SELECTIVE_SCAN = frozenset({"falcon_mamba", "jamba", "mamba", "zamba"})
 """Model types with Mamba-1 layers, which call mamba-ssm and causal-conv1d. transformers' own code runs each token of a sequence in turn."""
-TOKENS_OF_ITERATION = {**dict.fromkeys(GATED_DELTA_RULE | KIMI_DELTA_ATTENTION, 64), **dict.fromkeys(SELECTIVE_SCAN, 1)}
+WKV = frozenset({"rwkv"})
+"""Model types that call the kernel of RWKV-4. transformers' own code runs each token of a sequence in turn."""
+TOKENS_OF_ITERATION = {
+    **dict.fromkeys(GATED_DELTA_RULE | KIMI_DELTA_ATTENTION, 64),
+    **dict.fromkeys(SELECTIVE_SCAN | WKV, 1),
+}
 """Model type -> tokens of one iteration of the loop in Python that transformers runs where the kernels are missing, as on a CPU."""
 MOST_ITERATIONS = 64
 """The longest loop of which a step on a CPU is recorded. An iteration takes about a tenth of a second for each tape of Qwen3.5-397B."""
@@ -54,6 +59,8 @@ def kernel_notes(profile: Profile | None) -> list[str]:
     model_type = _model_type(profile)
     if model_type in GATED_DELTA_RULE | KIMI_DELTA_ATTENTION:
         return [f"flash-linear-attention and causal-conv1d{_ASSUMED}"]
+    if model_type in WKV:
+        return [f"kernels and ninja, with which transformers loads RWKV's kernel,{_ASSUMED}"]
     if not _has_state_space(profile):
         return []
     if model_type in STATE_SPACE_DUALITY | SELECTIVE_SCAN:

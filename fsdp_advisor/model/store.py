@@ -1,7 +1,7 @@
 """Profiles as bytes, the format of the catalog and the cache.
 
 A stored profile is a zlib or LZMA stream of a JSON header, a zero byte, and the events of all tapes in three columns: the kinds (one
-byte each), the first arguments and the second arguments (two bytes each, little-endian).
+byte each), the first arguments and the second arguments (two bytes each, or four where two are too few, little-endian).
 
 Tapes share most of their segments and sizes, so these are stored once. Reading is lazy: a tape is decoded on first use, and the
 decoded tape is dropped when it has not been used for a while.
@@ -38,8 +38,10 @@ RECORDING = 21
 """The version of recordings. Increase it whenever the recorder's tapes change: profiles with another version are recorded
 again.
 """
-_COLUMNS = "BHH"
-"""The `array` type code of each column of events."""
+_COLUMNS, _WIDE_COLUMNS = "BHH", "BII"
+"""The `array` type code of each column of events, and those of a profile with a number that needs more than two bytes. Code that loops
+over the tokens of a sequence allocates that many storages in one layer.
+"""
 
 
 class StoredTapes(MutableMapping[str, Tape]):
@@ -103,7 +105,7 @@ def _opened(data: bytes) -> _Opened:
     if header["format"] != FORMAT:
         raise ValueError(f"format {header['format']}, not {FORMAT}")
     header["sizes"] = [_size(row) for row in header["sizes"]]
-    columns = tuple(array(code) for code in _COLUMNS)
+    columns = tuple(array(code) for code in header.get("columns", _COLUMNS))
     count, at = len(blob) // sum(column.itemsize for column in columns), 0
     for column in columns:
         column.frombytes(blob[at : at + count * column.itemsize])
@@ -137,7 +139,7 @@ def dump(profile: Profile, *, small: bool = False) -> bytes:
     sizes: dict[Any, int] = {}
     pool: dict[Any, int] = {}
     table: list[list[Any]] = []
-    columns = tuple(array(code) for code in _COLUMNS)
+    columns = tuple(array(code) for code in _WIDE_COLUMNS)
 
     def size(polynomial: Size) -> int:
         return sizes.setdefault(polynomial, len(sizes))
@@ -186,6 +188,10 @@ def dump(profile: Profile, *, small: bool = False) -> bytes:
         "tapes": tapes,
         "refusals": profile.refusals,
     }
+    if all(max(column, default=0) < 1 << 16 for column in columns):
+        columns = tuple(array(code, column) for code, column in zip(_COLUMNS, columns, strict=True))
+    else:
+        header["columns"] = _WIDE_COLUMNS
     if sys.byteorder == "big":
         for column in columns:
             column.byteswap()

@@ -14,12 +14,19 @@ from unittest import mock
 
 from torch import nn
 
-from fsdp_advisor.model.kernels import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, SELECTIVE_SCAN, STATE_SPACE_DUALITY
+from fsdp_advisor.model.kernels import (
+    GATED_DELTA_RULE,
+    KIMI_DELTA_ATTENTION,
+    SELECTIVE_SCAN,
+    STATE_SPACE_DUALITY,
+    WKV,
+)
 from fsdp_advisor.recording.causal_conv1d import causal_conv1d
 from fsdp_advisor.recording.kimi_delta_attention import chunk_kda
 from fsdp_advisor.recording.linear_attention import chunk_gated_delta_rule
 from fsdp_advisor.recording.selective_scan import mamba_inner, selective_scan
 from fsdp_advisor.recording.state_space import split_conv1d_scan
+from fsdp_advisor.recording.wkv import wkv
 
 _FUNCTIONS = {
     "torch_chunk_gated_delta_rule": chunk_gated_delta_rule,
@@ -28,6 +35,7 @@ _FUNCTIONS = {
     "mamba2_split_conv1d_scan_combined": split_conv1d_scan,
     "mamba_inner_fn": mamba_inner,
     "mamba_selective_scan": selective_scan,
+    "rwkv_linear_attention": wkv,
 }
 """Name of a function in transformers' models -> its replacement."""
 
@@ -35,7 +43,7 @@ _FUNCTIONS = {
 @contextlib.contextmanager
 def with_kernels(model: nn.Module) -> Iterator[None]:
     """Context in which the model's code calls the replacements of the packages' functions."""
-    folders = GATED_DELTA_RULE | KIMI_DELTA_ATTENTION | SELECTIVE_SCAN | STATE_SPACE_DUALITY
+    folders = GATED_DELTA_RULE | KIMI_DELTA_ATTENTION | SELECTIVE_SCAN | STATE_SPACE_DUALITY | WKV
     places = {f"transformers.models.{name}.modeling_{name}" for name in folders}
     with contextlib.ExitStack() as patches:
         for place in places & {type(module).__module__ for module in model.modules()}:

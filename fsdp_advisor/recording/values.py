@@ -69,9 +69,9 @@ class KnownValues(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        values = {id(tensor): value for tensor in tensors if (value := self.value_of(tensor)) is not None}
-        if _RANDOM in func.tags or any(id(tensor) not in values for tensor in tensors):
+        if _RANDOM in func.tags or not all(map(self._has_value, tensors)):
             return self._call_with_unknown(func, args, kwargs)
+        values = {id(tensor): value for tensor in tensors if (value := self.value_of(tensor)) is not None}
         if func is _ITEM:
             with _on_host():
                 return values[id(tensors[0])].item()
@@ -137,15 +137,22 @@ class KnownValues(TorchDispatchMode):
         """Whether the values of a tensor are known."""
         return tensor.untyped_storage()._cdata in self._known
 
+    def _has_value(self, tensor: torch.Tensor) -> bool:
+        """Whether `value_of` returns a tensor, found without making it."""
+        if not isinstance(tensor, FakeTensor):
+            return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return known is not None and known[1].dtype == tensor.dtype
+
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A real tensor with the values of `tensor`; None if they are unknown."""
-        if not isinstance(tensor, FakeTensor):
-            return tensor if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta else None
-        known = self._known.get(tensor.untyped_storage()._cdata)
-        if known is None or known[1].dtype != tensor.dtype:
+        if not self._has_value(tensor):
             return None
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        _, values = self._known[tensor.untyped_storage()._cdata]
         with _on_host():
-            return known[1].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            return values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _learn(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
         """Keep the values of a tensor whose storage is new. `value` None means all zeros, or False."""

@@ -41,7 +41,14 @@ def test_long_recordings_say_how_to_shorten_them(monkeypatch: pytest.MonkeyPatch
     assert "recording (0 s; --strategy NAME records less): pasted.json" in written(Terminal(), monkeypatch)
 
 
-def test_nothing_is_written_to_a_pipe_or_with_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_note_in_a_pipe_says_that_recording_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LONG_SECONDS", 0.01)
+    text = written(io.StringIO(), monkeypatch)
+    assert text.count("note: ") == 1
+    assert "(pasted.json)" in text and "finished recordings are kept" in text and "--strategy NAME records less" in text
+
+
+def test_nothing_is_written_to_a_pipe_soon_or_with_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert written(io.StringIO(), monkeypatch) == ""
     assert written(Terminal(), monkeypatch, quiet=True) == ""
 

@@ -52,8 +52,12 @@ CASES: dict[str, tuple[str | dict[str, Any], dict[str, Any], tuple[str, ...]]] =
     "mamba-2.8b, 131072 tokens": ("state-spaces/mamba-2.8b-hf", {}, ("--seq-len", "131072")),
     "zamba2": ({"model_type": "zamba2", "num_hidden_layers": 54}, {}, ()),
     "xlstm-7b": ({"model_type": "xlstm"}, {}, ()),
+    "rwkv-4-7b": ({"model_type": "rwkv", "num_hidden_layers": 32}, {}, ()),
     "gemma-4-e4b": ("google/gemma-4-E4B", {}, ()),
     "lora of kimi-k2.5": ("moonshotai/Kimi-K2.5", {}, ("--use-peft", "--lora-target-modules", "all-linear", "--framework", "trl")),
+    "qlora of qwen3.5-397b": (
+        "Qwen/Qwen3.5-397B-A17B", {}, ("--use-peft", "--load-in-4bit", "--lora-target-modules", "all-linear"),
+    ),
     "bloom": ("bigscience/bloom", {}, ()),
     "whisper-large-v3": ("openai/whisper-large-v3", {}, ()),
     "t5-11b": ("google-t5/t5-11b", {}, ()),
