@@ -47,6 +47,11 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
         notes.append(
             f"{FRAMEWORK_NAMES[request.framework]} checkpoints activations unless activation_checkpointing is none"
         )
+    if "allocator_conf" in request.assumed:
+        notes.append(
+            f"{FRAMEWORK_NAMES[request.framework]}'s launcher sets PYTORCH_ALLOC_CONF={request.allocator_conf}; for a run without it"
+            " set allocator_conf to expandable_segments:False"
+        )
     if "bnb_4bit_quant_storage" in request.assumed:
         notes.append(
             f"the weights in 4 bits are stored as {request.bnb_4bit_quant_storage}, which FSDP shards; bnb_4bit_quant_storage changes it"

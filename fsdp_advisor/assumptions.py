@@ -25,8 +25,8 @@ DEFAULT_GPU = "H100-80GB"
 def settled(request: AnyRequest) -> AnyRequest:
     """The request with assumed values for options that were not given.
 
-    The GPU decides the number of nodes, and fp16 if it lacks bf16. The framework decides checkpointing and the dtype of a frozen base.
-    In a search a frozen base is in bf16, or in 4 bits with a dtype of storage that FSDP can shard.
+    The GPU decides the number of nodes, and fp16 if it lacks bf16. The framework decides checkpointing, the allocator's settings and the
+    dtype of a frozen base. In a search a frozen base is in bf16, or in 4 bits with a dtype of storage that FSDP can shard.
 
     `assumed` names these options; what was assumed before is assumed anew. A request that was constructed directly is returned unchanged.
     """
@@ -46,9 +46,11 @@ def settled(request: AnyRequest) -> AnyRequest:
     if isinstance(request, RecommendRequest) and _may_choose_storage(request):
         found["bnb_4bit_quant_storage"] = SHARDED_STORAGE[found.get("precision", request.precision)]
     is_open = "activation_checkpointing" not in request.given and not isinstance(request, RecommendRequest)
-    usual = FRAMEWORKS[request.framework].checkpointing
-    if is_open and usual != "none":
-        found["activation_checkpointing"] = usual
+    facts = FRAMEWORKS[request.framework]
+    if is_open and facts.checkpointing != "none":
+        found["activation_checkpointing"] = facts.checkpointing
+    if "allocator_conf" not in request.given and facts.allocator_conf is not None:
+        found["allocator_conf"] = facts.allocator_conf
     return replace(request, **found, assumed=frozenset(found))
 
 

@@ -38,6 +38,24 @@ def test_given_nodes_and_precision_stay() -> None:
     assert (request.nnodes, request.precision, request.assumed) == (1, "bf16-mixed", frozenset())
 
 
+@pytest.mark.parametrize("framework", ["torchtitan", "axolotl"])
+def test_frameworks_run_with_the_allocator_settings_of_their_launchers(framework: str) -> None:
+    job = {
+        "model": "meta-llama/Llama-3.1-8B",
+        "gpus": 8,
+        "gpu": "H100",
+        "framework": framework,
+        "strategy": "zero3",
+        "backend": "fsdp2",
+    }
+    [assumed] = estimate(**job).estimates
+    [stated] = estimate(**job, allocator_conf="expandable_segments:True").estimates
+    [without] = estimate(**job, allocator_conf="expandable_segments:False").estimates
+    assert assumed.allocator == stated.allocator
+    assert assumed.needed_bytes < without.needed_bytes
+    assert settled(make_request({**job, "framework": "trainer"})).allocator_conf is None
+
+
 def test_a_request_constructed_directly_is_taken_as_it_is() -> None:
     assert settled(EstimateRequest(model=GPT2, gpus=16, gpu="V100")).nnodes == 1
 

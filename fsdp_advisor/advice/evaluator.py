@@ -14,6 +14,7 @@ from fsdp_advisor.engines.registry import model_refusal, states_of
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.hardware import Gpu, usual_host_bytes
 from fsdp_advisor.job.compatibility import mesh_of
+from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
 from fsdp_advisor.job.losses import loss_option
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf
@@ -24,9 +25,6 @@ from fsdp_advisor.report import Rows, StrategyEstimate
 from fsdp_advisor.rows import estimate_plan, runs_in, step_seconds, tensor_bytes
 from fsdp_advisor.tapes import step_tape
 from fsdp_advisor.units import format_gib, format_speed
-
-EXPANDABLE_SEGMENTS = "expandable_segments:True"
-"""The allocator setting that is tried if fragmentation alone keeps a plan from fitting."""
 
 
 def is_round(size: int) -> bool:

@@ -76,6 +76,13 @@ class Launch:
         """How likely the command is the training: 2 for a launcher, 1 for a plain script with arguments, 0 for any other script."""
         return 2 if self.program != "python" else 1 if self.arguments else 0
 
+    @property
+    def skipped(self) -> str | None:
+        """The framework's own launcher, if the command starts the framework without it; the launcher sets PYTORCH_ALLOC_CONF."""
+        if self.script.startswith("torchtitan"):
+            return None if self.program == "run_train.sh" else "torchtitan's run_train.sh"
+        return "axolotl train" if self.script.startswith("axolotl.") else None
+
 
 def inner_script(words: list[str]) -> str | None:
     """The script that the command passes to a shell with -c, or to `eval`; None if there is none."""

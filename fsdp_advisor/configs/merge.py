@@ -15,7 +15,7 @@ from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS, plans
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import fields_of
-from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS, FRAMEWORKS
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 
@@ -89,6 +89,7 @@ def _resolve_torchtitan(options: dict[str, Any], parts: Sequence[Collector]) -> 
     if options.get("framework") != "torchtitan" or (what := unmodelled(options)) is None:
         return
     options["framework"] = "torch"
+    options.setdefault("allocator_conf", FRAMEWORKS["torchtitan"].allocator_conf)
     part = next(part for part in parts if part.options.get("framework") == "torchtitan")
     part.assume(f"PyTorch's own loop and transformers' model, because torchtitan's {what} is modelled only there")
     if options.get("loss") != "full":
@@ -231,6 +232,10 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
         options.pop("framework")
         if _drops_compile(options):
             readings = (replace(readings[0], not_modelled=(*readings[0].not_modelled, UNCOMPILED)), *readings[1:])
+    if _uses_llamafactory_cli(readings, {**options, **given}):
+        options["allocator_conf"] = EXPANDABLE_SEGMENTS
+        said = f"PYTORCH_ALLOC_CONF={EXPANDABLE_SEGMENTS}, which llamafactory-cli sets for several GPUs"
+        readings = (replace(readings[0], assumed=(*readings[0].assumed, said)), *readings[1:])
     if "compile" in options and "compile" not in given:
         reason = "a search does not compile" if searched else _why_uncompiled({**options, **given})
         if reason is not None:
@@ -238,6 +243,15 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
             said = f"torch.compile: {reason}; the estimate is of steps that are not compiled"
             readings = (replace(readings[0], not_modelled=(*readings[0].not_modelled, said)), *readings[1:])
     return Configuration(options={**options, **given}, readings=readings)
+
+
+def _uses_llamafactory_cli(readings: Sequence[ConfigReading], options: Mapping[str, Any]) -> bool:
+    """Whether LLaMA-Factory's command is assumed to start several ranks, for which it sets PYTORCH_ALLOC_CONF.
+
+    Source: LLaMA-Factory 0.9.5, launcher.py, OPTIM_TORCH.
+    """
+    of_llamafactory = any("LLaMA-Factory" in reading.format for reading in readings)
+    return of_llamafactory and options.get("gpus", 1) > 1 and "allocator_conf" not in options
 
 
 def _why_uncompiled(options: Mapping[str, Any]) -> str | None:

@@ -31,10 +31,12 @@ def read(file: str, text: str) -> list[Collector]:
     variables = dict(allocation.variables) if allocation else {}
     launches, others = _launches(text, variables)
     parts: list[Collector] = []
+    skipped = None
     if launches:
         launch = max(launches, key=lambda launch: launch.likelihood)
         parts += _parts(file, launch, allocation)
         variables |= launch.environment
+        skipped = launch.skipped
         more = [other for other in launches if other.likelihood == launch.likelihood and other != launch]
         if more:
             parts[0].assume(f"the first command that launches a training; the script has {len(more)} more")
@@ -51,6 +53,10 @@ def read(file: str, text: str) -> list[Collector]:
         found = Collector(file, "environment", {"PYTORCH_ALLOC_CONF": conf})
         found.options["allocator_conf"] = found.take("PYTORCH_ALLOC_CONF")
         parts.append(found)
+    elif skipped is not None:
+        parts[0].default(
+            "allocator_conf", "expandable_segments:False", f"the allocator's defaults: {skipped} would set others"
+        )
     if allocation is not None:
         parts.append(allocation.found)
     return parts

@@ -19,13 +19,13 @@ from fsdp_advisor.diagnosis.prediction import Job
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.fields import dashed, fields_of
+from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.units import format_bytes, format_gib
 
 _LARGE_SHARE = 0.1
 """No change is suggested for a category below this share of the memory."""
-_EXPANDABLE = "expandable_segments:True"
 _SHARDED = ("zero2", "zero3")
 _ENOUGH = ", which is enough"
 
@@ -96,9 +96,9 @@ def _freeing(facts: Facts) -> Iterator[Change]:
     fragmentation = facts.memory.get("fragmentation", 0)
     if not facts.expandable and lacking is not None and fragmentation >= max(lacking, 1):
         yield Change(
-            what=f"set PYTORCH_ALLOC_CONF={_EXPANDABLE} (before torch 2.9: PYTORCH_CUDA_ALLOC_CONF)",
+            what=f"set PYTORCH_ALLOC_CONF={EXPANDABLE_SEGMENTS} (before torch 2.9: PYTORCH_CUDA_ALLOC_CONF)",
             because=f"{format_bytes(fragmentation)} are reserved and in no tensor{_enough(fragmentation, lacking)}",
-            options={"allocator_conf": _EXPANDABLE},
+            options={"allocator_conf": EXPANDABLE_SEGMENTS},
             saves_bytes=fragmentation,
         )
     yield from _kept_by_mistake(facts)
@@ -244,7 +244,7 @@ def _attempts(job: Job) -> Iterator[tuple[dict[str, Any], str]]:
     """(options to try, description), ordered by their cost in time, the cheapest first."""
     plan, request = job.plan, job.request
     if not request.allocator_conf:
-        yield {"allocator_conf": _EXPANDABLE}, f"PYTORCH_ALLOC_CONF={_EXPANDABLE}"
+        yield {"allocator_conf": EXPANDABLE_SEGMENTS}, f"PYTORCH_ALLOC_CONF={EXPANDABLE_SEGMENTS}"
     if stores_frozen_base_in_fp32(request):
         yield {"dtype": "bfloat16"}, "--dtype bfloat16"
     batch, accumulation = plan.micro_batch_size, plan.gradient_accumulation_steps

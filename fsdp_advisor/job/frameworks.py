@@ -13,6 +13,8 @@ bf16.
 """
 TORCHTITAN_CHUNKS = 8
 """Chunks into which torchtitan divides each sequence for the loss. Source: torchtitan 0.3.0, components/loss.py, num_chunks."""
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
+"""The value of PYTORCH_ALLOC_CONF with which segments of the caching allocator grow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,8 @@ class FrameworkFacts:
     - `threads`: the number of threads that run matrix products, each with a cuBLAS workspace. It is 2, because backward has its own
       thread, or 1 if autograd's multithreading is off. Source: torchtitan 0.3.0, distributed/utils.py, init_distributed.
     - `own_models`: it trains its own model classes, not transformers'.
+    - `allocator_conf`: the PYTORCH_ALLOC_CONF that its launcher sets. Source: torchtitan 0.3.0, run_train.sh; axolotl 0.19.0,
+      utils/__init__.py, `set_pytorch_cuda_alloc_conf`, which cli/main.py calls.
     - `names_sequences`: a padding-free batch also contains the boundaries of its sequences. Source: trl 1.16, sft_trainer.py,
       `DataCollatorForLanguageModeling`.
     """
@@ -92,6 +96,7 @@ class FrameworkFacts:
     sums_gradients: bool = False
     threads: int = 2
     own_models: bool = False
+    allocator_conf: str | None = None
     names_sequences: bool = False
 
 
@@ -139,6 +144,7 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
         keeps_adapter_dtypes=True,
         trains_half=True,
         wraps_adapters=True,
+        allocator_conf=EXPANDABLE_SEGMENTS,
     ),
     "deepspeed": FrameworkFacts(backends=("deepspeed",)),
     "torchtitan": FrameworkFacts(  # torchtitan 0.3.0, distributed/fsdp.py, apply_fsdp_to_decoder; config/configs.py, max_norm
@@ -151,6 +157,7 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
         default_loss="torchtitan",
         checkpointing="selective",
         own_models=True,
+        allocator_conf=EXPANDABLE_SEGMENTS,
     ),
 }
 """The facts of each framework. `torch` stands for each engine by itself, including DeepSpeed's own loop."""

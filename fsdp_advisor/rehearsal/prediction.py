@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -79,6 +80,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         **({"activation-offload": "true"} if model.get("offloads_checkpoints") else {}),
         "attention": model["attention"] or "sdpa",
         "framework": job["framework"],
+        **_allocator(job["framework"]),
         **_compile(model),
         **({"experts-implementation": model["experts"]} if model.get("experts") else {}),
         **_loss(model, job["framework"], task["name"]),
@@ -91,6 +93,14 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         **_rank(job),
         **_engine(job["engine"]),
     }
+
+
+def _allocator(framework: Framework) -> dict[str, str]:
+    """The allocator's settings, if the framework's launcher would set them: a rehearsed command runs in the user's own environment."""
+    if FRAMEWORKS[framework].allocator_conf is None:
+        return {}
+    found = (os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return {"allocator-conf": next(filter(None, found), "expandable_segments:False")}
 
 
 def _parts_not_compiled(framework: Framework) -> tuple[str, ...]:

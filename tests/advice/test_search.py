@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from searches import GPT2, LLAMA, clock, no_clock, search_of
 
-from fsdp_advisor.advice.evaluator import EXPANDABLE_SEGMENTS
 from fsdp_advisor.advice.ranking import SPEED_RESOLUTION, choose
 from fsdp_advisor.advice.search import EVALUATED_CHOICES
+from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
 from fsdp_advisor.rows import tensor_bytes
 
 JOBS: dict[str, dict[str, Any]] = {

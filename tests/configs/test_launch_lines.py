@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_advisor.configs import from_paths, from_texts
+from fsdp_advisor.configs import complete, from_paths, from_texts
 from fsdp_advisor.configs.launchers import FLAGS
 from fsdp_advisor.errors import UsageError
 
@@ -270,3 +270,22 @@ def test_the_configuration_function_that_a_command_of_torchtitan_names_is_read(t
         "micro_batch_size": 1,
     }
     assert options.items() >= expected.items()
+
+
+@pytest.mark.parametrize(
+    ("command", "gpus", "conf"),
+    [
+        ("NGPU=8 CONFIG=llama3_8b ./run_train.sh", 8, None),  # the framework's own setting is assumed later
+        ("torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b", 8, "expandable_segments:False"),
+        ("export PYTORCH_ALLOC_CONF=max_split_size_mb:64\ntorchrun --nproc_per_node 8 -m torchtitan.train --config a", 8,
+            "max_split_size_mb:64"),
+        ("axolotl train qlora.yml", 8, None),
+        ("accelerate launch --num_processes 8 -m axolotl.cli.train qlora.yml", 8, "expandable_segments:False"),
+        ("llamafactory-cli train --finetuning_type lora --cutoff_len 2048", 8, "expandable_segments:True"),
+        ("llamafactory-cli train --finetuning_type lora --cutoff_len 2048", 1, None),
+        ("torchrun --nproc_per_node 8 train.py", 8, None),
+    ],
+)  # fmt: skip
+def test_allocator_settings_of_launchers_are_read(command: str, gpus: int, conf: str | None) -> None:
+    found = complete(from_texts({"run.sh": command}), {"gpus": gpus})
+    assert found.options.get("allocator_conf") == conf
