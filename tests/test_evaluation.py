@@ -56,6 +56,12 @@ def test_evaluations_that_are_not_modelled_are_refused(options: dict[str, Any], 
         row(model, **options)
 
 
+def test_a_framework_without_evaluation_names_those_that_have_one(model: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        row(model, framework="torch")
+    assert refused.value.hint == "--framework trainer, trl or axolotl has it"
+
+
 def test_evaluation_is_a_phase_of_the_job(model: str) -> None:
     found, without = row(model), row(model, eval_strategy="no")
     assert found.job is not None and without.job is not None

@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,15 @@ def test_options_in_readme_exist() -> None:
 
 def test_test_command_is_marked_for_ci() -> None:
     assert re.search(r"<!-- the test command -->\n```sh\n[^\n]*pytest[^\n]*\n```", README.read_text())
+
+
+@pytest.mark.parametrize("package", ["server", "rehearsal"])
+def test_the_readme_of_a_package_lists_every_module(package: str) -> None:
+    folder = ARCHITECTURE.parent / package
+    rows = re.findall(r"^\| (`[^|]*) \|", (folder / "README.md").read_text(), re.MULTILINE)
+    patterns = [pattern for row in rows for pattern in re.findall(r"`([^`]+)`", row)]
+    modules = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    assert {module for module in modules if not any(fnmatch(module, pattern) for pattern in patterns)} == set()
 
 
 def test_paths_in_contributing_exist() -> None:

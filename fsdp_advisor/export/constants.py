@@ -19,8 +19,8 @@ VERSIONS = {
 }
 """The version of each consumer that the exports were checked against.
 
-The tests load and run every export with these versions. axolotl is the exception: its exports are only compared with the
-schema it publishes.
+The tests load and run the exports with these versions, except for those of axolotl and LLaMA-Factory: their keys and types are
+compared with the classes of these versions.
 """
 
 Consumer = Literal["torch", "accelerate", "deepspeed", "trainer", "axolotl", "trl", "llamafactory"]

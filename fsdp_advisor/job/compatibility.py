@@ -153,7 +153,7 @@ def combination_refusal(
             return refused
     if facts.fsdp1_shards_fully and backend == "fsdp1" and strategy != "zero3":
         return UsageError(
-            f"framework trainer with backend fsdp1 has no {strategy}: transformers 5.23 always shards everything with FSDP1",
+            f"framework {framework} with backend fsdp1 has no {strategy}: transformers 5.23 always shards everything with FSDP1",
             hint="--backend fsdp2, or --framework accelerate",
         )
     return None

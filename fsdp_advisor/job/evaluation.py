@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.evaluation_fields import EvalStrategy
-from fsdp_advisor.job.fields import dashed, fields_of
+from fsdp_advisor.job.fields import dashed, fields_of, list_words
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.request import EstimateRequest
 
@@ -60,8 +60,10 @@ def evaluation_of(request: EstimateRequest) -> Evaluation | None:
         return None
     facts = FRAMEWORKS[request.framework]
     if not facts.uses_trainer:
+        evaluating = tuple(name for name, others in FRAMEWORKS.items() if others.uses_trainer)
         raise UsageError(
-            f"the evaluation of framework {request.framework} is not modelled", hint="--framework trainer or trl has it"
+            f"the evaluation of framework {request.framework} is not modelled",
+            hint=f"--framework {list_words(evaluating)} has it",
         )
     _check_completions(request)
     keeps = request.compute_metrics and not request.prediction_loss_only

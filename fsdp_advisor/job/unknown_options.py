@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
 from fsdp_advisor.errors import InvalidOption
+from fsdp_advisor.job.fields import list_words
+from fsdp_advisor.job.frameworks import FRAMEWORKS
 
 _DATA_PARALLEL = "possible are data parallelism and its sharding: DDP, ZeRO-1 to ZeRO-3, HSDP"
+_CLIPPING = tuple(framework for framework, facts in FRAMEWORKS.items() if facts.clips_gradients)
 
 _TOPICS: dict[str, tuple[str, str]] = {
     "tensor parallelism is": (
@@ -35,7 +38,7 @@ _TOPICS: dict[str, tuple[str, str]] = {
     "inference is": ("inference generate kv_cache vllm", "the figures are only of training"),
     "gradient clipping apart from the framework's is": (
         "clip_grad gradient_clipping max_grad_norm clip_grad_norm",
-        "--framework trainer, trl and torchtitan clip gradients, the others do not",
+        f"--framework {list_words(_CLIPPING)} clips gradients, the others do not",
     ),
 }
 """Subjects that are not modelled, with the options that name them and what is possible instead."""

@@ -1,4 +1,4 @@
-"""Every axolotl export agrees with axolotl's published schema. axolotl itself is not installed.
+"""Every axolotl export agrees with axolotl's published schema, whose keys and types are copied here.
 
 Source: axolotl 0.19.0 (https://pypi.org/project/axolotl/0.19.0), under
 axolotl/utils/schemas/: config.py (AxolotlInputConfig), model.py (ModelInputConfig), training.py

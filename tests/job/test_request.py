@@ -14,7 +14,7 @@ from fsdp_advisor.job.fields import Field, fields_of
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
-from fsdp_advisor.job.unknown_options import topic_of
+from fsdp_advisor.job.unknown_options import topic_of, unknown_option
 
 KINDS = (EstimateRequest, RecommendRequest)
 ODD: list[Any] = [
@@ -244,3 +244,8 @@ def test_changed_fields_count_as_given() -> None:
 
 def test_no_option_is_called_not_modelled() -> None:
     assert not [name for name in fields_of(RecommendRequest) if topic_of(name)]
+
+
+def test_clipping_names_every_framework_that_clips() -> None:
+    hint = "--framework trainer, trl, axolotl or torchtitan clips gradients, the others do not"
+    assert unknown_option("max_grad_norm", []).hint == hint

@@ -219,6 +219,7 @@ def test_no_sync_keeps_whole_gradients() -> None:
         ({"wrap": "class:GPT2MLP", "strategy": "zero3"}, "GPT2MLP is not a layer class"),
         ({"wrap": "none", "strategy": "zero3", "framework": "trainer", "activation_checkpointing": "full"}, "not the layers"),
         ({"framework": "trainer", "strategy": "zero2", "backend": "fsdp1"}, "framework trainer with backend fsdp1 has no zero2"),
+        ({"framework": "axolotl", "strategy": "zero2", "backend": "fsdp1"}, "framework axolotl with backend fsdp1 has no zero2"),
     ],
 )  # fmt: skip
 def test_what_a_framework_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:

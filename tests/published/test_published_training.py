@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from published_campaign import NEEDS_EXPLANATION, Result, estimate_of, percentile, read_results
@@ -86,6 +87,19 @@ def test_allocated_bytes_of_full_fine_tuning_are_as_measured(name: str) -> None:
 def test_a_job_that_ran_out_of_memory_is_predicted_not_to_fit(name: str) -> None:
     assert ROWS[name].measured["out_of_memory"]
     assert estimate_of(job_of(ROWS[name])).fits is False
+
+
+def test_the_readme_says_how_large_the_errors_are() -> None:
+    allocated, reserved, speeds = (
+        sorted(abs(result.error) for result in compared(figure) if result.error is not None)
+        for figure in ("allocated", "reserved", "tokens/s")
+    )
+    line = (
+        f"{len(allocated) + len(reserved)} figures of fine-tuning: median {statistics.median(allocated):.3%} (allocated, at most "
+        f"{max(allocated):.1%}) and {statistics.median(reserved):.1%} (reserved, nine of ten within {percentile(reserved, 0.9):.1%}); "
+        f"{len(speeds)} speeds: {statistics.median(speeds):.0%}, nine of ten within {percentile(speeds, 0.9):.0%}"
+    ).replace("%", " %")
+    assert line in " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
 
 
 def test_sources_are_addresses_of_one_version() -> None:
