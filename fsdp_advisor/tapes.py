@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import replace
 from functools import lru_cache
 
-from fsdp_advisor.engines.wrapping import head_is_alone, takes_root_apart, tape_wrap
+from fsdp_advisor.engines.wrapping import head_is_alone, takes_root_apart, tape_wrap, with_role
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotPolynomial, NotRecordable, UsageError
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.adaptation import CONFIG_KEY, may_adapt
@@ -33,6 +33,7 @@ from fsdp_advisor.model.tape_key import (
     TapeKey,
     TapePrecision,
 )
+from fsdp_advisor.policies.dtypes import stored_bytes
 
 _ENGINES: dict[Backend, TapeEngine] = {"fsdp1": "fsdp1", "fsdp2": "fsdp2"}
 _PRECISIONS: dict[Precision, TapePrecision] = {
@@ -173,12 +174,13 @@ def _with_loss(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
 def _gathered_head(plan: Plan, profile: Profile | None) -> GatheredHead:
     """The dtype in which TRL's loss gathers the head's weight; empty if FSDP2 gathers it.
 
-    The loss never calls the head, so no module's forward gathers one that is a unit by itself. Source: trl 1.16, trainer/utils.py,
-    `_fused_forward`.
+    The loss never calls the head, so no module's forward gathers one that is a unit by itself. It gathers the dtype in which the head is
+    stored. Source: trl 1.16, trainer/utils.py, `_fused_forward`.
     """
     if profile is None or plan.loss_code != "trl" or not head_is_alone(profile, plan):
         return ""
-    return "bfloat16" if plan.param_bytes == 2 else "float32"
+    head = profile.root.parameters[with_role(profile, "head")[0]]
+    return "bfloat16" if stored_bytes(plan, head) == 2 else "float32"
 
 
 @lru_cache(maxsize=1024)  # one object per key, because each caches its name

@@ -32,7 +32,7 @@ def shard_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
 
 def shard_bytes(parameter: Parameter, plan: Plan) -> int:
     """Bytes of rank 0's rows of a parameter: the largest chunk of dim 0, or all of a parameter that FSDP2 does not shard."""
-    shape = shard_shape(parameter.shape, plan.shard_degree) if is_sharded(parameter) else parameter.shape
+    shape = shard_shape(parameter.shape, plan.shard_degree) if is_sharded(parameter, plan) else parameter.shape
     return prod(shape) * stored_bytes(plan, parameter)
 
 

@@ -52,6 +52,8 @@ class FrameworkFacts:
       utils/config/__init__.py, `resolve_dtype`; monkeypatch/accelerate/fsdp2.py, `fsdp2_prepare_model`, which makes no fp32 masters. For
       FSDP1 accelerate makes fp32 masters, and DeepSpeed makes its own.
     - `wraps_adapters`: each module of an adapter is an FSDP2 unit. Source: the same, `_process_lora_module_for_fsdp`.
+    - `shards_integers`: FSDP2 also shards packed weights of an integer dtype. Source: axolotl 0.19.0, monkeypatch/fsdp2_qlora.py and
+      monkeypatch/accelerate/fsdp2_quantized.py, `nonfloat_param_guard`.
     - `loads_fp32`: a model given by name is loaded in fp32. transformers' default is the dtype of its checkpoint. Source:
       trl 1.16, trainer/utils.py, create_model_from_path, and trainer/model_config.py; transformers 5.23, modeling_utils.py,
       `from_pretrained`.
@@ -92,6 +94,7 @@ class FrameworkFacts:
     keeps_adapter_dtypes: bool = False
     trains_half: bool = False
     wraps_adapters: bool = False
+    shards_integers: bool = False
     loads_fp32: bool = False
     sums_gradients: bool = False
     threads: int = 2
@@ -145,6 +148,7 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
         trains_half=True,
         wraps_adapters=True,
         allocator_conf=EXPANDABLE_SEGMENTS,
+        shards_integers=True,
     ),
     "deepspeed": FrameworkFacts(backends=("deepspeed",)),
     "torchtitan": FrameworkFacts(  # torchtitan 0.3.0, distributed/fsdp.py, apply_fsdp_to_decoder; config/configs.py, max_norm

@@ -21,12 +21,12 @@ def is_floating(parameter: Parameter) -> bool:
     return parameter.dtype is None or "float" in parameter.dtype
 
 
-def is_sharded(parameter: Parameter) -> bool:
-    """Whether FSDP2 shards the parameter. Packed weights of an integer dtype stay whole on every rank.
+def is_sharded(parameter: Parameter, plan: Plan) -> bool:
+    """Whether FSDP2 shards the parameter. Packed weights of an integer dtype stay whole on every rank, except with axolotl.
 
     Source: accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, `ignored_params`; `fully_shard` itself fails on them.
     """
-    return parameter.role != "quantized" or is_floating(parameter)
+    return parameter.role != "quantized" or is_floating(parameter) or plan.facts.shards_integers
 
 
 def has_8_bit_weights(profile: Profile) -> bool:
@@ -81,10 +81,11 @@ def with_cast_biases(profile: Profile) -> Profile:
 def stored_bytes(plan: Plan, parameter: Parameter) -> int:
     """Bytes per element in which DDP and FSDP keep the parameter, its gradient and its optimizer state.
 
-    Under mixed precision accelerate keeps trained parameters in fp32 for FSDP. Source: accelerate/utils/fsdp_utils.py,
-    fsdp2_prepare_model; accelerate/accelerator.py, prepare_model.
+    Under mixed precision accelerate keeps trained parameters in fp32 for FSDP; with FSDP2 not those of a model with 4-bit weights, whose
+    parameters have dtypes of their own. Source: accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, `model_has_params4bit`;
+    accelerate/accelerator.py, prepare_model.
     """
-    if upcasts_trained(plan) and parameter.requires_grad:
+    if upcasts_trained(plan) and parameter.requires_grad and (plan.backend == "fsdp1" or parameter.dtype is None):
         return FP32_BYTES
     return loaded_bytes(plan, parameter)
 
@@ -97,7 +98,7 @@ def loaded_bytes(plan: Plan, parameter: Parameter) -> int:
 def upcasts_trained(plan: Plan) -> bool:
     """Whether accelerate converts trained parameters to fp32 when it prepares a model for FSDP. Under FSDP1 it converts whole units."""
     by_accelerate = plan.backend == "fsdp1" or (plan.backend == "fsdp2" and not plan.facts.trains_half)
-    return plan.stores_half and plan.uses_accelerate and by_accelerate
+    return plan.mixed and plan.uses_accelerate and by_accelerate
 
 
 def compute_bytes(plan: Plan, parameter: Parameter) -> int:

@@ -202,6 +202,7 @@ def accelerate_trainer(
 ) -> AccelerateTrainer:
     """The model, its optimizer and the batch as accelerate prepares them. `parallel` is what `as_launched` gives."""
     accelerate: Any = importlib.import_module("accelerate")
+    _name_packed_weights(model)
     accelerator = accelerate.Accelerator(
         mixed_precision="bf16" if plan.mixed else "no",
         fsdp_plugin=_plugin(plan, _layer_classes(source, model, plan)),
@@ -212,6 +213,14 @@ def accelerate_trainer(
     prepared, optimizer = accelerator.prepare(model, optimizer)
     optimizer.train()
     return AccelerateTrainer(source, accelerator, prepared, optimizer, batch)
+
+
+def _name_packed_weights(model: nn.Module) -> None:
+    """Give packed 4-bit weights a class of the name by which accelerate recognizes them (`fsdp2_prepare_model`)."""
+    named = type("Params4bit", (FakeTensor,), {})
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.weight.__class__ = named
 
 
 def _layer_classes(source: Source, model: nn.Module, plan: Plan) -> list[str]:
@@ -306,6 +315,7 @@ def transformers_trainer(
     optimizer = optimizer_of(plan).transformers
     if isinstance(optimizer, Refusal):
         raise MeasurementError(optimizer.reason, hint="try another --optim")
+    _name_packed_weights(model)
     by_plugin = plugin_checkpoints(model, plan)
     fsdp = _fsdp_config(plan, _layer_classes(source, model, plan), checkpointing=by_plugin)
     by_model = plan.checkpointing in ("full", "reentrant") and not by_plugin

@@ -91,6 +91,9 @@ def test_adalora_is_refused_where_it_cannot_train(options: Case, told: str | Non
     assert refused is None if told is None else refused is not None and told in refused.message
 
 
+FSDP1_QLORA: Case = {"backend": "fsdp1", "framework": "trainer", "load_in_4bit": "true"}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "told"),
     [
@@ -109,9 +112,15 @@ def test_adalora_is_refused_where_it_cannot_train(options: Case, told: str | Non
             "is shared with a parameter already managed by another FSDP group",
             "share a weight",
         ),
+        ({**FSDP1_QLORA}, "Cannot flatten integer dtype tensors", "packed weights of an integer dtype"),
+        (
+            {**FSDP1_QLORA, "bnb_4bit_quant_storage": "bfloat16"},
+            "Must flatten tensors with uniform dtype",
+            "base_layer.weight is in 16 bits, input_layernorm.weight in fp32",
+        ),
     ],
 )
-def test_what_fsdp2_cannot_train_is_refused(options: Case, error: str, told: str, tmp_path: Path) -> None:
+def test_what_fsdp_cannot_train_is_refused(options: Case, error: str, told: str, tmp_path: Path) -> None:
     case: Case = {"model": "llama", **ENGINES[2], "use_peft": "true", **options}
     request = make_request(options_of(CONFIGS, case, tmp_path))
     profile = resolve(request.model).adapted(adaptation_of(request)).profile

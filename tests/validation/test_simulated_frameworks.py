@@ -148,6 +148,33 @@ QLORA: dict[str, str] = {
     "use_peft": "true",
     "lora_target_modules": "all-linear",
 }
+WITH_UINT8 = {**QLORA, "bnb_4bit_quant_storage": "uint8"}
+
+
+@in_turn(1, of=3)
+@pytest.mark.parametrize(
+    "case",
+    taken(
+        [{**WITH_UINT8, "framework": "trl"}],
+        [
+            {**WITH_UINT8, "framework": "accelerate"},
+            {**WITH_UINT8, "framework": "trainer", "activation_checkpointing": "full"},
+            {**QLORA, "framework": "trl", "dtype": "bfloat16"},
+            {**QLORA, "framework": "trl", "backend": "fsdp1"},
+            {"use_peft": "true", "framework": "trl", "dtype": "bfloat16"},
+        ],
+    ),
+    ids=str,
+)
+def test_quantized_bases_equal_accelerates_and_trls_steps(case: dict[str, str], tmp_path: Path) -> None:
+    """Under FSDP2, accelerate leaves packed integers whole, and adapters next to 4-bit weights in 16 bits; FSDP1's become fp32. TRL's loss
+    gathers the head in the dtype in which it is stored.
+    """
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY_CONFIG))
+    check_accelerates_phases(config, case)
+
+
 OF_AXOLOTL: tuple[dict[str, str], ...] = (
     {},
     {**QLORA, "activation_checkpointing": "full"},
@@ -157,6 +184,7 @@ MORE_OF_AXOLOTL: tuple[dict[str, str], ...] = (
     {"use_peft": "true", "dtype": "bfloat16"},
     {"use_peft": "true", "dtype": "bfloat16", "activation_checkpointing": "full", "lora_target_modules": "all-linear"},
     QLORA,
+    {**QLORA, "bnb_4bit_quant_storage": "uint8", "gpus": "3"},
     {"use_peft": "true", "dtype": "bfloat16", "gradient_accumulation_steps": "2", "strategy": "zero2"},
     {"strategy": "ddp", "backend": "ddp"},
     {**QLORA, "strategy": "ddp", "backend": "ddp", "activation_checkpointing": "full"},

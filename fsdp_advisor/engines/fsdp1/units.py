@@ -14,9 +14,9 @@ from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, Units
-from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
-from fsdp_advisor.policies.dtypes import FP32_BYTES, loaded_bytes, upcasts_trained
+from fsdp_advisor.policies.dtypes import FP32_BYTES, has_8_bit_weights, is_floating, loaded_bytes, upcasts_trained
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
@@ -133,15 +133,28 @@ def flat_bytes(unit: Unit, plan: Plan) -> int:
 
 def fsdp1_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     """Why FSDP1 cannot flatten the model's units; None if it can. Source: `_validate_tensors_to_flatten`."""
-    if all(
-        len({loaded_bytes(plan, p) for p in unit.parameters}) <= 1
-        for unit in wrapping_for(profile, plan).in_order(profile)
-    ):
-        return None
-    return UsageError(
-        "FSDP1 flattens the parameters of a unit, which must have one dtype; adapters are in fp32",
-        hint="--framework trainer, which makes units of adapters, --backend fsdp2, or --dtype float32 with --precision bf16-mixed",
-    )
+    for unit in wrapping_for(profile, plan).in_order(profile):
+        packed = [p for p in unit.parameters if p.role == "quantized"]
+        if any(not is_floating(p) for p in packed):
+            return UsageError(
+                "FSDP1 cannot flatten packed weights of an integer dtype",
+                hint="--strategy ddp, or --load-in-4bit with --backend fsdp2"
+                if has_8_bit_weights(profile)
+                else "--backend fsdp2, --strategy ddp, or --framework trl with --bnb-4bit-quant-storage bfloat16",
+            )
+        first: dict[int, Parameter] = {}
+        for parameter in unit.parameters:
+            first.setdefault(loaded_bytes(plan, parameter), parameter)
+        if len(first) <= 1:
+            continue
+        narrow, wide = (first[n_bytes] for n_bytes in sorted(first)[:2])
+        return UsageError(
+            f"FSDP1 flattens the parameters of a unit, which must have one dtype: {narrow.name} is in 16 bits, {wide.name} in fp32",
+            hint="--backend fsdp2, or --framework trl, which keeps one dtype next to packed weights"
+            if packed
+            else "--framework trainer, which makes units of adapters, --backend fsdp2, or --dtype float32 with --precision bf16-mixed",
+        )
+    return None
 
 
 @lru_cache(maxsize=64)

@@ -63,7 +63,7 @@ def measure(unit: Unit, plan: Plan) -> UnitBytes:
     kept = reduced = trained = 0
     parameters = ignored = optimizer = paged = unsharded = NO_STORAGES
     for parameter, shape, e in zip(unit.parameters, shapes, locals_, strict=True):
-        if not is_sharded(parameter):
+        if not is_sharded(parameter, plan):
             ignored += Storages.of(parameter.elements * stored_bytes(plan, parameter))
             continue
         stored, computed = stored_bytes(plan, parameter), compute_bytes(plan, parameter)
@@ -93,7 +93,7 @@ def measure(unit: Unit, plan: Plan) -> UnitBytes:
         shards=tuple(shards),
         gathered_bytes=gathered * n,
         reduced_bytes=reduced * n,
-        elements=sum(e for p, e in zip(unit.parameters, locals_, strict=True) if is_sharded(p)) * n,
+        elements=sum(e for p, e in zip(unit.parameters, locals_, strict=True) if is_sharded(p, plan)) * n,
         trainable_elements=trained * n,
     )
 
@@ -195,13 +195,13 @@ def unit_warnings(profile: Profile, plan: Plan) -> list[str]:
     """Warnings about a loss that reads the head's weight while it is sharded, about packed weights that are not sharded, and about the
     parameter whose padding costs every rank most.
     """
-    warnings = list(_padding_warnings(profile, plan.shard_degree))
+    warnings = list(_padding_warnings(profile, plan.without_step))
     if plan.loss_code in ("liger", "cce") and head_is_alone(profile, plan):
         warnings.append(
             f"--loss {plan.loss_code} fails in this job: it reads the head's weight without calling the head, which accelerate makes a "
             "unit by itself in a PEFT model, so FSDP2 does not gather it; use --loss full, or --framework trl, whose loss gathers it"
         )
-    whole = profile.bytes_of(lambda p: 0 if is_sharded(p) else stored_bytes(plan, p))
+    whole = profile.bytes_of(lambda p: 0 if is_sharded(p, plan) else stored_bytes(plan, p))
     if whole and plan.shard_degree > 1:
         warnings.append(
             f"FSDP does not shard packed weights of an integer dtype: every rank keeps all {format_bytes(whole)} of them; "
@@ -211,13 +211,13 @@ def unit_warnings(profile: Profile, plan: Plan) -> list[str]:
 
 
 @lru_cache(maxsize=1024)
-def _padding_warnings(profile: Profile, shards: int) -> tuple[str, ...]:
+def _padding_warnings(profile: Profile, plan: Plan) -> tuple[str, ...]:
     """A warning about the parameter whose padding costs most. FSDP2 splits and pads dim 0 only."""
-    excess = 0
+    excess, shards = 0, plan.shard_degree
     worst: Parameter | None = None
     for _, unit, count in recorded_units(profile):
         for parameter in unit.parameters:
-            if not is_sharded(parameter):
+            if not is_sharded(parameter, plan):
                 continue
             more = (prod(shard_shape(parameter.shape, shards)) * shards - parameter.elements) * count
             if more > excess:

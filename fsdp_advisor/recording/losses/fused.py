@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fsdp_advisor.errors import NotRecordable
@@ -71,10 +72,12 @@ class FusedLoss(nn.Module):
         sequences, length = self.examples or tuple(labels.shape)
         tokens = sequences * (length - 1)
         scored = self._completion_length * sequences or max(1, tokens - int(tokens * self._ignored_labels))
-        weight = head.weight
+        weight, bias = head.weight, head.bias
         if self.gathered_head:  # `DTensor.full_tensor`
             weight = weight.to(getattr(torch, self.gathered_head), copy=True)
-        return self._compute(LossInputs(hidden, weight, head.bias, labels, scored, (sequences, length)))
+        elif isinstance(weight, DTensor):  # a simulated step of a head that no unit gathers; the same source
+            weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
+        return self._compute(LossInputs(hidden, weight, bias, labels, scored, (sequences, length)))
 
 
 class FusedLossSource(WrappedSource):
