@@ -245,6 +245,8 @@ def select_step_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tup
         or takes_long_on_cpu(profile, plan)
         or (key.at is None and _is_refused(profile, key, NotPolynomial))
     ):
+        if has_loop(profile) and _gpu_sizes_are_not_polynomials(profile):
+            key = replace(key, at=plan.tape_shape)
         try:
             return _gpu_step_tape(model, profile, key, plan)
         except NotPolynomial:
@@ -254,6 +256,12 @@ def select_step_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tup
             if takes_long_on_cpu(profile, plan):
                 raise
     return select_tape(model, plan, gpu)
+
+
+def _gpu_sizes_are_not_polynomials(profile: Profile) -> bool:
+    """Whether a recording of a step on a GPU has shown that its sizes are not polynomials; then they are not on any code path."""
+    kind = NotPolynomial.__name__
+    return any(refusal["kind"] == kind and "|gpu|" in name for name, refusal in profile.refusals.items())
 
 
 def takes_long_on_cpu(profile: Profile, plan: Plan) -> bool:

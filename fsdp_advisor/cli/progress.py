@@ -125,8 +125,8 @@ class _RecordingNote(_Recordings):
         if not self._written and not done.wait(max(begin + LONG_SECONDS - time.monotonic(), 0)):
             self._written = True
             note(
-                f"recording takes more than {LONG_SECONDS:g} s ({what}): the model's code has long loops; finished recordings are kept,"
-                " also if the command is interrupted, and --strategy NAME records less"
+                f"recording takes more than {LONG_SECONDS:g} s ({what}); finished recordings are kept, also if the command is interrupted,"
+                " and --strategy NAME records less"
             )
 
 

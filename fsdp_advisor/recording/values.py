@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 from unittest import mock
@@ -41,7 +42,18 @@ _SIZED_BY_VALUES = (
 """Operators whose number of result elements depends on values."""
 _CHOICE = _aten.topk.default
 """The operator with which routers choose experts."""
+_CONCATENATED = _aten.cat.default
+"""The operator with which GLM-5.3 puts the mask of its tokens beside their keys, whose values are unknown."""
 _RANDOM = torch.Tag.nondeterministic_seeded
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The values of a storage. `where`: which elements are known; None if all are."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    values: torch.Tensor
+    where: torch.Tensor | None = None
 
 
 class KnownValues(TorchDispatchMode):
@@ -60,7 +72,7 @@ class KnownValues(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._expert_imbalance = expert_imbalance
         self._call = call or _call
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.Tensor]] = {}
+        self._known: dict[int, _Known] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -91,6 +103,8 @@ class KnownValues(TorchDispatchMode):
             self._forget(tensor)
         if func in _FALSE and _are_few([result]):
             self._learn(result, None)
+        elif func is _CONCATENATED and result.is_contiguous() and _are_few([result]):
+            self._learn_parts(result, args[0], args[1] if len(args) > 1 else 0)
         elif func is _CHOICE and self.assumes_result_of(func):
             self._choose(result[1], args[0].shape, kwargs.get("dim", args[2] if len(args) > 2 else -1))
         return result
@@ -142,7 +156,13 @@ class KnownValues(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor):
             return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
         known = self._known.get(tensor.untyped_storage()._cdata)
-        return known is not None and known[1].dtype == tensor.dtype
+        if known is None or known.values.dtype != tensor.dtype:
+            return False
+        if known.where is None:
+            return True
+        where = _view_of(known.where, tensor)
+        with _on_host():
+            return bool(where.all())
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A real tensor with the values of `tensor`; None if they are unknown."""
@@ -150,9 +170,7 @@ class KnownValues(TorchDispatchMode):
             return None
         if not isinstance(tensor, FakeTensor):
             return tensor
-        _, values = self._known[tensor.untyped_storage()._cdata]
-        with _on_host():
-            return values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _view_of(self._known[tensor.untyped_storage()._cdata].values, tensor)
 
     def _learn(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
         """Keep the values of a tensor whose storage is new. `value` None means all zeros, or False."""
@@ -164,7 +182,28 @@ class KnownValues(TorchDispatchMode):
             held = torch.zeros(storage.nbytes() // tensor.element_size(), dtype=tensor.dtype)
             if value is not None:
                 held.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
-        self._known[key] = (weakref.ref(storage, lambda _: self._known.pop(key, None)), held)
+        self._keep(storage, held)
+
+    def _learn_parts(self, result: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> None:
+        """Keep the known values among `parts`, which were concatenated to `result` along `dim`."""
+        parts = [part for part in parts if part.shape != (0,)]  # which has no such dimension, and is left out
+        if not any(map(self.knows, parts)):
+            return
+        sizes = [part.shape[dim] for part in parts]
+        with _on_host():
+            values, where = torch.zeros(result.shape, dtype=result.dtype), torch.zeros(result.shape, dtype=torch.bool)
+            for part, its_values, its_where in zip(
+                parts, values.split(sizes, dim), where.split(sizes, dim), strict=True
+            ):
+                known = self._known.get(part.untyped_storage()._cdata)
+                if known is not None and known.values.dtype == part.dtype:
+                    its_values.copy_(_view_of(known.values, part))
+                    its_where.copy_(torch.tensor(True) if known.where is None else _view_of(known.where, part))
+            self._keep(result.untyped_storage(), values.flatten(), where.flatten())
+
+    def _keep(self, storage: torch.UntypedStorage, values: torch.Tensor, where: torch.Tensor | None = None) -> None:
+        key = storage._cdata
+        self._known[key] = _Known(weakref.ref(storage, lambda _: self._known.pop(key, None)), values, where)
 
     def assumes_result_of(self, func: Any) -> bool:
         """Whether this mode assumes a result of the operator if its inputs are unknown: comparisons are False, and a router
@@ -230,6 +269,12 @@ def _on_host() -> Iterator[None]:
     """Context in which tensors are real."""
     with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
         yield
+
+
+def _view_of(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a storage that belong to `tensor`."""
+    with _on_host():
+        return values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,8 +1,9 @@
 """Survey of the architectures that transformers registers for the tasks that this tool knows: `architecture_survey.py`.
 
 A small model of each, with two layers or as many as show every kind of layer, is recorded. The predicted peak of each phase of a step
-under FSDP2 on two ranks is compared with PyTorch's own step under fake tensors (`fsdp_advisor/validation/simulate.py`). Of a multimodal
-model that needs images, the text part is recorded, as the tool does. The outcome is written to architecture_survey.csv, one line each:
+under FSDP2 on two ranks, or under DDP if FSDP2 refuses the model, is compared with PyTorch's own step under fake tensors
+(`fsdp_advisor/validation/simulate.py`). Of a multimodal model that needs images, the text part is recorded, as the tool does. The outcome
+is written to architecture_survey.csv, one line each:
 
 - `equal`: all phases agree to the byte.
 - `different`: a phase differs; the reason names it, with the bytes.
@@ -47,6 +48,9 @@ SECONDS = 240
 PLAN = Plan(
     strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=2), precision="bf16-mixed", micro_batch_size=2, seq_len=96
 )
+ON_DDP = replace(PLAN, strategy="ddp", backend="ddp", mesh=Mesh(dp_replicate=2))
+REFUSED_BY_FSDP2 = ("fully_shard doesn't support", "already managed by another FSDP group")
+"""Parts of the errors with which PyTorch's `fully_shard` refuses a model: a scalar parameter, or one that several layers share."""
 SMALL = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers"), 2),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num"), 4),
@@ -152,6 +156,7 @@ class Line:
     outcome: str
     attention: str = ""
     precision: str = ""
+    backend: str = ""
     tape: str = ""
     parameters: int = 0
     peak_bytes: int = 0
@@ -226,23 +231,34 @@ def _compared(task: str, model_type: str, *, any_batch: bool) -> Line:
     config = task_config(task, model_type)
     if task != "causal-lm":
         config, _ = trained_part(config, model_type)
-    recorder, plan = _recorder(config, task, model_type), PLAN
+    recorder = _recorder(config, task, model_type)
     try:
-        tape, for_any, plan = _tape_of_attention(recorder, plan, any_batch=any_batch)
-    except NotRecordable:
-        tape, for_any, plan = _tape_of_attention(recorder, replace(plan, precision="fp32"), any_batch=any_batch)
-    off, peak = _differences(recorder, tape, plan)
+        for_any, plan, off, peak = _step(recorder, PLAN, any_batch=any_batch)
+    except ValueError as error:
+        if not any(part in str(error) for part in REFUSED_BY_FSDP2):
+            raise
+        for_any, plan, off, peak = _step(recorder, ON_DDP, any_batch=any_batch)
     return Line(
         task=task,
         model_type=model_type,
         outcome="different" if off else "equal",
         attention=plan.attention,
         precision=plan.precision,
+        backend=plan.backend,
         tape="any" if for_any else "one",
         parameters=recorder.profile.parameters,
         peak_bytes=peak,
         reason=", ".join(f"{phase} {n_bytes:+d} B" for phase, n_bytes in off.items()),
     )
+
+
+def _step(recorder: Recorder, plan: Plan, *, any_batch: bool) -> tuple[bool, Plan, dict[str, int], int]:
+    """Whether the step's tape is valid for any batch, its plan, the phases that differ, and the simulated peak."""
+    try:
+        tape, for_any, plan = _tape_of_attention(recorder, plan, any_batch=any_batch)
+    except NotRecordable:
+        tape, for_any, plan = _tape_of_attention(recorder, replace(plan, precision="fp32"), any_batch=any_batch)
+    return for_any, plan, *_differences(recorder, tape, plan)
 
 
 def _recorder(config: dict[str, Any], task: str, model_type: str) -> Recorder:

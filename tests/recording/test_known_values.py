@@ -1,0 +1,43 @@
+"""Values of small fake tensors, and models whose code reads them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fsdp_advisor.errors import NotPolynomial
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.model import catalog
+from fsdp_advisor.recording.values import KnownValues
+from fsdp_advisor.tapes import select_step_tape
+
+
+def test_concatenation_keeps_the_values_of_its_known_parts() -> None:
+    with FakeTensorMode(), KnownValues() as values:
+        unknown, mask = torch.empty(2, 3, 4), torch.ones(2, 3, 1)
+        joined = torch.cat([torch.tensor([]), torch.cat([unknown, mask], dim=-1)], dim=1)
+        assert values.value_of(joined) is None and values.value_of(joined[..., :4]) is None
+        assert joined[..., -1].bool().nonzero().shape == (6, 2)
+        joined.add_(unknown.sum())
+        assert values.value_of(joined[..., -1]) is None
+
+
+def test_recordings_for_any_length_are_not_tried_again_after_one_failed() -> None:
+    entry = catalog.find("moonshotai/Kimi-Linear-48B-A3B-Base")
+    assert entry is not None
+    refusal = {"kind": NotPolynomial.__name__, "message": "", "hint": ""}
+    profile = replace(catalog.profile(entry), refusals={"plain|bf16|gpu|sdpa|default|-|none|1": refusal})
+    asked = []
+    model: Any = SimpleNamespace(profile=profile, tape=asked.append)
+    request = make_request({"model": entry.id, "gpus": 2, "strategy": "zero3"})
+    (plan,) = plans(request, seq_len=96)
+    select_step_tape(model, plan)
+    assert {(key.device, key.at) for key in asked} == {("gpu", (1, 96))}
