@@ -184,7 +184,8 @@ ScoringPhase = Literal["mismatched", "reference_mismatched", "reference", "prefi
 the trained model on prompts, with a cache of keys and values; ``decode``: for the last token of completions; ``policy``: of the trained
 model to score completions. ``evaluate``: the Trainer's evaluation.
 """
-TapePhase = Literal["forward", "backward"] | ScoringPhase
+TapePhase = Literal["forward", "routers", "backward"] | ScoringPhase
+"""The phase of a segment. ``routers``: of the terms of the routers' loss, one for each layer, which the forward ends with."""
 REFERENCE_PHASES: tuple[TapePhase, ...] = ("reference", "reference_mismatched")
 GENERATION_PHASES: tuple[ScoringPhase, ...] = ("prefill", "decode")
 ROLLOUT_PHASES: tuple[ScoringPhase, ...] = (*GENERATION_PHASES, "policy", "reference")

@@ -84,6 +84,8 @@ class TapeKey:
     """The implementation that offloads activations to host memory."""
     gathered_head: GatheredHead = ""
     """The dtype in which the loss gathers the head's weight by itself, because FSDP2 does not; empty if it does."""
+    router_loss: bool = False
+    """Whether TRL adds the load-balancing loss of the routers, if the model's configuration has one."""
     completion_length: int = 0
     """The tokens of each sequence that GRPO generates and scores."""
     generated: int = 0
@@ -233,7 +235,8 @@ class TapeKey:
 
 _OPTIONS = {
     "wrap": "wrap", "loss": "loss", "ignored": "ignored_labels", "task": "task", "reference": "reference",
-    "offload": "activation_offload", "head": "gathered_head", "completion": "completion_length", "generated": "generated",
+    "offload": "activation_offload", "head": "gathered_head",
+    "routers": "router_loss", "completion": "completion_length", "generated": "generated",
     "generates": "generates", "policy": "scores_policy", "batch": "batch", "padding": "padding", "liger": "liger_kernels",
     "experts": "experts", "imbalance": "imbalance", "images": "images", "evaluates": "evaluates", "compile": "compile",
     "budget": "memory_budget", "fp8": "fp8",

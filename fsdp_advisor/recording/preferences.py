@@ -21,7 +21,15 @@ from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.tape import ScoringPhase
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording.losses import trl
-from fsdp_advisor.recording.losses.fused import FusedLoss, FusedLossSource, LossInputs, fused_loss_of, set_loss
+from fsdp_advisor.recording.losses.fused import (
+    FusedLoss,
+    FusedLossSource,
+    LossInputs,
+    base_outputs,
+    fused_loss_of,
+    router_loss_of,
+    set_loss,
+)
 from fsdp_advisor.recording.rollouts import batch_of, loss_of_grpo
 from fsdp_advisor.recording.scoring import scoring, scoring_phase, without_checkpointing
 from fsdp_advisor.recording.source import Source
@@ -50,7 +58,7 @@ class PreferenceSource(FusedLossSource):
 
     def __init__(self, base: Source, key: TapeKey, *, autocasts_copy: bool) -> None:
         """`autocasts_copy`: whether the reference model's forward runs under autocast if the trained one's does."""
-        super().__init__(base)
+        super().__init__(base, router_loss=key.router_loss)
         self.key = key
         self._reference = key.reference
         self._sequences = sequences_per_example(key.task)
@@ -142,7 +150,7 @@ def _loss_of_dpo(source: PreferenceSource, module: nn.Module, batch: dict[str, t
             scored = _log_probs(module, batch["input_ids"], labels, "reference")["log_probs"]
         references = scored.sum(dim=1).chunk(2, dim=0)
     delta = (chosen - references[0]) - (rejected - references[1])
-    return (-F.logsigmoid(0.1 * delta)).mean() * 1.0
+    return with_router_loss((-F.logsigmoid(0.1 * delta)).mean() * 1.0, outputs)
 
 
 def _loss_of_kto(source: PreferenceSource, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -162,7 +170,7 @@ def _loss_of_kto(source: PreferenceSource, module: nn.Module, batch: dict[str, t
             scored = _log_probs(module, batch["input_ids"], labels, "reference")["log_probs"].sum(-1)
         references = scored, theirs
     kl = (own - references[1]).mean().clamp(min=0)
-    return (1 - torch.sigmoid(0.1 * ((completions - references[0]) - kl))).nanmean()
+    return with_router_loss((1 - torch.sigmoid(0.1 * ((completions - references[0]) - kl))).nanmean(), outputs)
 
 
 def _forward(self: PreTrainedModel, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
@@ -170,6 +178,12 @@ def _forward(self: PreTrainedModel, labels: torch.Tensor | None = None, **inputs
     if labels is None:
         hidden = self.base_model(**inputs, use_cache=True).last_hidden_state
         return self.get_output_embeddings()(hidden[:, -1:, :])
-    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
-    found: dict[str, torch.Tensor] = fused_loss_of(self)(hidden, labels)
-    return found
+    outputs = base_outputs(self, **inputs)
+    found: dict[str, torch.Tensor] = fused_loss_of(self)(outputs.last_hidden_state, labels)
+    of_routers = router_loss_of(self, outputs)
+    return found if of_routers is None else {**found, "router_loss": of_routers}
+
+
+def with_router_loss(loss: torch.Tensor, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss with that of the routers, if the outputs have one."""
+    return loss + outputs["router_loss"] if "router_loss" in outputs else loss

@@ -294,9 +294,7 @@ class Recorder:
             check_kernels(model, self.source.name)
         if key.compiles:  # Inductor takes a second to import
             from fsdp_advisor.recording.compiled import compile_modules, compiler, functions_of_graphs, regions
-            from fsdp_advisor.recording.losses.compiled import check_recomputation, leave_uncompiled
-
-            check_recomputation(key, self.profile.experts, self.source.name)
+            from fsdp_advisor.recording.losses.compiled import leave_uncompiled
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(steady())
             contexts.enter_context(softmax_scratch())
@@ -374,7 +372,7 @@ def _training(source: Source, key: TapeKey) -> Source:
     source = with_images(source, Images(*key.images) if key.images else None)
     if key.task == "sft":
         source = with_batch(source, key.batch, key.padding)
-        return with_loss(source, key.loss, key.ignored_labels, key.gathered_head)
+        return with_loss(source, key.loss, key.ignored_labels, key.gathered_head, router_loss=key.router_loss)
     if key.task == "reward":
         return RewardSource(source)
     # accelerate does not prepare FSDP's copy of the model, so only GRPO runs it under autocast

@@ -163,7 +163,7 @@ def loss_of_grpo(source: PreferenceSource, module: nn.Module, batch: dict[str, t
             score(source, module, batch, "reference", size)
     part = {name: x[:size] if x.dim() else x for name, x in batch.items()}
     ids, mask = sequences(part)
-    logps, entropies = log_probs(module, ids, mask, key.completion_length, with_entropies=True)
+    logps, entropies, of_routers = log_probs(module, ids, mask, key.completion_length, with_entropies=True)
     old = part.get("old_per_token_logps")
     old = logps.detach() if old is None else old
     completion_mask, advantages = part["completion_mask"], part["advantages"].unsqueeze(1)
@@ -178,7 +178,7 @@ def loss_of_grpo(source: PreferenceSource, module: nn.Module, batch: dict[str, t
     normalizer = part["num_items_in_batch"].clamp(min=1.0)
     loss = (per_token * completion_mask).sum() / normalizer
     del entropies
-    return loss
+    return loss if of_routers is None else loss + of_routers / normalizer
 
 
 def score(source: PreferenceSource, module: nn.Module, batch: dict[str, torch.Tensor], phase: Any, size: int) -> None:
@@ -197,8 +197,10 @@ def sequences(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
 
 def log_probs(
     module: nn.Module, ids: torch.Tensor, mask: torch.Tensor, completion_length: int, *, with_entropies: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The log-probabilities of the completions' tokens, and their entropies if they are wanted and the model's head computes them."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The log-probabilities of the completions' tokens, their entropies if they are wanted and the model's head computes them, and the
+    routers' loss if the forward has one.
+    """
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :-completion_length] = -100
     outputs = module(input_ids=ids, labels=labels)
@@ -206,4 +208,4 @@ def log_probs(
     parts = {name: outputs[name][:, -completion_length:] for name in ("log_probs", "entropy") if name in outputs}
     logps = torch.cat([parts["log_probs"]], dim=0)
     entropies = torch.cat([parts["entropy"]], dim=0) if "entropy" in parts and with_entropies else None
-    return logps, entropies
+    return logps, entropies, outputs.get("router_loss")

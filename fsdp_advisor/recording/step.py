@@ -28,6 +28,7 @@ from fsdp_advisor.recording.quantized import state_tensors
 from fsdp_advisor.recording.raw_steps import RawStep
 from fsdp_advisor.recording.remembered import Operators
 from fsdp_advisor.recording.root_units import mark_root_units
+from fsdp_advisor.recording.router_loss import terms_recorded
 from fsdp_advisor.recording.scoring import phases_watched
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.recording.step_events import StepEvents
@@ -133,7 +134,7 @@ class Step:
             watch.ignore(tensor)
         del buffers  # the model's code may free some
         gc.collect()
-        with watch, watched_copies(self._copied), self._offloading():
+        with watch, watched_copies(self._copied), self._offloading(), terms_recorded(self._events.begin):
             batch = self._source.batch(micro_batch_size, seq_len)
             if self._key.precision == "bf16":  # a trainer passes images and audio in the model's dtype
                 batch = cast_floating(batch, torch.bfloat16)

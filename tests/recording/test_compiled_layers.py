@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ from matrix import in_turn
 
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.errors import NotRecordable, UsageError
-from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.report import StrategyEstimate
 
 CONFIG = {
@@ -106,15 +104,3 @@ def test_trls_loss_is_compiled_if_its_last_tile_is_whole() -> None:
     assert loss.forward() == 1 and loss.forward._torchdynamo_disable  # type: ignore[attr-defined]  # Dynamo's own mark
     with pytest.raises(NotRecordable, match="65536 entries"):
         leave_uncompiled(SimpleNamespace(weight=torch.empty(65536, 1)), "model")
-
-
-def test_compiled_experts_with_checkpoints_are_refused_under_trls_loss() -> None:
-    pytest.importorskip("torch")
-    from fsdp_advisor.recording.losses.compiled import check_recomputation
-
-    key = TapeKey("plain", "bf16-mixed", "sdpa", "full", device="gpu", loss="trl", compile="layer")
-    with pytest.raises(NotRecordable, match="experts, recomputed layers and TRL's loss"):
-        check_recomputation(key, 8, "model")
-    for other in (replace(key, checkpointing="none"), replace(key, compile="none"), replace(key, loss="full")):
-        check_recomputation(other, 8, "model")
-    check_recomputation(key, None, "model")

@@ -114,10 +114,16 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
             ("regions in the Trainer", ({"regions": True, "checkpointing": True}, {})),
             ("TRL, sharded", ({"library": "trl", "fsdp": True}, SHARDED)),
             ("regions in TRL, an MoE, sharded", ({"model": "qwen3_moe", **OF_TRL, "fsdp": True}, SHARDED)),
+            ("regions in TRL, an MoE, checkpointed", ({"model": "qwen3_moe", **OF_TRL, "checkpointing": True}, {})),
+            ("TRL, an MoE, checkpointed", ({"model": "qwen3_moe", "library": "trl", "checkpointing": True}, {})),
         ],
         [
             ("TRL in DDP", ({"library": "trl"}, {})),
             ("TRL, an MoE", ({"model": "qwen3_moe", "library": "trl"}, {})),
+            (
+                "regions in TRL, an MoE, sharded and checkpointed",
+                ({"model": "qwen3_moe", **OF_TRL, "fsdp": True, "checkpointing": True}, SHARDED),
+            ),
             ("regions in TRL", (OF_TRL, {})),
             ("the Trainer, sharded", ({"fsdp": True}, SHARDED)),
             ("regions, sharded", ({**OF_ACCELERATE, "fsdp": True}, SHARDED)),

@@ -41,3 +41,16 @@ def test_the_loss_of_the_library_needs_what_is_predicted(name: str, peaks: dict[
     by = {"framework": "trl"} if loss == "trl" else {"framework": "trainer", "loss": loss}
     row = rehearsed_jobs.row_of(tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, **by)
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=2e-4)
+
+
+def test_trl_keeps_terms_of_the_routers_loss_for_each_layer(run: Callable[..., dict[str, int]], tmp_path: Path) -> None:
+    config = {
+        "model_type": "qwen3_moe", "hidden_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 1000,
+        "max_position_embeddings": 4096,
+    }  # fmt: skip
+    found = run("losses.py", json.dumps(config), json.dumps({"trl": ("trl", "bf16-mixed", False, 4, 2000)}))
+    row = rehearsed_jobs.row_of(
+        tmp_path, config, framework="trl", precision="bf16-mixed", micro_batch_size=4, seq_len=2000
+    )
+    assert row.peak_allocated_bytes == pytest.approx(found["trl"], rel=1e-3)

@@ -328,7 +328,7 @@ class _Reader:
         self._dropped_later, self._left_over = list(self._left_over), {}
 
 
-_PHASES = ("", "forward", "backward", *get_args(ScoringPhase))
+_PHASES = ("", "forward", "routers", "backward", *get_args(ScoringPhase))
 
 
 def _sums_gradients(tape: Tape, segment: Segment, at: int) -> bool:

@@ -7,21 +7,7 @@ from typing import Any
 import torch
 
 from fsdp_advisor.errors import NotRecordable
-from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording.losses.trl import TILE_VOCABULARY
-
-
-def check_recomputation(key: TapeKey, experts: int | None, name: str) -> None:
-    """Raise NotRecordable for a compiled model with experts that recomputes its layers, under TRL's loss.
-
-    In rehearsal its peak is up to 22 % above the recorded step's, for an unknown cause. Without checkpointing, without compilation, and in
-    the Trainer the peaks are the same.
-    """
-    if experts is not None and key.compiles and key.loss == "trl" and key.checkpointing != "none":
-        raise NotRecordable(
-            f"{name}: compiled steps with experts, recomputed layers and TRL's loss are not modelled yet",
-            hint="use --activation-checkpointing none, or --compile none",
-        )
 
 
 def leave_uncompiled(loss: Any, name: str) -> None:

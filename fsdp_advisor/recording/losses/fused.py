@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.model.tape_key import TapeCheckpointing
 from fsdp_advisor.recording.fake_operators import fake_operator
-from fsdp_advisor.recording.source import RootModules, WrappedSource
+from fsdp_advisor.recording.router_loss import RouterLoss, is_trained_forward, router_loss
+from fsdp_advisor.recording.source import RootModules, Source, WrappedSource
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,19 @@ class FusedLossSource(WrappedSource):
     instead: str
     """The error's hint: what to use for such a model."""
 
+    def __init__(self, base: Source, *, router_loss: bool = False) -> None:
+        super().__init__(base)
+        self._router_loss = router_loss
+
     def configure(
         self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
     ) -> None:
         super().configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
         if self.task != "causal-lm":
             raise NotRecordable(f"{self.name}: {self.not_causal.format(task=self.task)}", hint=self.instead)
-        self.fuse(causal_model(module, self.name))
+        model = causal_model(module, self.name)
+        self.fuse(model)
+        model.__dict__["router_loss"] = router_loss(model, self.stacks(module)) if self._router_loss else None
 
     def fuse(self, model: PreTrainedModel) -> None:
         """Install the fused loss in the model with `set_loss`."""
@@ -115,6 +122,25 @@ def set_loss(model: PreTrainedModel, fused: FusedLoss, forward: Callable[..., An
 def fused_loss_of(model: PreTrainedModel) -> FusedLoss:
     fused: FusedLoss = model.__dict__["fused_loss"]
     return fused
+
+
+def base_outputs(model: PreTrainedModel, **inputs: Any) -> Any:
+    """The outputs of the model below the head."""
+    routers = _routers_of(model)
+    if routers is None:
+        return model.base_model(**inputs, use_cache=False)
+    return routers.outputs(model.base_model, **inputs, use_cache=False)
+
+
+def router_loss_of(model: PreTrainedModel, outputs: Any) -> torch.Tensor | None:
+    """The loss of the model's routers, if the forward that had these outputs computes one."""
+    routers = _routers_of(model)
+    return None if routers is None else routers.loss(outputs)
+
+
+def _routers_of(model: PreTrainedModel) -> RouterLoss | None:
+    routers: RouterLoss | None = model.__dict__["router_loss"]
+    return routers if is_trained_forward() else None
 
 
 def causal_model(module: nn.Module, name: str) -> PreTrainedModel:

@@ -13,7 +13,15 @@ from fsdp_advisor.errors import NotRecordable, assert_never
 from fsdp_advisor.job.losses import LossCode
 from fsdp_advisor.model.liger import LIGER_LOSSES
 from fsdp_advisor.recording.losses import cce, liger, trl
-from fsdp_advisor.recording.losses.fused import FusedLoss, FusedLossSource, LossInputs, fused_loss_of, set_loss
+from fsdp_advisor.recording.losses.fused import (
+    FusedLoss,
+    FusedLossSource,
+    LossInputs,
+    base_outputs,
+    fused_loss_of,
+    router_loss_of,
+    set_loss,
+)
 from fsdp_advisor.recording.source import Source
 
 TiledLoss = Literal["trl", "liger", "cce"]
@@ -26,8 +34,16 @@ class LossSource(FusedLossSource):
     not_causal = "losses in tiles are for causal language models, not for {task}"
     instead = "use --loss full"
 
-    def __init__(self, base: Source, loss: TiledLoss, ignored_labels: float = 0.0, gathered_head: str = "") -> None:
-        super().__init__(base)
+    def __init__(
+        self,
+        base: Source,
+        loss: TiledLoss,
+        ignored_labels: float = 0.0,
+        gathered_head: str = "",
+        *,
+        router_loss: bool = False,
+    ) -> None:
+        super().__init__(base, router_loss=router_loss)
         self._loss = loss
         self._ignored_labels = ignored_labels
         self._gathered_head = gathered_head
@@ -47,8 +63,15 @@ class LossSource(FusedLossSource):
         return super().batch(micro_batch_size, seq_len)
 
 
-def with_loss(source: Source, loss: LossCode, ignored_labels: float = 0.0, gathered_head: str = "") -> Source:
-    """The source with this loss. `ignored_labels`: the fraction of the labels that are -100. `gathered_head`: see `TapeKey`.
+def with_loss(
+    source: Source,
+    loss: LossCode,
+    ignored_labels: float = 0.0,
+    gathered_head: str = "",
+    *,
+    router_loss: bool = False,
+) -> Source:
+    """The source with this loss. `ignored_labels`: the fraction of the labels that are -100. `gathered_head`, `router_loss`: see `TapeKey`.
 
     Its `configure` raises NotRecordable for a model that is not a causal language model.
     """
@@ -60,11 +83,13 @@ def with_loss(source: Source, loss: LossCode, ignored_labels: float = 0.0, gathe
 
             return ChunkedLossSource(source)
         case "trl" | "liger" | "cce":
-            return LossSource(source, loss, ignored_labels, gathered_head)
+            return LossSource(source, loss, ignored_labels, gathered_head, router_loss=router_loss)
         case _:
             return assert_never(loss)
 
 
 def _forward(self: PreTrainedModel, labels: torch.Tensor, **inputs: Any) -> CausalLMOutput:
-    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
-    return CausalLMOutput(loss=fused_loss_of(self)(hidden, labels))
+    outputs = base_outputs(self, **inputs)
+    loss = fused_loss_of(self)(outputs.last_hidden_state, labels)
+    of_routers = router_loss_of(self, outputs)
+    return CausalLMOutput(loss=loss if of_routers is None else loss + of_routers)
