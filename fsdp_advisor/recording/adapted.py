@@ -124,7 +124,7 @@ class AdaptedSource(WrappedSource):
                 import peft
         except ImportError as error:
             raise MissingExtra(f"{self.name}: recording adapters needs peft", extra=ADAPTERS_EXTRA) from error
-        values = dict(self._adaptation.peft)
+        values, linear = dict(self._adaptation.peft), _linear_names(model)
         if (reason := NOT_RECORDABLE.get(self._adaptation.method or "")) is not None:
             raise NotRecordable(f"{self.name}: {self._adaptation.method} {reason}", hint=_RECORDED)
         for key, reason in NOT_RECORDABLE_LORA.items() if self._adaptation.method == "LORA" else ():
@@ -149,7 +149,8 @@ class AdaptedSource(WrappedSource):
                     hint=_RECORDED,
                 ) from error
             raise UsageError(
-                f"{self.name}: PEFT {peft.__version__} refuses the adapter: {str(error)[:300]}", hint=_hint(str(error))
+                f"{self.name}: PEFT {peft.__version__} refuses the adapter: {str(error)[:300]}",
+                hint=_hint(str(error), linear),
             ) from error
         apply_every_module(adapted)
         return adapted.train()
@@ -158,13 +159,30 @@ class AdaptedSource(WrappedSource):
 _RECORDED = "most other methods are recorded, such as LORA, LOHA, OFT, BOFT, VERA and IA3"
 
 
-def _hint(refusal: str) -> str:
-    """What to change about an adapter that PEFT refuses with these words."""
+_REFUSED_WITH_MAMBA = ("out_proj", "conv1d")
+"""Source: peft 0.21, tuners/tuners_utils.py, `_check_lora_target_modules_mamba`."""
+
+
+def _hint(refusal: str, linear: list[str]) -> str:
+    """What to change about an adapter that PEFT refuses with these words. `linear`: names of the model's linear layers."""
     if "ParamWrapper" in refusal:  # of the weights of experts, which all-linear includes
         return "leave it out, or name modules other than the experts with --lora-target-modules"
+    if "Mamba-based" in refusal:
+        return f"--lora-target-modules {','.join(name for name in linear if name not in _REFUSED_WITH_MAMBA)}"
     if "target" in refusal.lower():
-        return "see the names in the model's modules; all-linear targets all linear layers but the head"
+        return f"--lora-target-modules all-linear (all linear layers but the head), or some of {', '.join(linear)}"
     return "change the options of the adapter, or the values in its configuration"
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    """The last parts of the names of the model's linear layers but the head, in the order of the model."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    linear = (
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+    )
+    return list(dict.fromkeys(linear))
 
 
 def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,10 @@ def test_keys_of_lora_change_what_is_trained(more: dict[str, Any], elements: int
     ("more", "hint"),
     [
         ({"switch_of_a_newer_version": 2}, "the values in its configuration"),
-        ({"target_modules": ["query"]}, "see the names in the model's modules"),
+        (
+            {"target_modules": ["query"]},
+            "all-linear (all linear layers but the head), or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+        ),
     ],
 )
 def test_what_peft_refuses_has_a_hint_about_its_cause(more: dict[str, Any], hint: str) -> None:
@@ -109,3 +112,17 @@ def test_what_peft_refuses_has_a_hint_about_its_cause(more: dict[str, Any], hint
     with pytest.raises(UsageError) as refused:
         Recorder(source_of(config, name="x"))
     assert hint in str(refused.value.hint)
+
+
+def test_linear_layers_that_peft_adapts_next_to_mamba_are_named() -> None:
+    hybrid = {
+        "model_type": "falcon_h1", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32,
+    }  # fmt: skip
+    every = {"peft_type": "LORA", "r": 8, "target_modules": "all-linear"}
+    with pytest.raises(UsageError, match="Mamba") as refused:
+        Recorder(source_of({**hybrid, CONFIG_KEY: Adaptation(peft=every).as_dict()}, name="x"))
+    names = str(refused.value.hint).removeprefix("--lora-target-modules ").split(",")
+    assert "in_proj" in names and "out_proj" not in names
+    named = Adaptation(peft={**every, "target_modules": names})
+    assert Recorder(source_of({**hybrid, CONFIG_KEY: named.as_dict()}, name="x")).profile.adapter_parameters
