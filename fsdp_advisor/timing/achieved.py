@@ -38,6 +38,7 @@ class Achieved:
 
     `matmul`: large matrix products in a training loop, at the clocks under the power limit, not the best product of a
     benchmark. `plain_matmul`: the same in fp32 without tensor cores. `misaligned_matmul`: products in 16 bits with an odd dimension.
+    `fp8_matmul`: products in fp8, relative to the share of those in 16 bits.
     `attention_forward`, `attention_backward`: flash attention with heads of 128 and long sequences; `small_head`: its rate with heads
     of 64, relative to these; `half_rate_forward`, `half_rate_backward`: the tokens at which it reaches half of its rate.
     `memory`: a streaming kernel; `eager`: PyTorch's kernels of single operators; `update_16_bit`, `update_32_bit`: an optimizer's
@@ -52,6 +53,7 @@ class Achieved:
     memory: float
     plain_matmul: float = PLAIN_MATMUL
     misaligned_matmul: float | None = None
+    fp8_matmul: float = 1.0
     small_head: float = SMALL_HEAD
     half_rate_forward: int = HALF_RATE_TOKENS
     half_rate_backward: int = HALF_RATE_TOKENS
@@ -64,7 +66,11 @@ class Achieved:
 # Matrix products: chosen on the fitted rows for Volta (bert-large in fp16) and Ampere (torchtitan on A100). Turing as Volta and Ada as
 # Ampere: assumed. Blackwell's data-centre boards: Hopper's share before it was measured, assumed. All are lower than the best result of
 # a benchmark (A100 0.87, H100 0.80: Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS). CDNA 3 and 4: the same
-# table's benchmark results (MI300X 0.51 and MI325X 0.60, MI355X 0.68) times 0.7. CDNA 2: assumed.
+# table's benchmark results (MI300X 0.51, MI355X 0.68) times 0.54, which is chosen on torchtitan's run of Llama 3 8B in bf16 on eight MI300X
+# with ROCm 6.4 (tests/published, p1112). CDNA 2: assumed.
+# Products in fp8: the same table's best results, relative to bf16: H100 0.709 to 0.803, H200 0.734 to 0.803; B200 0.763 to 0.776,
+# B300 0.745 to 0.786, GB200 0.723 to 0.729. CDNA 3: chosen on the same run with scales by row (p1115). The others: assumed to lose
+# nothing.
 # Attention: FlashAttention-2, which is PyTorch's flash kernel. Ampere: forward and backward together, causal, head 128 on
 # A100: 99, 133, 155, 173, 182, 189 TFLOP/s at 512 ... 16384 tokens (flash2_a100_fwd_bwd_benchmark.png in Dao-AILab/flash-attention;
 # arXiv:2307.08691, figure 4); the division between the two is assumed. With HALF_RATE_TOKENS the rates meet these within 10 % from 1024
@@ -93,16 +99,17 @@ _ACHIEVED: dict[str, Achieved] = {
     "ampere": Achieved(matmul=0.72, attention_forward=0.65, attention_backward=0.56, memory=0.88, seen=True),
     "ada": Achieved(matmul=0.72, plain_matmul=0.55, attention_forward=0.65, attention_backward=0.56, memory=0.88),
     "hopper": Achieved(
-        matmul=0.76, plain_matmul=0.74, misaligned_matmul=0.125, attention_forward=0.69, attention_backward=0.63, small_head=0.80,
-        half_rate_forward=942, half_rate_backward=1459, memory=0.89, eager=0.76, update_16_bit=0.68, update_32_bit=0.78, seen=True,
+        matmul=0.76, plain_matmul=0.74, misaligned_matmul=0.125, fp8_matmul=0.90, attention_forward=0.69, attention_backward=0.63,
+        small_head=0.80, half_rate_forward=942, half_rate_backward=1459, memory=0.89, eager=0.76, update_16_bit=0.68,
+        update_32_bit=0.78, seen=True,
     ),
     "blackwell": Achieved(
-        matmul=0.56, attention_forward=0.55, attention_backward=0.50, small_head=0.85, half_rate_forward=900, half_rate_backward=1459,
-        memory=0.90,
+        matmul=0.56, fp8_matmul=0.97, attention_forward=0.55, attention_backward=0.50, small_head=0.85, half_rate_forward=900,
+        half_rate_backward=1459, memory=0.90,
     ),
     "cdna2": Achieved(matmul=0.54, attention_forward=0.30, attention_backward=0.22, memory=0.80),
-    "cdna3": Achieved(matmul=0.39, attention_forward=0.30, attention_backward=0.22, memory=0.80),
-    "cdna4": Achieved(matmul=0.48, attention_forward=0.30, attention_backward=0.22, memory=0.80),
+    "cdna3": Achieved(matmul=0.28, fp8_matmul=0.62, attention_forward=0.30, attention_backward=0.22, memory=0.80),
+    "cdna4": Achieved(matmul=0.37, attention_forward=0.30, attention_backward=0.22, memory=0.80),
 }  # fmt: skip
 
 _RTX_BLACKWELL = Achieved(matmul=0.69, plain_matmul=0.60, attention_forward=0.65, attention_backward=0.56, memory=0.90)

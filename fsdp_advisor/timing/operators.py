@@ -65,7 +65,7 @@ def device_of(gpu: Gpu, precision: str, attention: Attention = "sdpa", *, compil
         multiprocessors=gpu.multiprocessors,
         element_bytes=4 if precision == "fp32" else 2,
         peak_flops=peak,
-        fp8_flops=gpu.fp8_flops * achieved.matmul if gpu.fp8_flops is not None else None,
+        fp8_flops=gpu.fp8_flops * achieved.matmul * achieved.fp8_matmul if gpu.fp8_flops is not None else None,
     )
 
 

@@ -16,7 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from published_jobs import EXPLAINED, FAMILIES, INSTALLED, Mapped, Measurement, Unmapped, mapped, measurements
+from published_jobs import (
+    EXPLAINED,
+    FAMILIES,
+    INSTALLED,
+    OTHER_KERNELS,
+    Mapped,
+    Measurement,
+    Unmapped,
+    mapped,
+    measurements,
+)
 
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved
@@ -120,11 +130,11 @@ def _predicted(found: StrategyEstimate, job: Mapped, figure: str) -> tuple[float
         value = found.peak_allocated_bytes
     elif figure == "tokens/s":
         if not job.compares_speed:
-            return None, "not compared: other kernels, or the lengths of the sequences are not stated"
+            return None, f"not compared: {job.why_not_speed}"
         value = found.step.tokens_per_second_per_gpu if found.step else None
     else:
         if not job.compares_reserved:
-            return None, "not compared: other kernels, or the lengths of the sequences are not stated"
+            return None, f"not compared: {OTHER_KERNELS}"
         value = found.needed_bytes if figure == "device" else found.peak_reserved_bytes
     return value, ""
 

@@ -166,11 +166,9 @@ _TWO_GPUS = "the layers are divided between two GPUs (device_map), which is not 
 _SIZES = "the source does not state the micro-batch or the length of the sequences"
 _IMAGES = "the source does not state the sizes of its images, or how many a step has"
 _QUANTIZED_EXPERTS = "bitsandbytes packs the experts' parameters by axolotl's own code, which is not modelled"
-_COMPILED = "layers that are compiled and selectively checkpointed are not modelled together"
 _VIT = "the model is timm's"
 _OF_SOURCES = {
     "modelscope/ms-swift@b40f31df7": _OWN_CODE,
-    "pytorch/ao@36027d82d docs/source/workflows/training.md": _COMPILED,
     "pytorch/ao@36027d82d torchao/prototype/moe_training": "expert parallelism is not modelled",
     "pytorch/ao@36027d82d torchao/prototype/quantized_training": "the benchmark's model is its own code; its optimizer is not stated",
     "pytorch/torchtune": "the source does not state which settings of a recipe ran: one recipe takes 16.2 and 30.3 GiB",
@@ -209,7 +207,6 @@ _OF_ROWS = {
     "1065": _IMAGES,
     "1066": "of 2025, when each expert had linear layers of its own, in 8 bits; transformers 5 has one parameter, which is not packed",
     "1105": _IMAGES,
-    **dict.fromkeys(("1118", "1119"), "MXFP8 is not modelled"),
     **dict.fromkeys(("1127", "1128", "1129", "1130"), _SIZES),
     **dict.fromkeys(("1131", "1132", "1133", "1134", "1135", "1136"), f"{_VIT}, compiled as a whole"),
     **dict.fromkeys(("1137", "1138", "1139", "1140"), _VIT),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-FAMILIES = ("fms-acceleration", "peft-method-comparison", "ms-swift", "fsdp-qlora", "automodel", "axolotl")
+FAMILIES = ("fms-acceleration", "peft-method-comparison", "ms-swift", "fsdp-qlora", "automodel", "axolotl", "torchao")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,9 @@ class Measurement:
     measured: dict[str, Any]
 
 
+OTHER_KERNELS = "other kernels, or the lengths of the sequences are not stated"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mapped:
     """`only_if_peak_in`: the phase in which the peak must be for the figure to be comparable, because the other phases ran other
@@ -70,6 +73,7 @@ class Mapped:
     variant: Variant = INSTALLED
     only_if_peak_in: str | None = None
     compares_speed: bool = True
+    why_not_speed: str = OTHER_KERNELS
     compares_reserved: bool = True
 
 
@@ -396,6 +400,41 @@ def _axolotl(row: Measurement) -> Mapped:
     )
 
 
+# torchao, docs/source/workflows/training.md: torchtitan's Llama 3 8B on eight GPUs, each layer compiled, with its policy of selective
+# checkpointing; `max_reserved` of torchtitan's log. These commits of torchtitan compute the loss from all logits; only 0.0.2 does not
+# compile it. run_train.sh sets expandable segments, which ROCm 6.4 does not have. The H100s are the ones with 96 GB, at 2.4 TB/s
+# (torchao/testing/training/roofline_utils.py, "custom to Meta's H100 variant"); the B200s' power was limited.
+# Assumed: nothing.
+
+_TORCHAO_GPUS = {"H100": "H100-96GB", "MI300X": "MI300X", "B200": "B200"}
+
+
+def _torchao(row: Measurement) -> Mapped | Unmapped:
+    gpu, scaling = row.job["gpu"], row.job["scaling"]
+    if scaling.startswith("mxfp8"):
+        return Unmapped("MXFP8 is not modelled")
+    if scaling not in ("none", "rowwise"):
+        return Unmapped(f"torchtitan 0.3 has no recipe {scaling}")
+    return Mapped(
+        options={
+            "model": "meta-llama/Meta-Llama-3-8B",
+            "gpu": _TORCHAO_GPUS[gpu],
+            "gpus": row.job["gpus"],
+            "strategy": "zero3",
+            "framework": "torchtitan",
+            "loss": "full",
+            "compile": "layer",
+            "activation_checkpointing": "selective",
+            "fp8": scaling,
+            "micro_batch_size": row.job["batch_size"],
+            "seq_len": row.job["seq_len"],
+            "allocator_conf": f"expandable_segments:{gpu != 'MI300X'}",
+        },
+        compares_speed=gpu == "H100",
+        why_not_speed="the boards' power was limited" if gpu == "B200" else "CDNA 3's rates are chosen on this run",
+    )
+
+
 _MAPPERS: dict[str, Callable[[Measurement], Mapped | Unmapped]] = {
     "fms-acceleration": _fms,
     "peft-method-comparison": _peft,
@@ -403,6 +442,7 @@ _MAPPERS: dict[str, Callable[[Measurement], Mapped | Unmapped]] = {
     "fsdp-qlora": _fsdp_qlora,
     "automodel": _automodel,
     "axolotl": _axolotl,
+    "torchao": _torchao,
 }
 
 
@@ -451,7 +491,24 @@ ALL_LOGITS = (
     "without which axolotl 0.19 does not start (integrations/cut_cross_entropy/__init__.py, `_check_requirements`). The source names "
     "neither the kind of memory nor the version"
 )
+EAGER_LOSS = (
+    "found: torchtitan 0.0.2 does not compile the loss (train.py), whose logits and gradients in fp32 then need 11.7 GiB instead of 3.9; "
+    "the rest of 3.6 GiB is fragmentation"
+)
+CUDNN_IS_RECOMPUTED = (
+    "found: on Blackwell this commit computes attention with cuDNN (models/attention.py), whose outputs are not among those that selective "
+    "checkpointing keeps (_save_list): 2.0 GiB"
+)
 EXPLAINED: dict[tuple[str, str], str] = {
+    ("p1109", "reserved"): EAGER_LOSS,
+    (
+        "p1109",
+        "tokens/s",
+    ): "not found; the source lacks the times of kernels. The run had PyTorch 2.7, the rates are those of 2.11",
+    ("p1111", "reserved"): EAGER_LOSS,
+    ("p1111", "tokens/s"): "not found: 9 % of it are there without fp8 (p1109); the source lacks the times of kernels",
+    ("p1116", "reserved"): CUDNN_IS_RECOMPUTED,
+    ("p1120", "reserved"): CUDNN_IS_RECOMPUTED + "; the rest of 1.0 GiB is fragmentation",
     ("p0023", "reserved"): (
         "not found: 1.65 GB. With sequences of one length the allocator's cache keeps 0.25 GB more than the tensors here and 1.34 GB in "
         "the same method on q_proj and v_proj (p0024), which is within 1.2 %. The lengths of the run's sequences decide it, and the source "

@@ -19,18 +19,18 @@ def test_a_large_product_runs_at_the_sustained_rate() -> None:
     assert flops / product_s(16384, 4096, 4096, A100) == pytest.approx(A100.matmul_flops, rel=0.05)
 
 
-def test_a_large_product_in_fp8_takes_half_as_long() -> None:
+def test_a_large_product_in_fp8_runs_at_nine_tenths_of_twice_the_rate() -> None:
     h100 = device_of(find_gpu("H100"), "bf16-mixed")
     assert h100 is not None
     large = (16384, 4096, 4096, h100)
-    assert product_s(*large, in_fp8=True) == pytest.approx(product_s(*large) / 2)
+    assert product_s(*large, in_fp8=True) == pytest.approx(product_s(*large) / (2 * 0.9))
 
 
 def test_only_linear_layers_that_suit_fp8_are_faster_in_it() -> None:
     h100 = device_of(find_gpu("H100"), "bf16-mixed")
     assert h100 is not None
     even, odd = (Unit("Layer", (Parameter("weight", (4096, width)),)) for width in (4096, 4088))
-    for unit, is_root, share in ((even, False, 0.5), (odd, False, 1.0), (even, True, 1.0)):
+    for unit, is_root, share in ((even, False, 1 / (2 * 0.9)), (odd, False, 1.0), (even, True, 1.0)):
         flops = 2 * 16384 * 4096 * unit.parameters[0].shape[1]
         fp8, bf16 = (matmul_s_per_flop(unit, is_root, 16384, h100, flops, fp8=fp8)[0] for fp8 in (True, False))
         assert fp8 == pytest.approx(share * bf16)
