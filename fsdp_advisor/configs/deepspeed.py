@@ -41,14 +41,14 @@ def is_deepspeed(keys: Mapping[str, Any]) -> bool:
 def read(file: str, keys: Mapping[str, Any]) -> Collector:
     """The settings of a configuration of DeepSpeed."""
     found = Collector(file, "DeepSpeed", keys)
-    read_into(found, keys)
+    read_into(found)
     found.default(
         "framework", "deepspeed", "DeepSpeed's own training loop, because no file configures accelerate or the Trainer"
     )
     return found
 
 
-def read_into(found: Collector, keys: Mapping[str, Any]) -> None:
+def read_into(found: Collector) -> None:
     """Set the options of DeepSpeed's settings, which are the keys of `found`."""
     micro = found.number("train_micro_batch_size_per_gpu", "micro_batch_size")
     steps = found.number("gradient_accumulation_steps", "gradient_accumulation_steps")

@@ -264,7 +264,7 @@ def read_embedded(found: Collector, section: Mapping[str, Any]) -> None:
     """Read DeepSpeed's section of the arguments. Its "auto" values are replaced by those of the arguments."""
     found.take("deepspeed", shown="deepspeed")
     inner = Collector(found.file, "DeepSpeed", section)
-    deepspeed.read_into(inner, section)
+    deepspeed.read_into(inner)
     found.options |= inner.options
     for option, (value, why) in inner.defaults.items():
         if option != "precision" or found.options.get("mixed") in (None, "no"):

@@ -197,7 +197,7 @@ def _of_snapshot(name: str, snapshot: Snapshot, job: Job | None, device: int | N
         changes=changes(facts, job) if failed or (job is not None and job.row.fits is False) else (),
         prediction=None if job is None else predicted(job, when, memory, held, error),
         notes=tuple(_notes(snapshot, evidence, chosen)),
-        unknown=tuple(_unknown(snapshot, evidence, memory)),
+        unknown=tuple(_unknown(evidence, memory)),
     )
 
 
@@ -258,7 +258,7 @@ def _notes(snapshot: Snapshot, evidence: Evidence, device: int) -> Iterator[str]
         yield f"the snapshot also has GPU {', '.join(map(str, others))}; --device chooses one"
 
 
-def _unknown(snapshot: Snapshot, evidence: Evidence, memory: dict[Category, int]) -> Iterator[str]:
+def _unknown(evidence: Evidence, memory: dict[Category, int]) -> Iterator[str]:
     """Sentences about what is unknown, and why."""
     trace, live = evidence.trace, evidence.alive.live
     if not len(trace):

@@ -61,8 +61,8 @@ class StepHooks:
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
         """After a unit's forward."""
 
-    def pre_backward(self, step: StepBuilder, unit: UnitId, following: UnitId | None) -> None:
-        """Before a unit's backward; `following` is the next layer of the backward pass."""
+    def pre_backward(self, step: StepBuilder, unit: UnitId) -> None:
+        """Before a unit's backward."""
 
     def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
         """After a unit's backward."""
@@ -333,7 +333,8 @@ class _MicroBatchWalk:
         entries = list(_entries(self._profile, played, backward=phase == "backward"))
         following = _following([entry.unit for entry in entries])
         for entry, after in zip(entries, following, strict=True):
-            self._play(phase, entry, after)
+            self._step.following = after
+            self._play(phase, entry)
             if phase == "backward" and entry.unit != AT_ROOT:
                 self._hooks.layer_done(self._step, entry.unit)
             name = unit_name(self._profile, entry.unit)
@@ -345,9 +346,8 @@ class _MicroBatchWalk:
         is_reference = entry.phase in REFERENCE_PHASES
         return (self._hooks.reference if is_reference else None) or self._hooks
 
-    def _play(self, phase: Phase, entry: _Entry, following: UnitId | None) -> None:
+    def _play(self, phase: Phase, entry: _Entry) -> None:
         hooks, step, unit = self._hooks_of(entry), self._step, entry.unit
-        step.following = following
         for item in entry.steps:
             if isinstance(item, Span):
                 step.add_span(item, entry.layer, hooks.gradient_stream, partial(hooks.owner_of, unit, entry.layer))
@@ -366,7 +366,7 @@ class _MicroBatchWalk:
                 case Op.POST_FORWARD:
                     hooks.post_forward(step, at)
                 case Op.PRE_BACKWARD:
-                    hooks.pre_backward(step, at, following)
+                    hooks.pre_backward(step, at)
                 case Op.POST_BACKWARD:
                     hooks.post_backward(step, at)
                 case Op.GRAD_READY:

@@ -61,7 +61,7 @@ class _SelectiveScan(torch.autograd.Function):
         u, delta, A, B, C, D, z, delta_bias, x, out = ctx.saved_tensors
         dout = _in_rows(grads[0])
         dz = torch.empty_like(z) if z is not None else None
-        return (*_gradients_of_scan(u, delta, A, B, C, D, delta_bias, [dout, x, z, out]), dz, _zeros(delta_bias))
+        return (*_gradients_of_scan(u, delta, A, B, C, D, [dout, x, z, out]), dz, _zeros(delta_bias))
 
 
 def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,6 @@ def _gradients_of_scan(
     B: torch.Tensor,
     C: torch.Tensor,
     D: torch.Tensor | None,
-    delta_bias: torch.Tensor | None,
     reads: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of u, delta, A, B, C and D. Those of B and C are summed in fp32.
@@ -204,9 +203,7 @@ def _gradients_of_layer(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | No
     dout = dout.permute(2, 0, 1).reshape(dout.shape[2], -1)
     dout_y = _by_token((out_weight.t() @ dout).t(), tokens)
     out_z = torch.empty_like(out)
-    dconv_out, ddelta, dA, dB, dC, dD = _gradients_of_scan(
-        conv_out, delta, A, B, C, D, delta_bias, [dout_y, states, z, out]
-    )
+    dconv_out, ddelta, dA, dB, dC, dD = _gradients_of_scan(conv_out, delta, A, B, C, D, [dout_y, states, z, out])
     ddelta_bias = _zeros(delta_bias)
     assert dconv_out is not None and ddelta is not None and dB is not None and dC is not None
     dout_weight = torch.einsum("eB,dB->ed", dout, out_z.transpose(0, 1).reshape(out_z.shape[1], -1))

@@ -46,6 +46,7 @@ class StepTime:
     communication buffers, and sums of gradients; `communication`: exposed collectives;
     `contention`: the slowdown of compute by hidden collectives;
     `optimizer`: its step on the GPU; `host`: PCIe and the optimizer on the host; `allocator`: retries of the caching allocator.
+    `communication_seconds`: all collectives, also those hidden behind compute; only tests read it.
     """
 
     breakdown: dict[str, float]

@@ -11,6 +11,8 @@ import pytest
 
 from fsdp_advisor.cli.compare import request_of
 
+pytestmark = pytest.mark.usefixtures("home")
+
 JOB = ("--model", "tiny", "--gpus", "1", "--gpu", "24GiB", "--seq-len", "64")
 CONFIG = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}
 
@@ -22,7 +24,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_peft_config_is_read_from_its_file(cli: Callable[..., Any], home: Path, config: Path) -> None:
+def test_a_peft_config_is_read_from_its_file(cli: Callable[..., Any], config: Path) -> None:
     by_file = cli("estimate", *JOB, "--peft-config", str(config), "--json")
     by_options = cli(
         "estimate", *JOB, "--use-peft", "--lora-r", "4", "--lora-target-modules", "v_proj,q_proj", "--json"
@@ -33,7 +35,7 @@ def test_a_peft_config_is_read_from_its_file(cli: Callable[..., Any], home: Path
     assert answers[0]["estimates"] == answers[1]["estimates"]
 
 
-def test_frozen_parameters_are_given_together_or_one_by_one(cli: Callable[..., Any], home: Path) -> None:
+def test_frozen_parameters_are_given_together_or_one_by_one(cli: Callable[..., Any]) -> None:
     together = cli("estimate", *JOB, "--freeze", "embed_tokens", "norm", "--json")
     apart = cli("estimate", *JOB, "--freeze", "embed_tokens", "--freeze", "norm", "--json")
     assert json.loads(together.out)["request"]["freeze"] == ["embed_tokens", "norm"]

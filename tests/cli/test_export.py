@@ -106,13 +106,13 @@ def test_notes_state_the_plan_of_a_file_without_comments(cli: Cli, tmp_path: Pat
     )
 
 
-def test_a_directory_that_is_not_there(cli: Cli, tmp_path: Path) -> None:
+def test_a_missing_directory_is_refused(cli: Cli, tmp_path: Path) -> None:
     ran = cli("export", "accelerate", *ZERO3, "-o", str(tmp_path / "none" / "fsdp.yaml"))
     assert (ran.status, ran.out) == (2, "")
     assert "there is no directory" in ran.err and len(ran.err.splitlines()) == 2
 
 
-def test_a_plan_that_does_not_fit_is_written_and_told(cli: Cli, tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_is_exported_with_a_note(cli: Cli) -> None:
     ran = cli("export", "ddp", "--model", "meta-llama/Llama-2-7b-hf", "--gpu", "24GiB", "--strategy", "ddp", "-q")
     assert ran.status == 1
     assert ran.err == "note: DDP does not fit 24GiB\n"

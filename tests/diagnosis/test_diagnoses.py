@@ -132,7 +132,7 @@ def test_gradients_are_found_in_backward_by_their_size(tmp_path: Path) -> None:
     assert memory["gradients"] == pytest.approx(LLAMA_PARAMETER_BYTES, rel=0.1)
 
 
-def test_checkpointed_activations_are_small_and_named(tmp_path: Path) -> None:
+def test_checkpointed_activations_are_small_and_named() -> None:
     memory, full = diagnosed("checkpointing").memory, diagnosed("steps").memory
     assert memory["activations"] < full["activations"] / 5
 

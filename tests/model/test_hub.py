@@ -86,7 +86,7 @@ def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server.server_close()
 
 
-def test_config_of_a_hub_model_is_downloaded_once(hub: Hub, home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_config_of_a_hub_model_is_downloaded_once(hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
     hub.files["acme/model"] = json.dumps(LLAMA).encode()
     found = resolve("acme/model")
     assert (found.name, found.source, found.parameters, found.notes) == ("acme/model", "hub", PARAMETERS, ())
@@ -228,7 +228,7 @@ def test_downloaded_config_is_used_without_network_and_offline(hub: Hub, monkeyp
     assert hub.asked == []
 
 
-def test_unwritable_hugging_face_cache_is_bypassed(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_hugging_face_cache_is_bypassed(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     hub.files["acme/model"] = json.dumps(LLAMA).encode()

@@ -133,7 +133,8 @@ def test_a_loop_over_many_experts_on_a_cpu_is_not_recorded(home: Path) -> None:
 
 
 @in_turn(3, of=4)
-def test_the_second_batch_records_a_tape_for_any(home: Path) -> None:
+@pytest.mark.usefixtures("home")
+def test_the_second_batch_records_a_tape_for_any() -> None:
     """Each question resolves the model anew, as commands do: what earlier ones recorded is in the cache."""
 
     def asked(seq_len: int) -> tuple[tuple[int, int] | None, int]:
@@ -151,7 +152,8 @@ def test_the_second_batch_records_a_tape_for_any(home: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_search_records_only_the_tape_of_the_gpu(home: Path, batch: int) -> None:
+@pytest.mark.usefixtures("home")
+def test_a_search_records_only_the_tape_of_the_gpu(batch: int) -> None:
     """It answers for any micro-batch above 1, with the bytes of the tape that an estimate records for one."""
     model, gpu = replace(resolve("tiny"), recorded_locally=True), find_gpu("A100-80GB")
     assert model.profile is not None

@@ -174,7 +174,7 @@ def test_regions_are_told_from_layers() -> None:
         layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
         model = nn.ModuleDict({"embedding": nn.Linear(1, 1), "layers": layers, "head": nn.Linear(1, 1)})
         module = compiles(model)
-        return job_facts._compiled(module if isinstance(module, nn.Module) else model, model)
+        return job_facts.compiled_part(module if isinstance(module, nn.Module) else model, model)
 
     assert of(compile_regions) == of(compile_regions_fsdp2) == "regions"
     assert of(lambda model: [layer.compile() for layer in model["layers"]]) == "layer"

@@ -24,7 +24,6 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 
 RESULTS = Path(__file__).with_name("step_peaks.csv")
-Asked = Callable[[], EstimateRequest]
 TILED = "tiled MLP"
 
 

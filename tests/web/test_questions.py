@@ -119,7 +119,7 @@ def test_what_the_form_sends_untouched_is_the_default_request() -> None:
     assert make_request({"model": "gpt2", **sent}, RecommendRequest) == RecommendRequest(model="gpt2")
 
 
-def test_a_pasted_config_says_what_it_needs(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pasted_config_says_what_it_needs(client: TestClient) -> None:
     html = client.get("/", params={"config": "{not json"}).text
     assert "{not json</textarea>" in html
     assert 'id="problem"' in html

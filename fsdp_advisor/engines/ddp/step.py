@@ -178,7 +178,7 @@ class DdpStep(StepHooks):
             step.free(*self._outputs)
             step.free(*copies)
 
-    def pre_backward(self, step: StepBuilder, unit: UnitId, following: UnitId | None) -> None:
+    def pre_backward(self, step: StepBuilder, unit: UnitId) -> None:
         if unit != AT_ROOT:
             self._reduce_tail(step)
 

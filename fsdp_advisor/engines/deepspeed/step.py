@@ -205,7 +205,7 @@ class DeepspeedStep(StepHooks):
             self._gathering.drop(step)
             self._gathering, self._scored_after = self._scored_after, None
 
-    def pre_backward(self, step: StepBuilder, unit: UnitId, following: UnitId | None) -> None:
+    def pre_backward(self, step: StepBuilder, unit: UnitId) -> None:
         if not self._in_backward:
             self._in_backward = True
             self._gathering.begin_backward()

@@ -151,7 +151,7 @@ class Fsdp1Step(StepHooks):
             self._free(step, unit)
             self._prefetched.discard(unit)
 
-    def pre_backward(self, step: StepBuilder, unit: UnitId, following: UnitId | None) -> None:
+    def pre_backward(self, step: StepBuilder, unit: UnitId) -> None:
         if unit not in self._units:
             return
         step.add(PythonHooks())

@@ -145,7 +145,7 @@ class Fsdp2Step(StepHooks):
             self._gather(step, unit, "with previous compute", in_backward=True)
         self._copy_out(step, unit, forward=True)
 
-    def pre_backward(self, step: StepBuilder, unit: UnitId, following: UnitId | None) -> None:
+    def pre_backward(self, step: StepBuilder, unit: UnitId) -> None:
         if self._policy is not None:
             unit = self._policy.pre_backward(unit)
         if self._is_empty(unit) and unit != AT_ROOT:

@@ -178,7 +178,7 @@ def model_of(module: Any) -> dict[str, Any] | None:
                 "experts": _experts_of(each, config),
                 "checkpointing": checkpointing_of(each),
                 "offloads_checkpoints": any(_offloads(m) for m in each.modules()),
-                "compile": _compiled(module, each),
+                "compile": compiled_part(module, each),
                 "memory_budget": _memory_budget(),
                 "loss": "liger" if each.forward.__module__.startswith("liger_kernel") else "auto",
                 "liger_kernels": any(_by_liger(m) for m in each.modules() if m is not each),
@@ -238,7 +238,7 @@ def _offloads(module: Any) -> bool:
     return getattr(module, "gradient_checkpointing", False) and getattr(function, "__name__", "") == "checkpoint_func"
 
 
-def _compiled(module: Any, model: Any) -> str:
+def compiled_part(module: Any, model: Any) -> str:
     """The compiled part of the model: each layer separately, accelerate's regions, the whole model, other parts, or nothing. Layers
     are the modules in ModuleLists.
     """

@@ -63,7 +63,7 @@ def memory_timeline(
         body.append(line(left, y, width - 4, y, kind="ink", width=1.6))
         body.append(text(left + 4, y - 5, f"GPU: {format_gib(capacity_bytes)}", size=SMALL, bold=True))
     body += _peak(peak, xs(at + 0.5), ys(peak.high_bytes), width, top)
-    body += _feet(label, kept_bytes, bottom, left, width)
+    body += _feet(kept_bytes, bottom, left, width)
     description = ", ".join(
         f"{phase} reaches {format_gib(max(m.high_bytes for m in sections if m.phase == phase))}"
         for phase in dict.fromkeys(m.phase for m in sections)
@@ -139,7 +139,7 @@ def _peak(peak: TimelinePoint, x: float, y: float, width: float, top: float) -> 
     ]
 
 
-def _feet(label: str, kept_bytes: int, bottom: float, left: float, width: float) -> list[str]:
+def _feet(kept_bytes: int, bottom: float, left: float, width: float) -> list[str]:
     """Labels of the horizontal axis and of the solid band."""
     kept = f"solid: parameters and optimizer state, {format_gib(kept_bytes)}" if kept_bytes else ""
     axis = "one step, layer by layer"
