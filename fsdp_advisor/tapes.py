@@ -199,8 +199,8 @@ def _key(
 
 
 def _freezes_weights(profile: Profile) -> bool:
-    """Whether weights of linear layers may be frozen. Models freeze only others themselves, such as tables of positions and the biases
-    by which experts are chosen.
+    """Whether weights of linear layers may be frozen. Weights that a model's own code freezes (tables of positions, biases of routers)
+    are not in linear layers, so only adapters and --freeze matter.
     """
     return CONFIG_KEY in profile.config and profile.is_partly_frozen
 

@@ -110,7 +110,7 @@ def test_a_search_stores_weights_in_4_bits_so_that_several_gpus_share_them(
         ({}, "bfloat16", "bfloat16"),
         ({"framework": "accelerate"}, "bfloat16", "bfloat16"),
         ({"framework": "trainer", "backend": "fsdp1"}, "bfloat16", "bfloat16"),
-        ({"framework": "trl"}, "auto", "bfloat16"),  # it loads fp32 unless it is told otherwise, as a search does
+        ({"framework": "trl"}, "auto", "bfloat16"),  # it loads fp32 by default, as a search does
         ({"framework": "trl", "dtype": "auto"}, "auto", "auto"),
         ({"dtype": "auto"}, "bfloat16", "bfloat16"),
         ({"dtype": "float32"}, "float32", "float32"),

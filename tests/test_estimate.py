@@ -266,12 +266,12 @@ def test_a_small_host_refuses_what_it_cannot_hold() -> None:
     """Offload is refused by the host's memory alone; what leaves it alone is not."""
     asked = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "A100-40GB"}
     free = {e.label: e for e in estimate(**asked).estimates}
-    held = estimate(**asked, host_memory="100GiB")
-    for row in held.estimates:
+    limited = estimate(**asked, host_memory="100GiB")
+    for row in limited.estimates:
         host = row.host_bytes_per_node
         assert row.fits == (free[row.label].fits and (host is None or host <= 100 * 2**30)), row.label
-    refused = [e for e in held.estimates if free[e.label].fits and not e.fits]
-    assert refused and all(verdict_text(held, e).startswith("host lacks ") for e in refused)
+    refused = [e for e in limited.estimates if free[e.label].fits and not e.fits]
+    assert refused and all(verdict_text(limited, e).startswith("host lacks ") for e in refused)
     assert all(e.fits == free[e.label].fits for e in estimate(**asked, host_memory="2TiB").estimates)
 
 

@@ -115,7 +115,7 @@ def _completed(found: Collector) -> Collector:
 
 
 def unmodelled(options: Mapping[str, Any]) -> str | None:
-    """The setting among the options, as words, that is not modelled with torchtitan but with PyTorch's own loop; None if there is none."""
+    """The setting, in words, that is modelled only with PyTorch's own loop, not with torchtitan; None if there is none."""
     lacking = {
         "DDP": options.get("strategy") == "ddp",
         "checkpoints of some layers": str(options.get("activation_checkpointing")).startswith("every"),

@@ -158,7 +158,7 @@ def _differences(
         )
         for name in dict.fromkeys((*expected, *measured))
         if abs(measured.get(name, 0) - expected.get(name, 0)) > small
-        and not (name == "fragmentation" and measured.get(name, 0) < expected.get(name, 0))  # it grows over the steps
+        and not (name == "fragmentation" and measured.get(name, 0) < expected.get(name, 0))  # it still grows
     ]
     yield from sorted(differences, key=lambda d: -abs(d.measured_bytes - d.predicted_bytes))
 

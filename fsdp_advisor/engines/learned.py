@@ -75,7 +75,8 @@ def without_gradient(profile: Profile, tape: Tape, *, by_unit: bool = False) -> 
 
 @lru_cache(maxsize=256)
 def _learned(profile: Profile, tape: Tape, *, by_unit: bool = False) -> Profile:
-    """`by_unit`: parameters are idle only if no parameter of their layer, or of the root, gets a gradient.
+    """The profile in which parameters without a gradient are idle. `by_unit`: they are idle only if no parameter of their layer, or of the
+    root, gets a gradient.
 
     The gradient of a parameter that layers share may become ready in another layer than its own, so it is never idle.
     """

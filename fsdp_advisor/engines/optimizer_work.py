@@ -95,7 +95,7 @@ def gpu_step(
     """The update of `elements` elements on the GPU: memory traffic, quantized states, matrix products and collectives.
 
     Bytes and states are means over all trainable parameters. Clipping reads the gradients for their norms, then reads and writes them.
-    With DeepSpeed's `masters` it is part of MASTER_BYTES.
+    With DeepSpeed's `masters`, MASTER_BYTES contains clipping.
     """
     optimizer, flops, collectives = optimizer_of(plan), 0, Collectives()
     clips = clips_gradients(plan) and not masters

@@ -56,7 +56,7 @@ def _check_images(request: EstimateRequest, *, packed: bool) -> None:
         )
     if getattr(request, "find", None) == "sequence":
         raise UsageError(
-            "the longest sequence with images is not searched", hint="leave --find or --images-per-sample out"
+            "--find sequence is not supported with --images-per-sample", hint="leave --find or --images-per-sample out"
         )
     if packed or request.padding_fraction:
         raise UsageError(

@@ -32,7 +32,7 @@ def check_compile(request: EstimateRequest) -> None:
     """Raises UsageError for a job that is not modelled with compiled layers under any strategy."""
     if request.compile == "none":
         if request.memory_budget != 1:
-            raise UsageError("--memory-budget is a setting of the compiler", hint="add --compile layer or model")
+            raise UsageError("--memory-budget has no effect without --compile", hint="add --compile layer or model")
         return
     if request.memory_budget != 1 and request.activation_checkpointing != "none":
         raise UsageError(
@@ -41,7 +41,7 @@ def check_compile(request: EstimateRequest) -> None:
         )
     own_models = FRAMEWORKS[request.framework].own_models
     if own_models and request.compile == "model":
-        raise UsageError(f"{request.framework} compiles each layer separately", hint="use --compile layer")
+        raise UsageError(f"framework {request.framework} does not compile the whole model", hint="use --compile layer")
     policies = ("none", "full", "selective") if own_models else ("none", "full")
     lacking = {
         f"--framework {request.framework}": request.framework not in COMPILING_FRAMEWORKS,

@@ -87,7 +87,7 @@ def _check_completions(request: EstimateRequest) -> None:
         raise UsageError(
             f"micro-batch of evaluation {request.per_device_eval_batch_size} x ranks {request.gpus} = {completions}, "
             f"not a multiple of --num-generations {request.num_generations}",
-            hint=f"--per-device-eval-batch-size {request.num_generations} makes it one",
+            hint=f"use --per-device-eval-batch-size {request.num_generations}",
         )
 
 

@@ -111,7 +111,7 @@ def generation_of(request: EstimateRequest) -> Generation | None:
             hint="give a divisor of --gpus",
         )
     if request.use_vllm and request.vllm_mode == "colocate" and request.load_in_8bit:
-        raise UsageError("vLLM cannot quantize to 8 bits as it loads", hint="use --load-in-4bit, or --vllm-mode server")
+        raise UsageError("vLLM does not load a model in 8 bits", hint="use --load-in-4bit, or --vllm-mode server")
     return Generation(
         completion_length=request.max_completion_length,
         completions_per_prompt=request.num_generations,
@@ -146,7 +146,7 @@ def check_generation(request: EstimateRequest, seq_len: int) -> None:
         raise UsageError(
             f"micro-batch {batch} x ranks {request.gpus} x micro-batches per generation {steps} = {completions}, "
             f"not a multiple of --num-generations {request.num_generations}",
-            hint=f"--steps-per-generation {request.num_generations} makes it one{searched}",
+            hint=f"use --steps-per-generation {request.num_generations}{searched}",
         )
 
 

@@ -54,7 +54,9 @@ def check_task(request: EstimateRequest) -> None:
             "a reward model has one score per sequence, and no labels", hint="leave --loss and --ignored-labels out"
         )
     if request.task != "sft" and request.loss not in ("auto", "chunked"):
-        raise UsageError(f"--loss {request.loss} is not the loss of --task {request.task}", hint="leave --loss out")
+        raise UsageError(
+            f"--task {request.task} has its own loss and does not accept --loss {request.loss}", hint="leave --loss out"
+        )
     if request.task == "grpo" and request.ignored_labels:
         raise UsageError(
             "GRPO scores only the tokens of completions", hint="give --max-completion-length, not --ignored-labels"

@@ -95,9 +95,7 @@ class _Values:
         return self._default(key) if value is None else value
 
     def _default(self, key: str) -> Any:
-        """The default of a key. What a configuration leaves out of its description of the vision tower has the value of the tower's class,
-        not that of the model's.
-        """
+        """The default of a key. A key of `vision_config` has the default of the tower's class, not the model's."""
         part, _, name = key.partition(".")
         tower = self.config.get(part)
         if not isinstance(tower, Mapping):

@@ -27,7 +27,7 @@ Watch = Callable[[str], AbstractContextManager[object]]
 
 @contextlib.contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Context in which `watch` gets the description of each recording of this process."""
+    """Context that calls `watch` with the description of each recording of this process."""
     _watches.append(watch)
     try:
         yield

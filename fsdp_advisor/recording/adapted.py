@@ -197,7 +197,7 @@ def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in unknown}
 
 
-class _Never:
+class _NoDropout:
     """A probability for `module_dropout` that is below every random number, so that no module is left out."""
 
     def __lt__(self, _: object) -> bool:
@@ -212,7 +212,7 @@ def apply_every_module(adapted: nn.Module) -> None:
     """
     for module in adapted.modules():
         if isinstance(chances := getattr(module, "module_dropout", None), dict):
-            chances.update(dict.fromkeys(chances, _Never()))
+            chances.update(dict.fromkeys(chances, _NoDropout()))
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...], name: str) -> None:

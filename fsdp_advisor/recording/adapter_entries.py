@@ -1,6 +1,4 @@
-"""Recording of adapters that train a few entries of a matrix, without computing the positions that PEFT draws or computes, and why
-others cannot be recorded.
-"""
+"""Records adapters that train a few entries of a matrix, without computing their positions; says why others cannot be recorded."""
 
 from __future__ import annotations
 

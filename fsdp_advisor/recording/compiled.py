@@ -367,7 +367,9 @@ class _Kernels:
 
 
 class _Kernel:
-    """A Triton kernel that only counts its work. `arguments`: the names of its arguments, which tell whether it reads or writes them."""
+    """A Triton kernel that only counts its work. `arguments`: the names of its arguments. Those that begin with `in_` are read; those with
+    `out_ptr`, and those that begin with `ws_ptr`, are written.
+    """
 
     def __init__(self, arguments: list[str]) -> None:
         self._arguments = arguments

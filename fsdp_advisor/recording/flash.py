@@ -162,7 +162,7 @@ class _Current:
 
 
 def use_rows(rows: Rows) -> None:
-    """Set the rows of the batches on which attention runs from now on, also when backward recomputes it."""
+    """Set the batch layout for all following attention calls, also those that recompute in backward."""
     _Current.rows = rows
 
 

@@ -79,7 +79,7 @@ class RecordedOffload(saved_tensors_hooks):
         self._weights = {weight.untyped_storage()._cdata for weight in own_weights}
         self._count = 0
         self._packed: dict[int, torch.Tensor | _OnHost] = {}
-        self._numbers: dict[_Key, int] = {}  # of tensors that are copied, and of later ones with the same key
+        self._numbers: dict[_Key, int] = {}  # the number of the tensor that is copied; later ones with the key share it
         self._keys: dict[int, _Key] = {}
         self._leaving: dict[int, torch.Tensor] = {}
         self._returned: dict[int, torch.Tensor] = {}

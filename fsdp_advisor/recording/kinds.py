@@ -68,7 +68,7 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
-def trained_before(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, bool]:
+def has_backward(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, bool]:
     """By layer, whether it has a backward: a parameter of the layer, or of a layer or module before it, is trained."""
     numbers = {id(p): number for number, p in enumerate(model.parameters())}
     first = min((numbers[id(p)] for p in model.parameters() if p.requires_grad), default=len(numbers))

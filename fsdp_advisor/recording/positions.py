@@ -52,7 +52,7 @@ def keep_positions(model: nn.Module, parent: nn.Module, depth: int, kept: Sequen
             setattr(holder, name, [new[index] for index in listed if index in new])
     if any(_layers(parent) is layers for layers in _towers(model)):
         tower: Any = _configs(model)[0].vision_config
-        tower.num_hidden_layers = len(kept)  # from which transformers counts selected states
+        tower.num_hidden_layers = len(kept)  # transformers counts selected states from its end
         states = [new[state - 1] - len(kept) if state else -1 - len(kept) for state in _selected(model, depth)]
         for config in _configs(model):
             is_list = not isinstance(getattr(config, SELECTED), int)

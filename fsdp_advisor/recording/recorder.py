@@ -88,11 +88,11 @@ class Recorder:
         layers = [layer for stack in stacks for layer in stack.layers]
         self._replaced = replaced_buffers(full, layers)
         self._kinds = {}
-        trained_before = kinds.trained_before(full, layers)
+        has_backward = kinds.has_backward(full, layers)
         for stack in stacks:
             shared = kinds.shared_tensors(stack.layers)
             signatures = [
-                (kinds.signature(layer), trained_before[layer], tensors, kinds.place_of_reused_keys(layer, place))
+                (kinds.signature(layer), has_backward[layer], tensors, kinds.place_of_reused_keys(layer, place))
                 for place, (layer, tensors) in enumerate(zip(stack.layers, shared, strict=True))
             ]
             numbers = {s: i for i, s in enumerate(dict.fromkeys(signatures))}

@@ -2,7 +2,7 @@
 
 accelerate wraps an input embedding that is not tied to the head as one unit, and final norm and head (with the embedding if it is
 tied) as another (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model). A unit of several modules begins when the first module runs
-and ends when all have run, or when the model's forward ends without one of them: TRL's loss stands for the head, which `generate` runs.
+and ends when all have run, or when the model's forward ends without one of them: TRL's loss computes the logits without calling the head.
 Its backward begins when the gradients of the last module's outputs are ready and ends when the gradients of the first module's inputs
 are ready (torch.distributed.fsdp._fully_shard._fsdp_state, _register_group_forward_hooks, _post_forward; torch 2.13). The end of the
 head's forward has no mark, because the head's parameters stay gathered.

@@ -42,12 +42,16 @@ def selective_scan(
     return (out, last) if return_last_state else out
 
 
+A_INDEX = 2
+"""The position of A, which is taken as it is, among the arguments of the scan."""
+
+
 class _SelectiveScan(torch.autograd.Function):
     """Source: `SelectiveScanFn`."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = [_in_rows(t) if t is not None and i != 2 else t for i, t in enumerate(tensors)]  # A is taken as it is
+        rows = [_in_rows(t) if t is not None and i != A_INDEX else t for i, t in enumerate(tensors)]
         u, delta, A, B, C, D, z, delta_bias = rows
         assert u is not None and delta is not None and A is not None and B is not None and C is not None
         out, x, out_z = _scan(u, delta, A, B, C, z)

@@ -91,7 +91,7 @@ class _Tiled(torch.autograd.Function):
         shards = list(torch.chunk(x, ctx.count, dim=0))
         if ctx.waits and len(shards) != ctx.count:
             raise NotRecordable(
-                f"DeepSpeed waits for shard {ctx.count} of a tiled MLP, and {x.shape[0]:,} tokens make only {len(shards)}",
+                f"{x.shape[0]:,} tokens give only {len(shards)} shards of a tiled MLP, not {ctx.count}, and DeepSpeed waits for all",
                 hint="--tiled-mlp with a number that divides the tokens of a micro-batch",
             )
         try:

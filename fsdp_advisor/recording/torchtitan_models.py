@@ -253,7 +253,7 @@ def _output(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _compile_loss(criterion: Any, batch: dict[str, torch.Tensor]) -> None:
-    """Compile a loss of torchtitan if the layers are compiled, which the batch tells."""
+    """Compile a loss of torchtitan if a key of the batch says that the layers are compiled."""
     if "document_ends" in batch:
         from fsdp_advisor.recording.compiled import compile_function
 

@@ -272,8 +272,8 @@ _LIMITED_BY_POWER: dict[str, float] = {"L4": 0.47, "H100-96GB": 0.52, "H100-PCIe
 
 
 def _limited_by_power(found: Achieved, matmul: float) -> Achieved:
-    """The shares of a board whose power limit slows its products to the share `matmul`. Assumed: training is limited as the benchmark
-    is, and attention is slowed as much as products.
+    """`found` for a board whose power limit reduces matrix products to the share `matmul` of the peak. Assumed: training is limited as the
+    benchmark is, and attention slows down in proportion.
     """
     slower = matmul / found.matmul
     return replace(

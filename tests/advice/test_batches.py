@@ -40,8 +40,8 @@ def test_free_batches_have_every_size_and_the_given_accumulation() -> None:
 
 def test_given_sizes_are_fixed() -> None:
     assert list(batches(request_of(micro_batch_size=3), world=8).sizes) == [3]
-    held = batches(request_of(global_batch_size=96, gradient_accumulation_steps=4), world=8)
-    assert (list(held.sizes), held.accumulation(3)) == ([3], 4)
+    kept = batches(request_of(global_batch_size=96, gradient_accumulation_steps=4), world=8)
+    assert (list(kept.sizes), kept.accumulation(3)) == ([3], 4)
     both = batches(request_of(global_batch_size=96, micro_batch_size=3), world=8)
     assert (list(both.sizes), both.accumulation(3)) == ([3], 4)
 

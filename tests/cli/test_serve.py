@@ -1,4 +1,4 @@
-"""`serve` as a process: it answers, says where, and stops when told to."""
+"""`serve` as a process: it answers, says where, and stops on request."""
 
 from __future__ import annotations
 

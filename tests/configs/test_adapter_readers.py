@@ -187,7 +187,7 @@ def test_keys_of_an_adapter_are_read_not_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("peft_autocast_adapter_dtype: false", "adapters in the base's dtype; the estimate has them in fp32"),
         ("peft_autocast_adapter_dtype: true", None),
@@ -195,10 +195,10 @@ def test_keys_of_an_adapter_are_read_not_reported() -> None:
         ("fp32_norms: false", None),
     ],
 )
-def test_axolotls_dtypes_of_adapters_and_norms_are_reported(text: str, told: str | None) -> None:
+def test_axolotls_dtypes_of_adapters_and_norms_are_reported(text: str, message: str | None) -> None:
     lora = "base_model: gpt2, adapter: lora, lora_r: 8, lora_mlp_kernel: false"
     (reading,) = from_texts({"axolotl.yaml": f"{{{lora}, {text}}}"}).readings
-    assert [told in note for note in reading.not_modelled if told] == [True] * bool(told)
+    assert [message in note for note in reading.not_modelled if message] == [True] * bool(message)
 
 
 def test_axolotls_other_keys_of_lora_are_pefts() -> None:
@@ -224,7 +224,7 @@ def test_axolotl_keeps_bf16_around_a_quantized_base_and_fp32_in_adapters(quantiz
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("experts_implementation: scattermoe", "the estimate assumes grouped_mm"),
         ("use_scattermoe: true", "the estimate assumes transformers' grouped_mm"),
@@ -232,11 +232,13 @@ def test_axolotl_keeps_bf16_around_a_quantized_base_and_fp32_in_adapters(quantiz
         ("experts_implementation: eager", None),
     ],
 )
-def test_axolotls_experts_are_read_or_reported(text: str, told: str | None) -> None:
+def test_axolotls_experts_are_read_or_reported(text: str, message: str | None) -> None:
     found = from_texts({"axolotl.yaml": f"{{base_model: mistralai/Mixtral-8x7B-v0.1, bf16: true, {text}}}"})
     (reading,) = found.readings
-    assert not reading.ignored and [told in note for note in reading.not_modelled if told] == [True] * bool(told)
-    assert found.options.get("experts_implementation", "grouped_mm") == ("grouped_mm" if told else "eager")
+    assert not reading.ignored and [message in note for note in reading.not_modelled if message] == [True] * bool(
+        message
+    )
+    assert found.options.get("experts_implementation", "grouped_mm") == ("grouped_mm" if message else "eager")
 
 
 def test_a_script_that_keeps_adapters_in_the_bases_dtype_is_reported() -> None:

@@ -246,7 +246,7 @@ def test_a_recipe_of_trl_and_its_command_are_read_together(command: str, options
              "activation_checkpointing": "full", "precision": "bf16-mixed"}, "ds/stage3.conf"),
     ],
 )  # fmt: skip
-def test_commands_of_other_trainers(command: str, options: dict[str, Any], missing: str) -> None:
+def test_commands_of_other_trainers_are_read(command: str, options: dict[str, Any], missing: str) -> None:
     found = from_texts({"run.sh": command})
     assert found.options.items() >= options.items()
     assert [name for reading in found.readings for name in reading.missing] == [missing]

@@ -557,7 +557,7 @@ def test_torchtitans_memory_budget_is_the_compilers() -> None:
         assert "budget" not in said(found, "not_modelled")
 
 
-def test_torchtitan_functions() -> None:
+def test_torchtitan_functions_are_read() -> None:
     text = dedent(TITAN_PYTHON)
     found = from_texts({"config_registry.py:llama3_8b": text})
     expected = {

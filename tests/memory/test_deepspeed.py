@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from matrix import taken, with_all_cases
 
-from fsdp_advisor.engines.deepspeed.buffers import Filled, buffers, owned_by_rank0
+from fsdp_advisor.engines.deepspeed.buffers import PendingGradients, buffers, owned_by_rank0
 from fsdp_advisor.engines.deepspeed.coordinator import Visit, gathered
 from fsdp_advisor.engines.deepspeed.host import host_memory, host_tensors, not_modelled
 from fsdp_advisor.engines.deepspeed.partitions import (
@@ -89,8 +89,8 @@ def plan(stage: int = 2, ranks: int = 2, **changes: Any) -> Plan:
     )
 
 
-def total(held: States) -> Storages:
-    return held.parameters + held.gradients + held.optimizer + held.communication + held.buffers
+def total(kept: States) -> Storages:
+    return kept.parameters + kept.gradients + kept.optimizer + kept.communication + kept.buffers
 
 
 def test_flat_buffers_and_shards_are_padded_to_the_ranks() -> None:
@@ -126,11 +126,11 @@ def test_sub_groups_close_with_the_parameter_that_fills_them() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_states_are_those_of_the_textbook_and_the_masters(stage: int) -> None:
     """7B in fp32 on 4 ranks: the master is a second copy of the weights, which the textbook does not know."""
-    held = states(LLAMA_7B, plan(stage, 4, precision="fp32"))
+    kept = states(LLAMA_7B, plan(stage, 4, precision="fp32"))
     n = LLAMA_7B.parameters
     whole, part = 4 * n, n
     expected = {1: whole + 3 * part * 4 / 4, 2: whole + 3 * part * 4 / 4, 3: 4 * (2 + 3) * n / 4 + 2e9}[stage]
-    assert total(held).exact == pytest.approx(expected, rel=2e-3)
+    assert total(kept).exact == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed", "fp16-mixed"])
@@ -152,9 +152,9 @@ def test_fp16_is_as_bf16_mixed_but_for_the_search_for_overflow() -> None:
         assert buffers(LLAMA_7B, half).moments[1:] == buffers(LLAMA_7B, brain).moments[1:]
 
 
-def filled_with(gradients: Iterable[tuple[int, int]], ranks: int) -> Filled:
+def filled_with(gradients: Iterable[tuple[int, int]], ranks: int) -> PendingGradients:
     """A bucket with these gradients: (first element, elements) in the flat buffer."""
-    filled = Filled()
+    filled = PendingGradients()
     for start, n in gradients:
         filled.put(start, n, ranks * shard_elements(n, ranks), 0)
     return filled

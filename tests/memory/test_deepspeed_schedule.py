@@ -21,7 +21,7 @@ from ranks import as_ranks, run_ranks
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from fsdp_advisor.engines.deepspeed.buffers import Filled, buffers
+from fsdp_advisor.engines.deepspeed.buffers import PendingGradients, buffers
 from fsdp_advisor.engines.deepspeed.settings import Settings
 from fsdp_advisor.engines.deepspeed.step import DeepspeedStep
 from fsdp_advisor.job.plan import Plan
@@ -139,7 +139,7 @@ def test_an_oversized_gradient_is_cut_where_ranks_meet() -> None:
     profile = Recorder(TransformersSource(CONFIGS["llama"], name="small")).profile
     step = buffers(profile, plan(2, 64), Settings(reduce_bucket_size=20_000))
     owned = step.partition_elements
-    filled = Filled()
+    filled = PendingGradients()
     filled.put(0, 64_000, 64_000, 0)
     assert owned < 20_000
     slices = -(-20_001 // owned)

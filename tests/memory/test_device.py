@@ -32,7 +32,7 @@ def plan(backend: str = "fsdp2", strategy: str = "zero3", ranks: int = 8, nnodes
 
 @dataclass(frozen=True)
 class Reading:
-    """What a process held beside PyTorch's reserved memory: in use, less allocated, less reserved but unallocated."""
+    """The memory that a process has in addition to PyTorch's reserved memory: in use, less allocated, less reserved but unallocated."""
 
     source: str
     gpu: str

@@ -48,7 +48,7 @@ def test_jobs_that_torchtitan_ran_fit_or_not_as_reported(row: dict[str, Any]) ->
     assert estimate_of(model, request).fits is row["fits"]
 
 
-def test_every_published_figure_is_held_against_or_has_its_reason() -> None:
+def test_every_published_figure_is_compared_or_has_a_reason() -> None:
     published = json.loads((SPEED / "published.json").read_text())
     stated = {row["id"] for row in published if any(v for k, v in row["measured"].items() if k.endswith("_gib"))}
     accounted = [*DATA["covered"], *(i for entry in DATA["left_out"] for i in entry["ids"])]

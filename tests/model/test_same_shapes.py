@@ -50,7 +50,7 @@ def test_published_configuration_is_the_catalogs_model() -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_configuration_with_another_value_is_not(change: dict[str, Any]) -> None:
+def test_configuration_with_another_value_matches_no_model(change: dict[str, Any]) -> None:
     assert entry_of(PUBLISHED | change) is None
 
 

@@ -1,7 +1,7 @@
 """Rehearses single operators that Liger's repository publishes: `PYTHONPATH=. python tests/published/operator_campaign.py FILE PYTHON`.
 
 FILE has all measurements, PYTHON is that of an environment of rehearsals (CONTRIBUTING.md). The operators run forward and backward on a
-simulated GPU, by the code of the installed libraries (`scripts/liger_operators.py`). `operators.csv` beside this file gets the peaks.
+simulated GPU, by the code of the installed libraries (`scripts/liger_operators.py`). `operators.csv` in this folder gets the peaks.
 """
 
 from __future__ import annotations

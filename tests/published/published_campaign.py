@@ -1,6 +1,6 @@
 """Predicts the published measurements: `PYTHONPATH=. python tests/published/published_campaign.py [FAMILY ...]`.
 
-It writes `results.csv` beside it, and prints medians and 90th percentiles of the absolute errors. Adapters are recorded, so it needs
+It writes `results.csv` next to it, and prints medians and 90th percentiles of the absolute errors. Adapters are recorded, so it needs
 torch, transformers and PEFT, and about ten minutes.
 """
 

@@ -1,4 +1,4 @@
-"""LoRA runs of litgpt that its repository publishes (26857050): config_hub/finetune/README.md with the YAML files beside it, and
+"""LoRA runs of litgpt that its repository publishes (26857050): config_hub/finetune/README.md with the YAML files next to it, and
 tutorials/resource-tables.md.
 """
 

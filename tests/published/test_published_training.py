@@ -17,7 +17,7 @@ from fsdp_advisor.job.parsing import make_request
 ROWS = {row.id: row for row in measurements()}
 RESULTS = read_results()
 TARGETS = {"allocated": (0.01, 0.04), "reserved": (0.03, 0.10), "device": (0.06, 0.12), "tokens/s": (0.10, 0.25)}
-"""The median and the 90th percentile of absolute errors that predictions are held to."""
+"""The median and the 90th percentile of absolute errors that predictions may have."""
 
 SAMPLE = ("p0534", "p0535", "p0536", "p0537", "p0806", "p0807", "p0838")
 """Jobs whose peak is in the optimizer's step, where older code makes no difference: the catalog has their tapes."""

@@ -302,7 +302,7 @@ def test_a_filled_window_is_recorded_for_the_kernel_of_each_gpu_that_is_asked_ab
 
 
 @pytest.mark.parametrize("key", [CPU, GPU], ids=lambda key: key.device)
-def test_sums_over_rows_stage(key: TapeKey) -> None:
+def test_column_sums_allocate_a_workspace(key: TapeKey) -> None:
     """For the gradients of two norms and four biases, and freed again at once."""
     tape = tape_of(key, attention_bias=True, num_key_value_heads=2)
     layer = next(s for s in tape.segments if s.stack == 0 and s.phase == "backward")

@@ -77,7 +77,7 @@ def is_mark(event: tuple[int, int, int]) -> bool:
 
 
 def marks_of(tape: Tape) -> dict[Mark, tuple[int, int]]:
-    """Segment and position of each mark beside those of layers and root, in the order of the tape."""
+    """Segment and position of each mark other than those of layers and root, in the order of the tape."""
     return {
         (op, unit): (number, at)
         for number, segment in enumerate(tape.segments)

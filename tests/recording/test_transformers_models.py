@@ -84,7 +84,7 @@ def test_cost_does_not_grow_with_depth() -> None:
     assert [p.stacks[0].depth for p in profiles] == [8, 80]
 
 
-def test_one_layer_is_enough() -> None:
+def test_a_model_of_two_layers_is_recorded() -> None:
     recorder = Recorder(TransformersSource({"model_type": "llama", **SMALL, "num_hidden_layers": 2}, name="x"))
     assert recorder.tape(TapeKey("fsdp2", "bf16", "sdpa", "none", at=(2, 16))).segments
 

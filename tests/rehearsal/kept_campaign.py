@@ -2,7 +2,7 @@
 
 The records in `tests/records/without_kernels` were made by `validate --mode rehearse`, whose meter reads PyTorch's counters between
 the phases of its own loop. Here the meter of `rehearse`, with its hooks and its history of allocations, measures the same steps. The
-results go to kept_campaign.csv beside this file. A case that already has a row is not run again.
+results go to kept_campaign.csv in this folder. A case that already has a row is not run again.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def pairs() -> list[tuple[Compared, Compared]]:
     ]
 
 
-def test_the_order_of_strategies_and_of_checkpointing() -> None:
+def test_predicted_order_of_strategies_and_checkpointing_is_the_measured_one() -> None:
     found = pairs()
     described = [p for p in found if abs(p[0].row.measured_seconds / p[1].row.measured_seconds - 1) > NOISE]
     wrong = [

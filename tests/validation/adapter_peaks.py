@@ -1,4 +1,4 @@
-"""Simulates every job of `adapter_cases.py` and keeps its peaks beside the predicted ones in adapter_peaks.csv: `adapter_peaks.py`.
+"""Simulates every job of `adapter_cases.py` and keeps its peaks and the predicted ones in adapter_peaks.csv: `adapter_peaks.py`.
 
 A job takes five to twenty seconds. Jobs that have no line yet are simulated; `adapter_peaks.py --all` simulates all again.
 A test compares today's predictions with the kept simulations.

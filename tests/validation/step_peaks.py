@@ -1,4 +1,4 @@
-"""Simulates jobs with other losses, checkpointing, batches and tiled MLPs and keeps their peaks beside the predicted ones in
+"""Simulates jobs with other losses, checkpointing, batches and tiled MLPs and keeps their peaks and the predicted ones in
 step_peaks.csv: `step_peaks.py`.
 
 A job takes five to twenty seconds. Jobs that have no line yet are simulated; `step_peaks.py --all` simulates all again.

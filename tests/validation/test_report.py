@@ -186,7 +186,7 @@ def test_drawing_needs_figures_and_a_writable_svg_file(tmp_path: Path) -> None:
 def test_gpu_runs_are_reported_by_phase_range_and_segment() -> None:
     peaks = {phase: {"allocated_bytes": 40 * GIB, "reserved_bytes": 50 * GIB} for phase in PHASES}
     said = {phase: {"allocated_bytes": 38 * GIB, "reserved_bytes": 50 * GIB} for phase in PHASES}
-    held = {
+    snapshot = {
         "segments": 9, "modelled_segments": 8, "equal_segments": 7, "recorded_bytes": 9, "modelled_bytes": 8,
         "only_recorded": ["large, 9 bytes"], "only_modelled": ["small, 8 bytes"],
     }  # fmt: skip
@@ -196,7 +196,7 @@ def test_gpu_runs_are_reported_by_phase_range_and_segment() -> None:
     one = record(
         1,
         1,
-        measured={**measured, "phases": peaks, "snapshot": held},
+        measured={**measured, "phases": peaks, "snapshot": snapshot},
         predicted={**predicted, **ranges, "phases": said},
     )
     assert report.main_figure(one) == "peak_reserved_bytes"

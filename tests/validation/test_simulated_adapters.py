@@ -70,7 +70,7 @@ def test_matrices_that_layers_share_count_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({**ENGINES[2]}, "FSDP2 reshards after forward"),
         ({**ENGINES[2], "strategy": "zero2"}, None),
@@ -80,7 +80,7 @@ def test_matrices_that_layers_share_count_once(tmp_path: Path) -> None:
         ({**ENGINES[0], "activation_checkpointing": "reentrant"}, None),
     ],
 )
-def test_adalora_is_refused_where_it_cannot_train(options: Case, told: str | None, tmp_path: Path) -> None:
+def test_adalora_is_refused_where_it_cannot_train(options: Case, message: str | None, tmp_path: Path) -> None:
     """PEFT reads the matrices again after the forward. The errors are those of PEFT, DDP and DeepSpeed over gloo."""
     case: Case = {"model": "llama", **options, "peft_config": json.dumps({"peft_type": "ADALORA", "total_step": 100})}
     request = make_request(options_of(CONFIGS, case, tmp_path))
@@ -88,14 +88,14 @@ def test_adalora_is_refused_where_it_cannot_train(options: Case, told: str | Non
     assert profile is not None
     (plan,) = plans(request, seq_len=128)
     refused = model_refusal(profile, plan)
-    assert refused is None if told is None else refused is not None and told in refused.message
+    assert refused is None if message is None else refused is not None and message in refused.message
 
 
 FSDP1_QLORA: Case = {"backend": "fsdp1", "framework": "trainer", "load_in_4bit": "true"}
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "told"),
+    ("options", "error", "message"),
     [
         (
             {"precision": "bf16", "lora_modules_to_save": "input_layernorm"},
@@ -120,14 +120,14 @@ FSDP1_QLORA: Case = {"backend": "fsdp1", "framework": "trainer", "load_in_4bit":
         ),
     ],
 )
-def test_what_fsdp_cannot_train_is_refused(options: Case, error: str, told: str, tmp_path: Path) -> None:
+def test_what_fsdp_cannot_train_is_refused(options: Case, error: str, message: str, tmp_path: Path) -> None:
     case: Case = {"model": "llama", **ENGINES[2], "use_peft": "true", **options}
     request = make_request(options_of(CONFIGS, case, tmp_path))
     profile = resolve(request.model).adapted(adaptation_of(request)).profile
     assert profile is not None
     (plan,) = plans(request, seq_len=128)
     refused = model_refusal(profile, plan)
-    assert refused is not None and told in refused.message
+    assert refused is not None and message in refused.message
     with pytest.raises((AssertionError, ValueError), match=error):
         simulate(source_of(profile.config, name=request.model, task=profile.task), plan)
 

@@ -1,4 +1,4 @@
-"""Every page answers, has JSON beside it, runs nothing inline, and every link leads somewhere."""
+"""Every page answers, has its JSON, runs nothing inline, and every link leads somewhere."""
 
 from __future__ import annotations
 

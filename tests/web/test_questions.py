@@ -43,7 +43,7 @@ def test_markup_is_shown_not_run(client: TestClient, name: str) -> None:
         ({"model": "gpt2", "gpus": "9" * 5000}, 422, "gpus"),
     ],
 )
-def test_bad_input_is_said_beside_the_form_and_the_form_keeps_it(
+def test_an_input_error_is_shown_next_to_the_form(
     client: TestClient, query: dict[str, str], status: int, field: str | None
 ) -> None:
     reply = client.get("/", params=query)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from fsdp_advisor.engines.deepspeed.buffers import Buffers, Filled
+from fsdp_advisor.engines.deepspeed.buffers import Buffers, PendingGradients
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import StepBuilder
@@ -30,7 +30,7 @@ class Bucket:
 
     def __init__(self, buffers: Buffers, ranks: int) -> None:
         self._buffers, self._ranks = buffers, ranks
-        self._filled = Filled()
+        self._filled = PendingGradients()
         self._storage = NO_BUFFER  # stages 1, 2: the bucket itself
         self._is_last = False  # the last micro-batch
         self._oversized = NO_BUFFER  # a gradient larger than the bucket

@@ -63,7 +63,7 @@ class Moment:
 
 
 @dataclass(slots=True)
-class Filled:
+class PendingGradients:
     """Sizes of the gradients that wait for one reduction. `first` and `end` are positions in the flat buffer.
 
     `largest_own` is the largest piece of one gradient that rank 0 keeps. `padded` counts elements, with each gradient padded
@@ -123,7 +123,7 @@ class Buffers:
     offload_cast_bytes: int = 0
     sharded: bool = False
 
-    def copy_bytes(self, filled: Filled, ranks: int) -> int:
+    def copy_bytes(self, filled: PendingGradients, ranks: int) -> int:
         """Bytes of the flat copy that a reduction makes of the `filled` gradients.
 
         Stage 3 copies, with padding, unless there is a single gradient that divides evenly. Stages 1, 2 copy if the gradients

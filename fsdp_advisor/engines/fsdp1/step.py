@@ -60,7 +60,7 @@ class Fsdp1Step(StepHooks):
         self._repeated = False  # a forward of this micro-batch has run before
         # State within one step
         self._previous_gradients = NO_BUFFER
-        self._prefetched: set[UnitId] = set()  # gathered before the hook that needs them
+        self._prefetched: set[UnitId] = set()  # gathered in advance
         self._forward_order: list[UnitId] = []  # units in the order of their post-forward hooks
         self._indices: defaultdict[UnitId, list[int]] = defaultdict(list)  # their indices in `_forward_order`
         self._ran_in_layer: set[UnitId] = set()  # units within the current layer that have run

@@ -332,7 +332,9 @@ _PHASES = ("", "forward", "routers", "backward", *get_args(ScoringPhase))
 
 
 def _sums_gradients(tape: Tape, segment: Segment, at: int) -> bool:
-    """Whether the storage is the sum of two gradients of a weight that is used twice. The two gradients are freed at once."""
+    """Whether the storage is the sum of two gradients of a weight that is used twice. Both are freed right after the
+    sum is allocated.
+    """
     parts = 0
     for op, a, b in segment.events[at + 1 :]:
         if op == Op.ALLOC:

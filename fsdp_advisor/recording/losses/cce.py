@@ -15,8 +15,8 @@ def loss(inputs: LossInputs) -> torch.Tensor:
     hidden, labels = inputs.hidden, inputs.labels
     if inputs.bias is not None:
         raise NotRecordable(
-            "cut cross entropy has no head with a bias",
-            hint="--loss liger or chunked has one; --loss full works always",
+            "cut cross entropy does not support a head with a bias",
+            hint="use --loss liger, chunked or full",
         )
     half = hidden.dtype if hidden.dtype != torch.float32 else torch.bfloat16  # its kernels accept only half precision
     valid = _valid_tokens(labels, inputs.scored)

@@ -36,7 +36,7 @@ def resident_bytes(profile: Profile, plan: Plan) -> int:
 
 
 def simulated(steps: StepOperations, conf: AllocatorConf | None = None) -> tuple[CachingAllocator, list[int]]:
-    """Three steps, with nothing held back for other streams; what is requested after each."""
+    """Three steps, without blocks that other streams still use; what is requested after each."""
     allocator = CachingAllocator(steps.requests, conf, gpu_keeps_up=True)
     allocator.run(steps.setup)
     after = []
