@@ -43,11 +43,11 @@ from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.tapes import (
     gpu_tape,
     gpu_tape_key_of,
-    select_step_tape,
     select_tape,
-    step_tape,
     takes_long_on_cpu,
+    tape_for_search,
     tape_key_of,
+    tape_of_row,
 )
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
 
@@ -108,7 +108,7 @@ def estimate_plan(
             )
         return _count_estimate(model.parameters, plan, gpu)
     try:
-        selected = select_step_tape(model, plan, gpu)
+        selected = tape_of_row(model, plan, gpu)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and not model.is_catalogued:
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
@@ -126,7 +126,7 @@ def estimate_plan(
 def tensor_bytes(model: Resolved, plan: Plan, gpu: Gpu) -> int:
     """Peak tensor bytes of a plan's step, a lower bound of its memory. Raises AdvisorError if there is no tape."""
     assert model.profile is not None
-    tape = step_tape(model, plan, gpu)
+    tape = tape_for_search(model, plan, gpu)
     return _peak_bytes(model.profile, tape, plan)
 
 
@@ -135,7 +135,7 @@ def _evaluation(model: Resolved, plan: Plan, gpu: Gpu) -> StepInput | None:
     own, profile = plan.evaluation_plan, model.profile
     if own is None or profile is None:
         return None
-    return StepInput(profile, gpu_tape(profile, select_step_tape(model, own, gpu), own, gpu), own, gpu)
+    return StepInput(profile, gpu_tape(profile, tape_of_row(model, own, gpu), own, gpu), own, gpu)
 
 
 def _evaluation_bytes(step: StepInput, evaluation: StepInput) -> int:
@@ -153,7 +153,7 @@ def _evaluation_bytes(step: StepInput, evaluation: StepInput) -> int:
 def logits_bytes_at_peak(model: Resolved, plan: Plan, gpu: Gpu) -> int:
     """Bytes by which the peak of a plan's step falls if the loss allocates nothing: the most that a loss without logits can save."""
     assert model.profile is not None
-    tape = step_tape(model, plan, gpu)
+    tape = tape_for_search(model, plan, gpu)
     return _peak_bytes(model.profile, tape, plan) - _peak_bytes(model.profile, tape, plan, fused_loss=True)
 
 
@@ -190,7 +190,7 @@ def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
     """Seconds of a plan's step, without allocator retries; None if unknown."""
     if model.profile is None:
         return None
-    tape = step_tape(model, plan, gpu)
+    tape = tape_for_search(model, plan, gpu)
     step = step_of(model.profile, tape, plan, gpu)
     return None if step is None else step.seconds
 
@@ -377,7 +377,7 @@ def runs_in(
     left = memory_bytes - overhead.middle_bytes
     if max(allocator.allocated_peak_bytes, job.bytes_outside_steps) > left:
         return False
-    step, evaluation = StepInput(profile, step_tape(model, plan, gpu), plan, gpu), _evaluation(model, plan, gpu)
+    step, evaluation = StepInput(profile, tape_for_search(model, plan, gpu), plan, gpu), _evaluation(model, plan, gpu)
     return _completes(step, evaluation, job.load_method, conf, limit_bytes=left, device_bytes=memory_bytes)
 
 
@@ -439,7 +439,7 @@ def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
     """Compute and communication of the plan's last micro-batch and optimizer step; empty if the time is unknown."""
     if model.profile is None:
         return ()
-    tape = step_tape(model, plan, gpu)
+    tape = tape_for_search(model, plan, gpu)
     return timeline(model.profile, step_program(model.profile, tape, plan), plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 

@@ -231,7 +231,7 @@ def select_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tuple[Ta
         return _for_any_batch(model, profile, plan, similar, gpu)
 
 
-def select_step_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tuple[TapeKey, Tape]:
+def tape_of_row(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tuple[TapeKey, Tape]:
     """The tape of a row of an estimate, and its key.
 
     This is the tape of `select_tape`, or, if the CPU's tape is valid for a single micro-batch and length, a GPU tape that is valid for all.
@@ -392,7 +392,7 @@ def gpu_tape(profile: Profile, selected: tuple[TapeKey, Tape], plan: Plan, gpu: 
     return profile.tapes.get(gpu_tape_key_of(profile, key, plan, gpu).name) or tape
 
 
-def step_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
+def tape_for_search(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
     """The tape of a plan's step with the GPU's kernels, for a search. Raises AdvisorError if there is none.
 
     For a model that is not in the catalog, only this tape is recorded, because a search needs no tape of the CPU.
@@ -401,7 +401,7 @@ def step_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
     if not model.from_catalog and model.recording_allowed:
         with contextlib.suppress(AdvisorError):  # then the CPU's tape is used, or its error raised
             return _recorded_for(model, profile, plan, gpu)
-    return gpu_tape(profile, select_step_tape(model, plan, gpu), plan, gpu)
+    return gpu_tape(profile, tape_of_row(model, plan, gpu), plan, gpu)
 
 
 def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Tape:
@@ -424,7 +424,7 @@ def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Ta
 
 def recorded_gpu_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
     """The `gpu_tape` of a plan. It is recorded first if it is missing and recording is possible."""
-    key, tape = select_step_tape(model, plan, gpu)
+    key, tape = tape_of_row(model, plan, gpu)
     try:
         return model.tape(gpu_tape_key_of(_profile_of(model), key, plan, gpu))
     except NotRecordable:

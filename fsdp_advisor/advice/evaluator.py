@@ -23,7 +23,7 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Rows, StrategyEstimate
 from fsdp_advisor.rows import estimate_plan, runs_in, step_seconds, tensor_bytes
-from fsdp_advisor.tapes import step_tape
+from fsdp_advisor.tapes import tape_for_search
 from fsdp_advisor.units import format_gib, format_speed
 
 
@@ -314,7 +314,7 @@ class Evaluator:
         if (refused := model_refusal(self.model.profile, plan)) is not None:
             return refused
         try:
-            step_tape(self.model, plan, self.gpu)
+            tape_for_search(self.model, plan, self.gpu)
         except AdvisorError as error:
             if isinstance(error, MissingExtra) and not self.model.is_catalogued:
                 raise

@@ -17,7 +17,7 @@ from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.program.accounts import ACCOUNTS, Phase
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.tapes import gpu_tape, select_step_tape
+from fsdp_advisor.tapes import gpu_tape, tape_of_row
 from fsdp_advisor.units import format_gib, format_gpus
 
 _SMALL_SHARE = 0.01
@@ -105,7 +105,7 @@ def _at_moment(job: Job, moment: Moment) -> tuple[dict[Category, int], str]:
         return {**{name: breakdown[name] for name in ACCOUNTS}, **outside}, "the peak of the step"
     plan = job.plan
     gpu, *_ = gpu_of(job.request)
-    tape = gpu_tape(profile, select_step_tape(job.model, plan, gpu), plan, gpu)
+    tape = gpu_tape(profile, tape_of_row(job.model, plan, gpu), plan, gpu)
     moments = step_moments(step_program(profile, tape, plan), *plan.tape_shape, phase)
     number = _visit(moment, len(moments))
     if number is None:

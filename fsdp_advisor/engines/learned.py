@@ -87,14 +87,14 @@ def _learned(profile: Profile, tape: Tape, *, by_unit: bool = False) -> Profile:
         if op == Op.GRAD_READY
     )
     ready: defaultdict[UnitId, set[int]] = defaultdict(set)
-    for (place, number), count in marks.items():
-        if count > 1 and not place.is_outside_layers:
+    for (unit_id, number), count in marks.items():
+        if count > 1 and not unit_id.is_outside_layers:
             return profile  # the layers of several stacks alternate, so a segment has marks of other layers
-        ready[place].add(number)
+        ready[unit_id].add(number)
 
-    def of(unit: Unit, place: UnitId) -> Unit:
-        idle = {n for n, p in enumerate(unit.parameters) if p.trainable and not p.in_other_layers} - ready[place]
-        if not idle or (by_unit and ready[place]):
+    def of(unit: Unit, unit_id: UnitId) -> Unit:
+        idle = {n for n, p in enumerate(unit.parameters) if p.trainable and not p.in_other_layers} - ready[unit_id]
+        if not idle or (by_unit and ready[unit_id]):
             return unit
         parameters = (replace(p, trainable=False, idle=True) if n in idle else p for n, p in enumerate(unit.parameters))
         return replace(unit, parameters=tuple(parameters))

@@ -36,38 +36,38 @@ class PolicyWalk:
         """A micro-batch begins."""
         self._passed.clear()
 
-    def pre_forward(self, place: UnitId) -> UnitId:
-        return self._unit(place, self._passed[place.stack], first=True)
+    def pre_forward(self, unit_id: UnitId) -> UnitId:
+        return self._unit(unit_id, self._passed[unit_id.stack], first=True)
 
-    def post_forward(self, place: UnitId) -> UnitId:
-        unit = self._unit(place, self._passed[place.stack], first=False)
-        self._passed[place.stack] += place.is_layer
+    def post_forward(self, unit_id: UnitId) -> UnitId:
+        unit = self._unit(unit_id, self._passed[unit_id.stack], first=False)
+        self._passed[unit_id.stack] += unit_id.is_layer
         return unit
 
-    def pre_backward(self, place: UnitId) -> UnitId:
-        return self._unit(place, self._passed[place.stack] - 1, first=False)
+    def pre_backward(self, unit_id: UnitId) -> UnitId:
+        return self._unit(unit_id, self._passed[unit_id.stack] - 1, first=False)
 
-    def post_backward(self, place: UnitId) -> UnitId:
-        return self._unit(place, self._passed[place.stack] - 1, first=True)
+    def post_backward(self, unit_id: UnitId) -> UnitId:
+        return self._unit(unit_id, self._passed[unit_id.stack] - 1, first=True)
 
-    def layer_done(self, place: UnitId) -> None:
+    def layer_done(self, unit_id: UnitId) -> None:
         """A layer's backward has ended."""
-        self._passed[place.stack] -= 1
+        self._passed[unit_id.stack] -= 1
 
-    def _unit(self, place: UnitId, number: int, *, first: bool) -> UnitId:
-        if not place.is_layer:
-            return place
+    def _unit(self, unit_id: UnitId, number: int, *, first: bool) -> UnitId:
+        if not unit_id.is_layer:
+            return unit_id
         if not self._units.groups:
-            return place if place in self._units.layers else NO_UNIT
-        size, stack = self._units.group_size, place.stack
+            return unit_id if unit_id in self._units.layers else NO_UNIT
+        size, stack = self._units.group_size, unit_id.stack
         is_at_edge = number % size == 0 if first else (number + 1) % size == 0 or number + 1 == self._depth[stack]
         return self._units.groups[stack][number // size] if is_at_edge else NO_UNIT
 
-    def owner_of(self, place: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit]:
+    def owner_of(self, unit_id: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit]:
         """The unit of a parameter of the layer or of the root, and its position in the model."""
         index, of_root = divmod(parameter, 2)
         if of_root:
             return self._units.owner_in_root[index], (2 * self._stack_of_root[index], 0, index)
-        owner = self._units.owner_in_layer[place][index]
-        group = self._units.groups[place.stack][number // self._units.group_size] if owner is None else owner
-        return group, (2 * place.stack + 1, number, index)
+        owner = self._units.owner_in_layer[unit_id][index]
+        group = self._units.groups[unit_id.stack][number // self._units.group_size] if owner is None else owner
+        return group, (2 * unit_id.stack + 1, number, index)

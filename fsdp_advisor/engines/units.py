@@ -60,14 +60,14 @@ def summed(
     `by_unit` has an object with that attribute for the root and for each recorded layer, which counts once for each layer that it
     stands for. `root`: what to add for each of the root's parts (`root_parts`) instead of the root's own attribute.
     """
-    return _over_units(profile, lambda place: getattr(by_unit[place], what), root)
+    return _over_units(profile, lambda unit_id: getattr(by_unit[unit_id], what), root)
 
 
 def total_of_policy(units: Units, by_unit: Mapping[UnitId, object], what: str) -> Storages:
     """The sum of the attribute `what` over all real units of a wrap policy, the root last."""
     result = NO_STORAGES
-    for place in sorted(by_unit, key=lambda place: place == AT_ROOT):
-        result += getattr(by_unit[place], what) * units.counts[place]
+    for unit_id in sorted(by_unit, key=lambda unit_id: unit_id == AT_ROOT):
+        result += getattr(by_unit[unit_id], what) * units.counts[unit_id]
     return result
 
 

@@ -47,17 +47,17 @@ def _named_units(profile: Profile, plan: Plan) -> tuple[tuple[str, int], ...]:
         )
     units = wrapping.units
     found: list[tuple[str, int]] = []
-    for place, part in wrapping.parts.items():
-        if place == AT_ROOT:
+    for unit_id, part in wrapping.parts.items():
+        if unit_id == AT_ROOT:
             name = "root"
-        elif place.is_outside_layers:
-            name = units.of_root[place.number - FIRST_OF_ROOT]
-        elif place.part == GROUP:
-            name = f"group of {profile.stacks[place.stack].units[0].kind}"
+        elif unit_id.is_outside_layers:
+            name = units.of_root[unit_id.number - FIRST_OF_ROOT]
+        elif unit_id.part == GROUP:
+            name = f"group of {profile.stacks[unit_id.stack].units[0].kind}"
         else:
-            layer = profile.stacks[place.stack].units[place.number].kind
-            name = layer if place.is_layer else f"{layer}.{units.within[place.layer][place.part]}"
-        found += [(name, part.unit.elements)] * units.counts[place]
+            layer = profile.stacks[unit_id.stack].units[unit_id.number].kind
+            name = layer if unit_id.is_layer else f"{layer}.{units.within[unit_id.layer][unit_id.part]}"
+        found += [(name, part.unit.elements)] * units.counts[unit_id]
     return tuple(found)
 
 

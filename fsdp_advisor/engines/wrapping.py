@@ -60,11 +60,11 @@ class Wrapping:
     def in_order(self, profile: Profile) -> list[Unit]:
         """Every real unit in the order in which FSDP shards them, the root last. Units of one kind are the same object."""
         if self.units is not None:
-            inner = [place for place in self.parts if place != AT_ROOT]
-            inner.sort(key=lambda place: (place.is_outside_layers, place.stack, place.part == WHOLE))
-            found = [self.parts[place].unit for place in inner for _ in range(self.units.counts[place])]
-            return [*found, *(self.parts[place].unit for place in (AT_ROOT,) if place in self.parts)]
-        parts = [self.parts[place].unit for place in (EMBEDDING, HEAD, AT_ROOT) if place in self.parts]
+            inner = [unit_id for unit_id in self.parts if unit_id != AT_ROOT]
+            inner.sort(key=lambda unit_id: (unit_id.is_outside_layers, unit_id.stack, unit_id.part == WHOLE))
+            found = [self.parts[unit_id].unit for unit_id in inner for _ in range(self.units.counts[unit_id])]
+            return [*found, *(self.parts[unit_id].unit for unit_id in (AT_ROOT,) if unit_id in self.parts)]
+        parts = [self.parts[unit_id].unit for unit_id in (EMBEDDING, HEAD, AT_ROOT) if unit_id in self.parts]
         return parts if self.whole else [*profile.layers(), *parts]
 
 
@@ -113,7 +113,7 @@ def effective_wrap(profile: Profile, plan: Plan) -> str:
     units = units_of(profile, plan.wrap)
     if units.modules or units.groups:
         return plan.wrap
-    if all(len(owners) and owners[0] == place for place, owners in units.owner_in_layer.items()):
+    if all(len(owners) and owners[0] == unit_id for unit_id, owners in units.owner_in_layer.items()):
         return "layer"
     return plan.wrap if units.layers else "none"
 
@@ -132,7 +132,7 @@ def tape_wrap(profile: Profile, plan: Plan) -> str:
 @lru_cache(maxsize=128)
 def _by_policy(profile: Profile, wrap: str) -> Wrapping:
     units = units_of(profile, wrap)
-    parts = {place: Part(Unit(profile.root.kind, members), ()) for place, members in units.members.items()}
+    parts = {unit_id: Part(Unit(profile.root.kind, members), ()) for unit_id, members in units.members.items()}
     return Wrapping(parts, (AT_ROOT,), units=units)
 
 

@@ -9,9 +9,9 @@ from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload, Strategy, Wrap
-from fsdp_advisor.job.compilation import COMPILING, check_compile, refused_compile
+from fsdp_advisor.job.compilation import COMPILING, check_compile, compile_refusal
 from fsdp_advisor.job.evaluation import evaluation_of
-from fsdp_advisor.job.fp8 import CONVERTING, check_fp8, refused_fp8
+from fsdp_advisor.job.fp8 import CONVERTING, check_fp8, fp8_refusal
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS, TORCHTITAN_CHUNKS
 from fsdp_advisor.job.generation import check_generation, generation_of
 from fsdp_advisor.job.images import images_of
@@ -20,8 +20,8 @@ from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.projection import check_projection
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.job.tiled_mlp import check_tiled_mlp, refused_tiled_mlp
-from fsdp_advisor.job.training_task import check_task, reference_of, refused_precomputation
+from fsdp_advisor.job.tiled_mlp import check_tiled_mlp, tiled_mlp_refusal
+from fsdp_advisor.job.training_task import check_task, precomputation_refusal, reference_of
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 from fsdp_advisor.parallelism.mesh import Mesh
 
@@ -143,12 +143,12 @@ def combination_refusal(
 ) -> UsageError | None:
     """Why a combination is refused: the framework fails at it, or the backend is not modelled with it. None if it works."""
     facts = FRAMEWORKS[framework]
-    if activation_offload and (refused := _refused_offload(framework, activation_checkpointing)) is not None:
+    if activation_offload and (refused := _offload_refusal(framework, activation_checkpointing)) is not None:
         return refused
     policy = wrap_policy(wrap)
     assert policy is not None
     if backend in ("fsdp1", "fsdp2") and policy.kind != "layer":
-        refused = _refused_wrap(policy, backend, facts.uses_accelerate, activation_checkpointing)
+        refused = _wrap_refusal(policy, backend, facts.uses_accelerate, activation_checkpointing)
         if refused is not None:
             return refused
     if facts.fsdp1_shards_fully and backend == "fsdp1" and strategy != "zero3":
@@ -170,7 +170,7 @@ def _combination_refusal(request: EstimateRequest, strategy: Strategy, backend: 
     )
 
 
-def _refused_offload(framework: Framework, checkpointing: Checkpointing) -> UsageError | None:
+def _offload_refusal(framework: Framework, checkpointing: Checkpointing) -> UsageError | None:
     """Why activations cannot be offloaded; None if they can. A user's own training script can use PyTorch's save_on_cpu without
     checkpointing.
     """
@@ -183,7 +183,7 @@ def _refused_offload(framework: Framework, checkpointing: Checkpointing) -> Usag
     return None
 
 
-def _refused_wrap(
+def _wrap_refusal(
     policy: WrapPolicy, backend: Backend, uses_accelerate: bool, checkpointing: Checkpointing
 ) -> UsageError | None:
     """Why a wrap policy other than `layer` cannot be used. None if it can.
@@ -275,7 +275,7 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
     refused = (
         _combination_refusal(request, strategy, backend)
         or optimizer_refusal(request.optim, backend, offload, request.framework)
-        or refused_precomputation(request, backend)
+        or precomputation_refusal(request, backend)
     )
     if refused is not None:
         raise refused
@@ -295,7 +295,7 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
     )
     check_fsdp_options(plan)
     _check_torchtitan(plan)
-    if (refused := refused_compile(plan) or refused_fp8(plan) or refused_tiled_mlp(plan)) is not None:
+    if (refused := compile_refusal(plan) or fp8_refusal(plan) or tiled_mlp_refusal(plan)) is not None:
         raise refused
     return plan
 

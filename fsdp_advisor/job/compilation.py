@@ -60,7 +60,7 @@ def check_compile(request: EstimateRequest) -> None:
         )
 
 
-def refused_compile(plan: Plan) -> UsageError | None:
+def compile_refusal(plan: Plan) -> UsageError | None:
     """Why the plan's backend is not modelled with compiled code. None if it is."""
     if plan.compile == "none":
         return None

@@ -27,7 +27,7 @@ OPTIONS = (
 class Evaluation:
     """The evaluation of a plan.
 
-    `batch_size`: sequences per rank and forward. `kept_batches`: the number of batches whose logits are on the GPU at once; 0 if only
+    `batch_size`: sequences per rank and forward. `kept_batches`: the number of batches whose logits are on the GPU together; 0 if only
     losses are kept. `accumulation_steps`: the number of batches after which kept logits move to the host; None: after the last batch.
     """
 

@@ -56,7 +56,7 @@ def check_fp8(request: EstimateRequest) -> None:
         raise UsageError(f"fp8 is not modelled with {found[0]}", hint="leave one of the two out")
 
 
-def refused_fp8(plan: Plan) -> UsageError | None:
+def fp8_refusal(plan: Plan) -> UsageError | None:
     """Why the plan's backend is not modelled with fp8. None if it is."""
     if plan.fp8 == "none" or plan.backend in CONVERTING:
         return None

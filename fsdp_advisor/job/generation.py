@@ -31,7 +31,7 @@ class Generation:
     """The completions of a plan.
 
     `completion_length`: tokens of a sequence that are generated and scored. `completions_per_prompt`: the size of a group whose rewards
-    are compared. `steps`: micro-batches whose completions are generated at once; None: those of one optimizer step. `iterations`: the
+    are compared. `steps`: micro-batches whose completions are generated together; None: those of one optimizer step. `iterations`: the
     number of updates that use each completion. `beta`: if it is above 0, a reference model scores completions too. `memory_utilization`,
     `sleeps` and `tensor_parallel` are settings of colocated vLLM.
     """

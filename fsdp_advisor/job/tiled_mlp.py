@@ -51,7 +51,7 @@ def check_tiled_mlp(request: EstimateRequest) -> None:
         raise UsageError(f"a tiled MLP is not modelled with {found[0]}", hint="leave one of the two out")
 
 
-def refused_tiled_mlp(plan: Plan) -> UsageError | None:
+def tiled_mlp_refusal(plan: Plan) -> UsageError | None:
     """Why the plan's engine cannot train a tiled MLP, or is not modelled with one; None if it is modelled.
 
     Backward runs a nested backward for each shard, and each of them adds to the gradients of the same weights.

@@ -30,7 +30,7 @@ def reference_of(request: EstimateRequest) -> Reference:
     return "adapters-off" if request.use_peft or request.peft_config is not None else "copy"
 
 
-def refused_precomputation(request: EstimateRequest, backend: Backend) -> UsageError | None:
+def precomputation_refusal(request: EstimateRequest, backend: Backend) -> UsageError | None:
     """Why TRL cannot compute the reference's log-probabilities before training under the backend. None if it can.
 
     With adapters the reference is the trained model, which FSDP leaves on the CPU until training begins. Source: trl 1.16,

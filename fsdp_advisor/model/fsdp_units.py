@@ -70,29 +70,29 @@ class UnitId(NamedTuple):
 AT_ROOT = UnitId(ROOT, int(MarkedUnit.ROOT))
 
 
-def module_mark(number: int, place: UnitId) -> int:
+def module_mark(number: int, unit_id: UnitId) -> int:
     """The mark on the tape of a module that a wrap policy makes a unit: the `number`-th outside the layers, or within a layer.
 
     >>> module_mark(0, AT_ROOT), module_mark(0, UnitId(0, 3))
     (5, 1000)
     """
-    return number + (FIRST_OF_ROOT if place == AT_ROOT else _WITHIN)
+    return number + (FIRST_OF_ROOT if unit_id == AT_ROOT else _WITHIN)
 
 
-def unit_at(mark: int, place: UnitId) -> UnitId:
+def unit_at(mark: int, unit_id: UnitId) -> UnitId:
     """The unit of a mark in the code of a layer or of the root.
 
     >>> unit_at(1001, UnitId(0, 3)), unit_at(5, UnitId(0, 3))
     (UnitId(stack=0, number=3, part=1), UnitId(stack=-1, number=5, part=-1))
     """
     if mark >= _WITHIN:
-        return place._replace(part=mark - _WITHIN)
-    return place if mark == MarkedUnit.LAYER else UnitId(ROOT, mark)
+        return unit_id._replace(part=mark - _WITHIN)
+    return unit_id if mark == MarkedUnit.LAYER else UnitId(ROOT, mark)
 
 
-def unit_of(profile: Profile, place: UnitId) -> Unit:
+def unit_of(profile: Profile, unit_id: UnitId) -> Unit:
     """The parameters of the root or of a recorded layer."""
-    return profile.root if place.is_outside_layers else profile.stacks[place.stack].units[place.number]
+    return profile.root if unit_id.is_outside_layers else profile.stacks[unit_id.stack].units[unit_id.number]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -127,21 +127,21 @@ def units_of(profile: Profile, wrap: str) -> Units:
     """The units of a model under a policy. Raises UsageError if the policy does not fit the model."""
     policy = wrap_policy(wrap)
     assert policy is not None
-    places: dict[UnitId, Unit] = {
+    by_id: dict[UnitId, Unit] = {
         UnitId(s, r): unit for s, stack in enumerate(profile.stacks) for r, unit in enumerate(stack.units)
     }
-    layers, of_root, within = _chosen(profile, policy, places)
+    layers, of_root, within = _chosen(profile, policy, by_id)
     owner_in_root = tuple(_owner_outside(p.name, of_root) for p in profile.root.parameters)
     _check_tied(profile, of_root)
     owner_in_layer: dict[UnitId, tuple[UnitId | None, ...]] = {
-        place: tuple(
+        unit_id: tuple(
             None
             if policy.kind == "every"
-            else _owner_within(place, p.name, within[place])
-            or (place if place in layers else _owner_outside(profile.stacks[place.stack].path + ".", of_root))
+            else _owner_within(unit_id, p.name, within[unit_id])
+            or (unit_id if unit_id in layers else _owner_outside(profile.stacks[unit_id.stack].path + ".", of_root))
             for p in unit.parameters
         )
-        for place, unit in places.items()
+        for unit_id, unit in by_id.items()
     }
     groups, grouped = _groups(profile, policy.number) if policy.kind == "every" else ({}, {})
     members, counts = _members(profile, owner_in_root, owner_in_layer)
@@ -163,14 +163,14 @@ def units_of(profile: Profile, wrap: str) -> Units:
 _Chosen = tuple[frozenset[UnitId], tuple[str, ...], dict[UnitId, tuple[str, ...]]]
 
 
-def _chosen(profile: Profile, policy: WrapPolicy, places: Mapping[UnitId, Unit]) -> _Chosen:
+def _chosen(profile: Profile, policy: WrapPolicy, by_id: Mapping[UnitId, Unit]) -> _Chosen:
     """The layers, the modules outside them and the modules within them that the policy makes units."""
-    nothing: dict[UnitId, tuple[str, ...]] = dict.fromkeys(places, ())
+    nothing: dict[UnitId, tuple[str, ...]] = dict.fromkeys(by_id, ())
     match policy.kind:
         case "none" | "every":
             return frozenset(), (), nothing
         case "layer":
-            return frozenset(places), (), nothing
+            return frozenset(by_id), (), nothing
         case "class":
             unknown = [name for name in policy.classes if name not in profile.layer_classes]
             if unknown:
@@ -179,12 +179,12 @@ def _chosen(profile: Profile, policy: WrapPolicy, places: Mapping[UnitId, Unit])
                     f"{unknown[0]} is not a layer class of {profile.name}",
                     hint=f"its layer classes: {known}; or use --wrap size:N",
                 )
-            return frozenset(p for p, unit in places.items() if unit.kind in policy.classes), (), nothing
+            return frozenset(p for p, unit in by_id.items() if unit.kind in policy.classes), (), nothing
         case "size":
-            return _chosen_by_size(profile, policy.number, places)
+            return _chosen_by_size(profile, policy.number, by_id)
         case "peft":
-            within = {place: _trained_modules(unit.parameters) for place, unit in places.items()}
-            return frozenset(places), _trained_modules(profile.root.parameters), within
+            within = {unit_id: _trained_modules(unit.parameters) for unit_id, unit in by_id.items()}
+            return frozenset(by_id), _trained_modules(profile.root.parameters), within
 
 
 def _trained_modules(parameters: Iterable[Parameter]) -> tuple[str, ...]:
@@ -203,9 +203,9 @@ def _owner_outside(name: str, of_root: tuple[str, ...]) -> UnitId:
     return UnitId(ROOT, FIRST_OF_ROOT + of_root.index(max(around, key=len))) if around else AT_ROOT
 
 
-def _owner_within(place: UnitId, name: str, within: tuple[str, ...]) -> UnitId | None:
+def _owner_within(unit_id: UnitId, name: str, within: tuple[str, ...]) -> UnitId | None:
     around = [module for module in within if name.startswith(module + ".")]
-    return place._replace(part=within.index(max(around, key=len))) if around else None
+    return unit_id._replace(part=within.index(max(around, key=len))) if around else None
 
 
 def _check_tied(profile: Profile, of_root: tuple[str, ...]) -> None:
@@ -225,25 +225,25 @@ def _members(
     members: defaultdict[UnitId, list[Parameter]] = defaultdict(list)
     counts: dict[UnitId, int] = {}
 
-    def add(owner: UnitId | None, parameter: Parameter, *, place: UnitId) -> None:
+    def add(owner: UnitId | None, parameter: Parameter, *, unit_id: UnitId) -> None:
         if owner is not None:
             members[owner].append(parameter)
-            counts[owner] = 1 if owner.is_outside_layers else profile.stacks[place.stack].counts[place.number]
+            counts[owner] = 1 if owner.is_outside_layers else profile.stacks[unit_id.stack].counts[unit_id.number]
 
     for at, (begin, end) in enumerate(pairwise([0, *profile.order, len(profile.root.parameters)])):
         for of_root, parameter in zip(owner_in_root[begin:end], profile.root.parameters[begin:end], strict=True):
-            add(of_root, parameter, place=AT_ROOT)
+            add(of_root, parameter, unit_id=AT_ROOT)
         if at == len(profile.stacks):
             continue
         done: set[UnitId] = set()
         for recorded in profile.stacks[at].recorded_order:
-            place = UnitId(at, recorded)
+            unit_id = UnitId(at, recorded)
             for owner, parameter in zip(
-                owner_in_layer[place], profile.stacks[at].units[recorded].parameters, strict=True
+                owner_in_layer[unit_id], profile.stacks[at].units[recorded].parameters, strict=True
             ):
-                if (owner is not None and owner.is_outside_layers) or place not in done:
-                    add(owner, parameter, place=place)
-            done.add(place)
+                if (owner is not None and owner.is_outside_layers) or unit_id not in done:
+                    add(owner, parameter, unit_id=unit_id)
+            done.add(unit_id)
     return {unit: tuple(parameters) for unit, parameters in members.items()}, counts
 
 
@@ -269,11 +269,11 @@ def _groups(
 
 @dataclass(eq=False)
 class _Module:
-    """A module of the model. `own`: its direct parameters, by identity. `place`: the recorded layer that it is, if it is one."""
+    """A module of the model. `own`: its direct parameters, by identity. `unit_id`: the recorded layer that it is, if it is one."""
 
     children: dict[str, _Module] = field(default_factory=dict)
     own: dict[object, int] = field(default_factory=dict)
-    place: UnitId | None = None
+    unit_id: UnitId | None = None
 
     def child(self, path: str) -> _Module:
         """The module at a path below this one, created if it does not exist."""
@@ -304,7 +304,7 @@ class _Module:
         return bool(self.children) and not self.own and all(name.isdecimal() for name in self.children)
 
 
-def _chosen_by_size(profile: Profile, least: int, places: Mapping[UnitId, Unit]) -> _Chosen:
+def _chosen_by_size(profile: Profile, least: int, by_id: Mapping[UnitId, Unit]) -> _Chosen:
     """The modules that `size_based_auto_wrap_policy` wraps with `min_num_params=least`."""
     root = _Module()
     for index, p in enumerate(profile.root.parameters):
@@ -314,7 +314,7 @@ def _chosen_by_size(profile: Profile, least: int, places: Mapping[UnitId, Unit])
         alone = profile.task == "module" and stack.depth == 1  # the stack's path is then the layer's own name
         for number, recorded in enumerate(stack.recorded_order):
             layer = root.child(stack.path if alone else f"{stack.path}.{number}")
-            layer.place = UnitId(s, recorded)
+            layer.unit_id = UnitId(s, recorded)
             for index, p in enumerate(stack.units[recorded].parameters):
                 for name in (p.name, *p.tied):
                     layer.add(name, (s, number, index), p.elements)
@@ -322,15 +322,15 @@ def _chosen_by_size(profile: Profile, least: int, places: Mapping[UnitId, Unit])
     _wrap_children(root, "", least, found)
     layers = set()
     within: dict[UnitId, tuple[str, ...]] = {}
-    for place, path in _first_places(root, ""):
+    for unit_id, path in _first_unit_ids(root, ""):
         names = [name for name in root.child(path).paths(path) if name in found]
-        within[place] = tuple(name[len(path) + 1 :] for name in names if name != path)
-        layers |= {place} if path in names else set()
-    inside = [path for _, path in _all_places(root, "")]
+        within[unit_id] = tuple(name[len(path) + 1 :] for name in names if name != path)
+        layers |= {unit_id} if path in names else set()
+    inside = [path for _, path in _all_unit_ids(root, "")]
     of_root = [
         n for n in root.paths() if n in found and not any(n == path or n.startswith(path + ".") for path in inside)
     ]
-    return frozenset(layers), tuple(of_root), {place: within.get(place, ()) for place in places}
+    return frozenset(layers), tuple(of_root), {unit_id: within.get(unit_id, ()) for unit_id in by_id}
 
 
 def _wrap_children(module: _Module, path: str, least: int, found: dict[str, None]) -> int:
@@ -349,18 +349,18 @@ def _wrap_children(module: _Module, path: str, least: int, found: dict[str, None
     return total
 
 
-def _all_places(module: _Module, path: str) -> Iterator[tuple[UnitId, str]]:
-    if module.place is not None:
-        yield module.place, path
+def _all_unit_ids(module: _Module, path: str) -> Iterator[tuple[UnitId, str]]:
+    if module.unit_id is not None:
+        yield module.unit_id, path
         return
     for name, child in module.children.items():
-        yield from _all_places(child, f"{path}.{name}" if path else name)
+        yield from _all_unit_ids(child, f"{path}.{name}" if path else name)
 
 
-def _first_places(module: _Module, path: str) -> Iterator[tuple[UnitId, str]]:
+def _first_unit_ids(module: _Module, path: str) -> Iterator[tuple[UnitId, str]]:
     """The path of the first real layer of each recorded one."""
     seen: set[UnitId] = set()
-    for place, at in _all_places(module, path):
-        if place not in seen:
-            seen.add(place)
-            yield place, at
+    for unit_id, at in _all_unit_ids(module, path):
+        if unit_id not in seen:
+            seen.add(unit_id)
+            yield unit_id, at

@@ -31,9 +31,9 @@ half precision on Hopper and Blackwell.
 """
 
 TapeCheckpointing = Literal["none", "full", "full-accelerate", "reentrant", "every", "selective", "selective-trl"]
-"""``full-accelerate``: the layers are wrapped by accelerate's FSDP2, and not checkpointed by the model, which would make the output of a
-frozen embedding require a gradient; ``every``: some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``:
-torchtitan's policy.
+"""What a plan's `CheckpointingCode` records, and one more: with ``full-accelerate``, which depends on the model, the layers are wrapped by
+accelerate's FSDP2 and not checkpointed by the model, which would make the output of a frozen embedding require a gradient. ``every``:
+some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``: torchtitan's policy.
 """
 
 TapeCompile = Literal["none", "layer", "layer-ddp", "regions", "regions-ddp", "model", "model-ddp", "model-units"]
@@ -89,7 +89,7 @@ class TapeKey:
     completion_length: int = 0
     """The tokens of each sequence that GRPO generates and scores."""
     generated: int = 0
-    """The micro-batches that GRPO generates at once."""
+    """The micro-batches that GRPO generates together."""
     generates: bool = False
     """Whether the model generates completions itself."""
     scores_policy: bool = False

@@ -14,7 +14,7 @@ from fsdp_advisor.program.accounts import Account, Phase, Stream
 from fsdp_advisor.program.instructions import (
     NO_BUFFER,
     Alloc,
-    Buffer,
+    BufferId,
     Compute,
     DropBatch,
     DropLoss,
@@ -76,7 +76,7 @@ class StepHooks:
     def layer_done(self, step: StepBuilder, unit: UnitId) -> None:
         """After a layer's backward. Called for every layer, even if PyTorch runs no hook there."""
 
-    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: Buffer) -> None:
+    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: BufferId) -> None:
         """After a parameter's gradient is complete. `gradient`: NO_BUFFER if autograd added it to an earlier one."""
 
     def end_backward(self, step: StepBuilder) -> None:
@@ -85,8 +85,8 @@ class StepHooks:
     def optimizer_step(self, step: StepBuilder) -> None:
         """Clipping and the optimizer's step."""
 
-    def owner_of(self, place: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit] | None:
-        """The unit of a gradient that the code of `place` allocates, and the position of its parameter in the unit; None if the
+    def owner_of(self, unit_id: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit] | None:
+        """The unit of a gradient that the code of `unit_id` allocates, and the position of its parameter in the unit; None if the
         engine asks for gradients by `StepBuilder.take_gradients`.
 
         `number`: the real layer. `parameter`: 2 * the parameter's index + (1 if the root's).
@@ -152,18 +152,18 @@ class StepBuilder:
     def __init__(self) -> None:
         self.following: UnitId | None = None
         """The next layer after the current one in this direction."""
-        self.lazily_created: set[Buffer] = set()
+        self.lazily_created: set[BufferId] = set()
         """The states that the first step creates."""
         self._instructions: list[Instruction] = []
         self._buffers: list[Alloc] = []
         self._late_frees = 0
-        self._gradients: dict[Buffer, None] = {}  # whole gradients that are alive, in order
-        self._latest: dict[int, Buffer] = {}  # 2 * parameter + (1 if the root's) -> its latest gradient
-        self._complete: set[Buffer] = set()  # gradients given by `take_gradient`
-        self._of_layer: list[Buffer] = []
-        self._of_root: list[Buffer] = []
-        self._fresh: list[Buffer] = []
-        self._owned: defaultdict[UnitId, list[tuple[OrderInUnit, Buffer]]] = defaultdict(list)
+        self._gradients: dict[BufferId, None] = {}  # whole gradients that are alive, in order
+        self._latest: dict[int, BufferId] = {}  # 2 * parameter + (1 if the root's) -> its latest gradient
+        self._complete: set[BufferId] = set()  # gradients given by `take_gradient`
+        self._of_layer: list[BufferId] = []
+        self._of_root: list[BufferId] = []
+        self._fresh: list[BufferId] = []
+        self._owned: defaultdict[UnitId, list[tuple[OrderInUnit, BufferId]]] = defaultdict(list)
 
     def add(self, instruction: Instruction) -> None:
         self._instructions.append(instruction)
@@ -182,7 +182,7 @@ class StepBuilder:
         stream: Stream = Stream.COMPUTE,
         *,
         per_batch: Polynomial | None = None,
-    ) -> Buffer:
+    ) -> BufferId:
         """Allocate `storages`, or one storage of `per_batch` bytes (a polynomial in B and T), and return their buffer; NO_BUFFER if
         there is nothing
         to allocate.
@@ -195,14 +195,14 @@ class StepBuilder:
         self.add(self._buffers[buffer])
         return buffer
 
-    def alloc_in_first_step(self, account: Account, storages: Storages, stream: Stream = Stream.COMPUTE) -> Buffer:
+    def alloc_in_first_step(self, account: Account, storages: Storages, stream: Stream = Stream.COMPUTE) -> BufferId:
         """Allocate states that the first step creates, and return their buffer."""
         buffer = self.alloc(account, storages, stream)
         if buffer != NO_BUFFER:
             self.lazily_created.add(buffer)
         return buffer
 
-    def free(self, *buffers: Buffer, used_on: Stream | None = None) -> None:
+    def free(self, *buffers: BufferId, used_on: Stream | None = None) -> None:
         """Free buffers. `used_on`: another stream that may still use them; their reuse waits for it."""
         for buffer in buffers:
             if buffer == NO_BUFFER:
@@ -215,10 +215,10 @@ class StepBuilder:
             self.add(Free(buffer, allocated.account, allocated.storages.rounded, allocated.per_batch, other))
 
     def transient(self, account: Account, storages: Storages, stream: Stream = Stream.COMPUTE) -> None:
-        """Allocate and free at once."""
+        """Allocate and free immediately."""
         self.free(self.alloc(account, storages, stream))
 
-    def reclassify(self, account: Account, *buffers: Buffer) -> None:
+    def reclassify(self, account: Account, *buffers: BufferId) -> None:
         """Count buffers in another account from now on."""
         for buffer in buffers:
             allocated = self._buffers[buffer]
@@ -256,7 +256,7 @@ class StepBuilder:
             (self._of_root if parameter & 1 else self._of_layer).append(buffer)
         self.add(Compute(span, layer, tuple(named)))
 
-    def take_gradients(self, unit: UnitId) -> list[Buffer]:
+    def take_gradients(self, unit: UnitId) -> list[BufferId]:
         """The gradients of a unit's parameters since the last call."""
         if unit == AT_ROOT:
             taken, self._of_root = self._of_root, []
@@ -264,20 +264,20 @@ class StepBuilder:
             taken, self._of_layer = self._of_layer, []
         return taken
 
-    def take_owned_gradients(self, unit: UnitId) -> list[tuple[OrderInUnit, Buffer]]:
+    def take_owned_gradients(self, unit: UnitId) -> list[tuple[OrderInUnit, BufferId]]:
         """The gradients of a unit (`StepHooks.owner_of`) since the last call, in the order of their allocation."""
         return self._owned.pop(unit, [])
 
-    def take_new_gradients(self) -> list[Buffer]:
+    def take_new_gradients(self) -> list[BufferId]:
         """The gradients since the last call."""
         taken, self._fresh = self._fresh, []
         return taken
 
-    def gradient(self, parameter: int, *, at_root: bool) -> Buffer:
+    def gradient(self, parameter: int, *, at_root: bool) -> BufferId:
         """The latest gradient of one parameter of the current layer, or of the root; NO_BUFFER if it gets none."""
         return self._latest.get(2 * parameter + at_root, NO_BUFFER)
 
-    def take_gradient(self, parameter: int, *, at_root: bool) -> Buffer:
+    def take_gradient(self, parameter: int, *, at_root: bool) -> BufferId:
         """As `gradient`, but NO_BUFFER from the second call for a gradient on."""
         found = self.gradient(parameter, at_root=at_root)
         if found in self._complete:
@@ -285,18 +285,18 @@ class StepBuilder:
         self._complete.add(found)
         return found
 
-    def whole_gradients(self) -> list[Buffer]:
+    def whole_gradients(self) -> list[BufferId]:
         """Every unsharded gradient that is alive."""
         return list(self._gradients)
 
-    def n_bytes(self, buffer: Buffer) -> int:
+    def n_bytes(self, buffer: BufferId) -> int:
         return self._buffers[buffer].storages.rounded
 
     def begin_forward(self) -> None:
         self._of_layer, self._of_root, self._fresh = [], [], []
         self._owned.clear()
 
-    def _named(self, alloc: Alloc) -> Buffer:
+    def _named(self, alloc: Alloc) -> BufferId:
         self._buffers.append(alloc)
         return alloc.buffer
 

@@ -16,10 +16,10 @@ from fsdp_advisor.program.accounts import Account, Phase, Stream
 from fsdp_advisor.program.spans import Span, TapeLayout
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
-Buffer = int
+BufferId = int
 """The id of the storages of one `Alloc`, or of one gradient of the tape. Unique within a program."""
 
-NO_BUFFER: Buffer = -1
+NO_BUFFER: BufferId = -1
 """The result of an empty allocation. Freeing it has no effect."""
 
 Start = Literal["with previous compute", "with next compute", "after compute"]
@@ -38,7 +38,7 @@ parameters kept after forward (`Plan.post_forward_ranks`).
 class Alloc(NamedTuple):
     """Allocate storages on a stream: `storages`, or one storage of `per_batch` bytes, a polynomial in B and T."""
 
-    buffer: Buffer
+    buffer: BufferId
     account: Account
     stream: Stream
     storages: Storages
@@ -48,7 +48,7 @@ class Alloc(NamedTuple):
 class Free(NamedTuple):
     """Free a buffer. `used_on` is another stream that may still use it (`Tensor.record_stream`), which delays its reuse."""
 
-    buffer: Buffer
+    buffer: BufferId
     account: Account
     n_bytes: int
     per_batch: Polynomial | None = None
@@ -58,7 +58,7 @@ class Free(NamedTuple):
 class Reclassify(NamedTuple):
     """Count a buffer in another account from now on."""
 
-    buffer: Buffer
+    buffer: BufferId
     n_bytes: int
     before: Account
     after: Account
@@ -72,7 +72,7 @@ class Compute(NamedTuple):
 
     span: Span
     layer: int
-    gradients: tuple[tuple[int, Buffer], ...] = ()
+    gradients: tuple[tuple[int, BufferId], ...] = ()
 
 
 class DropBatch(NamedTuple):
@@ -96,7 +96,7 @@ class PythonHooks(NamedTuple):
 class CreateStates(NamedTuple):
     """The first step allocates the states of a buffer here. Without this instruction it allocates them when the optimizer step begins."""
 
-    buffer: Buffer
+    buffer: BufferId
 
 
 class AllGather(NamedTuple):
@@ -240,7 +240,7 @@ class StepProgram:
     states: tuple[Alloc, ...]
     micro_batches: tuple[MicroBatch, ...]
     optimizer: Visit
-    lazily_created: frozenset[Buffer] = frozenset()
+    lazily_created: frozenset[BufferId] = frozenset()
     first_step_transients: Storages = NO_STORAGES
     rebuilt_buckets: Storages = NO_STORAGES
     gradient_stream: Stream = Stream.COMPUTE

@@ -53,13 +53,13 @@ def shared_tensors(layers: Sequence[nn.Module]) -> list[Hashable]:
     ]
 
 
-def place_of_reused_keys(layer: nn.Module, place: int) -> int | None:
-    """The layer's place if its attention reuses keys and values of another layer, else None.
+def position_of_reused_keys(layer: nn.Module, position: int) -> int | None:
+    """The layer's position if its attention reuses keys and values of another layer, else None.
 
     Backward sums their gradient over all layers that reuse them, so each of these layers frees what the one after it has allocated, however
     far apart they are. Gemma 3n and 4 have such layers.
     """
-    return place if any(getattr(module, "is_kv_shared_layer", False) for module in layer.modules()) else None
+    return position if any(getattr(module, "is_kv_shared_layer", False) for module in layer.modules()) else None
 
 
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -88,7 +88,7 @@ def contexts(kinds: Sequence[int]) -> list[tuple[int, ...]]:
 def representatives(kinds: Sequence[int]) -> list[int]:
     """Indices of a short subsequence of layers that still contains every value of `contexts(kinds)`.
 
-    Greedy: where two places are followed by the same kinds, the layers between them are removed, as long as no context is lost.
+    Greedy: where two positions are followed by the same kinds, the layers between them are removed, as long as no context is lost.
     >>> representatives([0] * 32)
     [0, 28, 29, 30, 31]
     """

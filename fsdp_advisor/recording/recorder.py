@@ -92,8 +92,8 @@ class Recorder:
         for stack in stacks:
             shared = kinds.shared_tensors(stack.layers)
             signatures = [
-                (kinds.signature(layer), has_backward[layer], tensors, kinds.place_of_reused_keys(layer, place))
-                for place, (layer, tensors) in enumerate(zip(stack.layers, shared, strict=True))
+                (kinds.signature(layer), has_backward[layer], tensors, kinds.position_of_reused_keys(layer, position))
+                for position, (layer, tensors) in enumerate(zip(stack.layers, shared, strict=True))
             ]
             numbers = {s: i for i, s in enumerate(dict.fromkeys(signatures))}
             self._kinds[stack.path] = [numbers[s] for s in signatures]

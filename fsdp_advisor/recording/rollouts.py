@@ -119,10 +119,10 @@ class _GrowingCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
         """Make the cache report its length before the last token, from which masks are made. Each layer's tensors grow at its next
         update.
         """
-        for place, layer in enumerate(self.layers):
+        for position, layer in enumerate(self.layers):
             if not getattr(layer, "is_initialized", False) or not isinstance(layer, DynamicLayer):
                 continue  # it shares another layer's keys and values, or has none
-            self._short.add(place)
+            self._short.add(position)
             if layer.is_sliding:
                 layer.cumulative_length = self._before_last
             for name in ("keys", "values"):

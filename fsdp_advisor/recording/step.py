@@ -20,10 +20,10 @@ from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.recording.checkpointing import is_recomputing
 from fsdp_advisor.recording.engines import FlatUnit, cast_floating, watch_input_gradients
 from fsdp_advisor.recording.flash import in_scratch
+from fsdp_advisor.recording.hooked_modules import HookedModule, Leaf, hooked_modules
 from fsdp_advisor.recording.host import offloading, watched_copies
 from fsdp_advisor.recording.loss_chunks import LossChunks
 from fsdp_advisor.recording.operators import NONE, rows_and_columns
-from fsdp_advisor.recording.places import HookedModule, Leaf, hooked_modules
 from fsdp_advisor.recording.quantized import state_tensors
 from fsdp_advisor.recording.raw_steps import RawStep
 from fsdp_advisor.recording.remembered import Operators
@@ -64,14 +64,14 @@ class Step:
             lists_recomputed=key.checkpointing not in ("none", "full", "full-accelerate", "reentrant")
         )
         stacks = source.stacks(model)
-        places = hooked_modules(model, stacks, units)
+        all_hooked = hooked_modules(model, stacks, units)
         self._leaves: list[torch.Tensor] = []
         self._flat: dict[nn.Module, FlatUnit] = {}
-        self._parameters = self._assign(places)
+        self._parameters = self._assign(all_hooked)
         self._tied_shapes = _tied_shapes(model)
-        for place in places:
-            ends_stack = place.is_layer and place.layer == len(stacks[place.stack].layers) - 1
-            UnitHooks(self._events, key, place, self._flat.get(place.module), ends_stack=ends_stack)
+        for hooked in all_hooked:
+            ends_stack = hooked.is_layer and hooked.layer == len(stacks[hooked.stack].layers) - 1
+            UnitHooks(self._events, key, hooked, self._flat.get(hooked.module), ends_stack=ends_stack)
         modules = source.root_modules(model)
         if modules.head is not None and not key.compiles_whole:
             modules.head.register_forward_pre_hook(self._head_begins, with_kwargs=True)
@@ -89,20 +89,20 @@ class Step:
             self._chunks = LossChunks(modules.head)
             modules.head.register_forward_pre_hook(self._chunk_begins, with_kwargs=True)
 
-    def _assign(self, places: list[HookedModule]) -> dict[int, Leaf]:
+    def _assign(self, all_hooked: list[HookedModule]) -> dict[int, Leaf]:
         """Each leaf parameter's module and index, by the parameter's `id`. Also registers hooks that run when its gradient is ready.
 
         A flat parameter belongs to a unit. Other parameters belong to their layer or to the root, whatever the units are.
         """
         flat = self._key.uses_flat_parameter
         order = {module: at for at, module in enumerate(self._model.modules())}
-        chosen = [place for place in places if (place.is_unit if flat else place.number is None)]
+        chosen = [hooked for hooked in all_hooked if (hooked.is_unit if flat else hooked.number is None)]
         taken: set[int] = set()
         assigned = {}
-        for place in sorted(
+        for hooked in sorted(
             chosen, key=lambda p: (p.stack == ROOT and p.number is None, -order[p.module] if flat else 0)
         ):
-            module = place.module
+            module = hooked.module
             parameters = [p for p in module.parameters() if id(p) not in taken]
             taken |= {id(p) for p in parameters}
             if not parameters:
@@ -112,11 +112,11 @@ class Step:
                 owners = [(m, n) for m in module.modules() for n, p in m._parameters.items() if id(p) in mine]
                 stored = torch.float32 if self._key.mixed else None  # accelerate keeps trained parameters in fp32
                 self._flat[module] = unit = FlatUnit(owners, parameters, stored)
-                if place.number is not None:
+                if hooked.number is not None:
                     unit.use_shards()
                 parameters = [unit.flat]
-            for index, parameter in enumerate(parameters, start=0 if place.number is None else place.number + 1):
-                assigned[id(parameter)] = Leaf(place, index)
+            for index, parameter in enumerate(parameters, start=0 if hooked.number is None else hooked.number + 1):
+                assigned[id(parameter)] = Leaf(hooked, index)
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._gradient_ready)
             self._leaves += parameters
@@ -230,7 +230,7 @@ class Step:
     def _count_as_gradient(self, gradient: torch.Tensor, parameter: torch.Tensor) -> None:
         if (storage := self._events.storage_of(gradient)) is not None:
             of = self._parameters[id(parameter)]
-            storage.category = Category.GRADIENT + 2 * of.number + (of.place.stack == ROOT)
+            storage.category = Category.GRADIENT + 2 * of.number + (of.hooked.stack == ROOT)
 
     # Boundaries
 
@@ -249,11 +249,11 @@ class Step:
         if self._key.tiled_mlp and (gradients_wait() or not self._events.is_first(id(parameter))):
             return  # later shards add to the gradient
         of = self._parameters[id(parameter)]
-        self._events.mark(Op.GRAD_READY, of.number, int(of.place.stack == ROOT))
+        self._events.mark(Op.GRAD_READY, of.number, int(of.hooked.stack == ROOT))
         if self._key.uses_flat_parameter:
-            self._events.mark(Op.POST_BACKWARD, of.place.mark)
-            if of.place.number is not None:  # recomputation may have stopped in it
-                self._flat[of.place.module].use_shards()
+            self._events.mark(Op.POST_BACKWARD, of.hooked.mark)
+            if of.hooked.number is not None:  # recomputation may have stopped in it
+                self._flat[of.hooked.module].use_shards()
 
     def _chunk_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hook the gradients of the head's inputs: when they are computed, the backward of this chunk of the loss ends. Returns the hooked

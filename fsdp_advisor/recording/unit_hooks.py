@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 from fsdp_advisor.model.tape import ROOT, Category, Op
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording.engines import AdapterShards, FlatUnit, cast_floating, watch_input_gradients
-from fsdp_advisor.recording.places import HookedModule
+from fsdp_advisor.recording.hooked_modules import HookedModule
 from fsdp_advisor.recording.step_events import StepEvents
 
 
@@ -23,22 +23,22 @@ class UnitHooks:
     """
 
     def __init__(
-        self, events: StepEvents, key: TapeKey, place: HookedModule, flat: FlatUnit | None, *, ends_stack: bool
+        self, events: StepEvents, key: TapeKey, hooked: HookedModule, flat: FlatUnit | None, *, ends_stack: bool
     ) -> None:
-        """Hook the module of `place`. `flat`: its flat parameter under FSDP1. `ends_stack`: it is the last layer of its stack."""
-        self._events, self._key, self._place, self._flat = events, key, place, flat
+        """Hook the module of `hooked`. `flat`: its flat parameter under FSDP1. `ends_stack`: it is the last layer of its stack."""
+        self._events, self._key, self._hooked, self._flat = events, key, hooked, flat
         self._ends_stack = ends_stack
         self._cast = torch.bfloat16 if key.mixed else None
-        self._of_fsdp2 = key.engine == "fsdp2" and place.is_unit
-        of_adapter = self._of_fsdp2 and key.mixed and key.wrap == "peft" and place.number is not None
-        self._shards = AdapterShards(place.module) if of_adapter else None
+        self._of_fsdp2 = key.engine == "fsdp2" and hooked.is_unit
+        of_adapter = self._of_fsdp2 and key.mixed and key.wrap == "peft" and hooked.number is not None
+        self._shards = AdapterShards(hooked.module) if of_adapter else None
         before, after = self._before_forward, self._after_forward
         if key.compiles_whole:  # a hook breaks the graph, as FSDP2's hooks do
             from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable
 
             before, after = _dynamo_disable(before), _dynamo_disable(after)
-        place.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        place.module.register_forward_hook(after)
+        hooked.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        hooked.module.register_forward_hook(after)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recomputes = self._events.phase == "backward"
@@ -46,11 +46,11 @@ class UnitHooks:
             self._begin_forward()
         if self._of_fsdp2 and self._cast is not None:  # FSDPState._pre_forward casts before it gathers
             args, kwargs = cast_floating((args, kwargs), self._cast)
-        if not recomputes or self._place.is_within_layer:
-            self._events.mark(Op.PRE_FORWARD, self._place.mark)
-        if self._key.uses_flat_parameter and self._cast is not None and self._place.is_root:
+        if not recomputes or self._hooked.is_within_layer:
+            self._events.mark(Op.PRE_FORWARD, self._hooked.mark)
+        if self._key.uses_flat_parameter and self._cast is not None and self._hooked.is_root:
             args, kwargs = cast_floating((args, kwargs), self._cast)
-        if not recomputes or self._place.is_within_layer:
+        if not recomputes or self._hooked.is_within_layer:
             self._use_views()
             if self._shards is not None:
                 self._shards.use_gathered()
@@ -60,11 +60,11 @@ class UnitHooks:
 
     def _begin_forward(self) -> None:
         """Begin the segment of a layer, or of the root if it has none yet in this phase."""
-        events, place = self._events, self._place
-        if place.is_root and events.segment.phase != events.forward_phase:
+        events, hooked = self._events, self._hooked
+        if hooked.is_root and events.segment.phase != events.forward_phase:
             events.begin_root()
-        if place.is_layer:
-            events.begin(events.forward_phase, place.stack, place.layer)
+        if hooked.is_layer:
+            events.begin(events.forward_phase, hooked.stack, hooked.layer)
 
     def _use_views(self) -> None:
         """Replace the parameters of an FSDP1 unit by views of its flat parameter."""
@@ -77,20 +77,20 @@ class UnitHooks:
             storage.category = Category.PARTIAL_GRADIENT
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        events, place = self._events, self._place
-        if place.number is not None and self._flat is not None:
+        events, hooked = self._events, self._hooked
+        if hooked.number is not None and self._flat is not None:
             self._flat.use_shards()
         if self._shards is not None:
             self._shards.use_shards()
         if events.phase == "backward":
-            if place.is_within_layer:
-                events.mark(Op.POST_FORWARD, place.mark)
+            if hooked.is_within_layer:
+                events.mark(Op.POST_FORWARD, hooked.mark)
             return None
-        if place.is_root and self._key.autocasts_fsdp1:
+        if hooked.is_root and self._key.autocasts_fsdp1:
             output = cast_floating(output, torch.float32)
-        events.mark(Op.POST_FORWARD, place.mark)
+        events.mark(Op.POST_FORWARD, hooked.mark)
         if self._ends_stack:
-            events.begin(events.forward_phase, ROOT, place.stack + 1)
+            events.begin(events.forward_phase, ROOT, hooked.stack + 1)
         for leaf in tree_iter(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._begin_backward)
@@ -98,13 +98,13 @@ class UnitHooks:
 
     def _begin_backward(self, grad: torch.Tensor) -> None:
         """Begin the backward with the first gradient of an output."""
-        events, place = self._events, self._place
-        if events.is_first((Op.PRE_BACKWARD, place)):
-            if place.is_layer:
-                events.begin("backward", place.stack, place.layer)
-            events.mark(Op.PRE_BACKWARD, place.mark)
+        events, hooked = self._events, self._hooked
+        if events.is_first((Op.PRE_BACKWARD, hooked)):
+            if hooked.is_layer:
+                events.begin("backward", hooked.stack, hooked.layer)
+            events.mark(Op.PRE_BACKWARD, hooked.mark)
 
     def _end_backward(self) -> None:
         """End the backward of an FSDP2 unit once the gradients of its inputs exist."""
-        if self._events.is_first((Op.POST_BACKWARD, self._place)):
-            self._events.mark(Op.POST_BACKWARD, self._place.mark)
+        if self._events.is_first((Op.POST_BACKWARD, self._hooked)):
+            self._events.mark(Op.POST_BACKWARD, self._hooked.mark)

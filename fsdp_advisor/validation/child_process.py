@@ -1,6 +1,6 @@
 """Run a function in a forked child process. However the child ends, none of its processes stays behind.
 
-The parent imports everything first and never initializes CUDA, so that a child starts at once and may use the GPU. Children
+The parent imports everything first and never initializes CUDA, so that a child starts immediately and may use the GPU. Children
 have sessions of their own: Ctrl-C reaches only the parent, which then ends them.
 """
 

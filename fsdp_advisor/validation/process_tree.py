@@ -74,7 +74,7 @@ def descendants(pid: int) -> list[int]:
 def ended_like_ctrl_c() -> Iterator[None]:
     """Context in which SIGTERM and SIGHUP (a closed terminal) raise KeyboardInterrupt.
 
-    Otherwise Python would end at once, and the processes that it started would continue. A signal that is ignored, as under nohup, stays
+    Otherwise Python would end immediately, and the processes that it started would go on. A signal that is ignored, as under nohup, stays
     so.
     """
     before = {}

@@ -15,7 +15,7 @@ import pytest
 from matrix import taken, with_all_cases
 
 from fsdp_advisor.engines.deepspeed.buffers import PendingGradients, buffers, owned_by_rank0
-from fsdp_advisor.engines.deepspeed.coordinator import Visit, gathered
+from fsdp_advisor.engines.deepspeed.coordinator import GatherVisit, gathered
 from fsdp_advisor.engines.deepspeed.host import host_memory, host_tensors, not_modelled
 from fsdp_advisor.engines.deepspeed.partitions import (
     flat_elements,
@@ -197,7 +197,7 @@ def test_a_single_piece_is_not_copied() -> None:
     assert same["update"].gradients == Storages.of(2 * 4096 * 32000)
 
 
-def gathered_bytes(visits: Iterable[Visit]) -> list[int]:
+def gathered_bytes(visits: Iterable[GatherVisit]) -> list[int]:
     """Bytes of gathered parameters after each allocation and free of these visits, from nothing."""
     sizes: dict[int, int] = {}
     found = [0]

@@ -26,7 +26,7 @@ from fsdp_advisor.program.spans import storage_bytes
 from fsdp_advisor.recording import Recorder
 from fsdp_advisor.recording.transformers_models import TransformersSource
 from fsdp_advisor.rows import peak_of_step
-from fsdp_advisor.tapes import gpu_tape, select_step_tape, select_tape, step_tape
+from fsdp_advisor.tapes import gpu_tape, select_tape, tape_for_search, tape_of_row
 from fsdp_advisor.validation.simulate import simulate
 
 pytestmark = pytest.mark.slow
@@ -104,7 +104,7 @@ def test_a_row_needs_no_recording_of_its_own_length(recorder: Recorder) -> None:
     with pytest.raises(NotPolynomial):
         model.tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "none"))
     for seq_len in (100, 333):
-        key, _ = select_step_tape(model, replace(PLAN, seq_len=seq_len))
+        key, _ = tape_of_row(model, replace(PLAN, seq_len=seq_len))
         assert (key.device, key.at) == ("gpu", None)
 
 
@@ -159,7 +159,7 @@ def test_a_search_records_only_the_tape_of_the_gpu(batch: int) -> None:
     assert model.profile is not None
     plan = replace(PLAN, strategy="ddp", backend="ddp", precision="bf16", attention="eager", micro_batch_size=batch)
     before = set(model.profile.tapes)
-    tape = step_tape(model, plan, gpu)
+    tape = tape_for_search(model, plan, gpu)
     [name] = set(model.profile.tapes) - before
     assert TapeKey.from_name(name).device == "gpu"
     assert TapeKey.from_name(name).at == ((1, 100) if batch == 1 else None)

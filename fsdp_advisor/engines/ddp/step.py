@@ -31,7 +31,7 @@ from fsdp_advisor.policies.dtypes import FP32_BYTES, stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account
 from fsdp_advisor.program.builder import StepBuilder, StepHooks
-from fsdp_advisor.program.instructions import ADDED_TENSORS, NO_BUFFER, AllReduce, Buffer, Copy, HostTransfer
+from fsdp_advisor.program.instructions import ADDED_TENSORS, NO_BUFFER, AllReduce, BufferId, Copy, HostTransfer
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 FIRST_BUCKET_BYTES = 2**20
@@ -137,10 +137,10 @@ class DdpStep(StepHooks):
         # State within one micro-batch
         self._is_first = self._is_last = True
         self._reduced_tail = False  # the head's gradients are reduced
-        self._outputs: list[Buffer] = []  # copies of the model's outputs
-        self._complete: tuple[Parameter, Buffer] | None = None  # a parameter that waits for its update in backward
+        self._outputs: list[BufferId] = []  # copies of the model's outputs
+        self._complete: tuple[Parameter, BufferId] | None = None  # a parameter that waits for its update in backward
         # State within one step
-        self._of_parameter: defaultdict[tuple[UnitId, int], list[Buffer]] = defaultdict(list)
+        self._of_parameter: defaultdict[tuple[UnitId, int], list[BufferId]] = defaultdict(list)
 
     def begin_step(self, step: StepBuilder) -> None:
         step.alloc(Account.PARAMETERS, self.states.parameters)
@@ -194,7 +194,7 @@ class DdpStep(StepHooks):
         if n_bytes := sum(p.elements * stored_bytes(self._plan, p) for p in trained):
             step.add(HostTransfer(unit, n_bytes, "gradients"))
 
-    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: Buffer) -> None:
+    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: BufferId) -> None:
         """The first micro-batch's gradient stays as `param.grad`; later ones are added to it and freed."""
         if self._optimizer.backward_update is not None:
             self._update(step)
@@ -246,7 +246,7 @@ class DdpStep(StepHooks):
         if not events:
             whole = optimizer_temporaries(self._profile, self._plan, lambda parameter: parameter.shape)
             step.transient(Account.TEMPORARIES, whole)
-        buffers: dict[int, Buffer] = {}
+        buffers: dict[int, BufferId] = {}
         gradients = self._gradients_in_order() if any(number < 0 for number, _ in events) else []
         for number, n_bytes in events:
             if n_bytes:
@@ -254,7 +254,7 @@ class DdpStep(StepHooks):
             else:
                 step.free(gradients[-1 - number] if number < 0 else buffers.pop(number))
 
-    def _gradients_in_order(self) -> list[Buffer]:
+    def _gradients_in_order(self) -> list[BufferId]:
         """The gradients of all trainable parameters, in the order of `model.parameters()`. Backward has the layers in reverse."""
         waiting = {at: list(buffers) for at, buffers in self._of_parameter.items()}
         return [

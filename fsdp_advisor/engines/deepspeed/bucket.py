@@ -8,7 +8,7 @@ from fsdp_advisor.engines.deepspeed.buffers import Buffers, PendingGradients
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import StepBuilder
-from fsdp_advisor.program.instructions import NO_BUFFER, Buffer
+from fsdp_advisor.program.instructions import NO_BUFFER, BufferId
 from fsdp_advisor.program.storages import NO_STORAGES, Storages, round_up
 
 
@@ -51,7 +51,7 @@ class Bucket:
         step.free(self._storage)
         self._storage = NO_BUFFER
 
-    def take(self, step: StepBuilder, start: int, gradient: BucketGradient, buffer: Buffer) -> None:
+    def take(self, step: StepBuilder, start: int, gradient: BucketGradient, buffer: BufferId) -> None:
         """Copy one gradient into the bucket and free it; an oversized one stays until it is reduced."""
         if self._filled.elements + gradient.elements > self._buffers.bucket_elements:
             self.reduce(step)

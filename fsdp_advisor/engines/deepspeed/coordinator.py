@@ -37,7 +37,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class GatherVisit:
     """One unit's part of a micro-batch. The root has a visit for its modules before each stack, and one for those after the last.
 
     `rising` are the allocations and frees up to the peak of gathered parameters, `falling` those after the peak.
@@ -56,8 +56,8 @@ class Gathered:
     not included.
     """
 
-    forward: tuple[Visit, ...]
-    backward: tuple[Visit, ...]
+    forward: tuple[GatherVisit, ...]
+    backward: tuple[GatherVisit, ...]
     end: tuple[Change, ...] = ()
 
 
@@ -221,8 +221,8 @@ class _Inventory:
     elements: list[int] = field(default_factory=list)
     element_bytes: list[int] = field(default_factory=list)
 
-    def add(self, place: UnitId, parameters: tuple[Parameter, ...], plan: Plan) -> None:
-        self.units.append((place, _modules(parameters, len(self.elements))))
+    def add(self, unit_id: UnitId, parameters: tuple[Parameter, ...], plan: Plan) -> None:
+        self.units.append((unit_id, _modules(parameters, len(self.elements))))
         self.elements.extend(p.elements for p in parameters)
         self.element_bytes.extend(cast_bytes(plan, p) for p in parameters)
 
@@ -246,7 +246,7 @@ def gathered(
     fetcher = _fetcher(inventory, turns, plan, settings, size)
     visits = []
     first_root = len(turns) - (not forward_only)
-    for turn, (place, modules) in enumerate(turns):
+    for turn, (unit_id, modules) in enumerate(turns):
         fetcher.begin_visit()
         for _ in modules:
             own = fetcher.fetch()
@@ -254,7 +254,7 @@ def gathered(
                 fetcher.release(own)
         changes, to_peak = fetcher.changes, fetcher.changes_to_peak
         rising, falling = tuple(changes[:to_peak]), tuple(changes[to_peak:])
-        visits.append(Visit(place, rising, falling, fetcher.gathered_bytes))
+        visits.append(GatherVisit(unit_id, rising, falling, fetcher.gathered_bytes))
     left = [*fetcher.available.values(), *(group.buffer for group in fetcher.groups.values())]
     end = tuple(Change(allocation.storage, 0) for allocation in left)
     forwards = len(inventory.units)
@@ -283,12 +283,12 @@ def _backward(units: list[Turn], plan: Plan) -> Iterator[Turn]:
     """The units in the order of backward, each with its modules (a turn). A checkpointed layer's modules are first fetched in forward
     order.
     """
-    layers = sum(not place.is_outside_layers for place, _ in units)
-    for place, modules in reversed(units):
-        is_layer = not place.is_outside_layers
+    layers = sum(not unit_id.is_outside_layers for unit_id, _ in units)
+    for unit_id, modules in reversed(units):
+        is_layer = not unit_id.is_outside_layers
         layers -= is_layer
         back = [modules[0], *modules[:0:-1]] if is_layer else modules[::-1]
-        yield place, (modules + back if is_layer and plan.checkpoints(layers) else back)
+        yield unit_id, (modules + back if is_layer and plan.checkpoints(layers) else back)
 
 
 def _fetcher(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fsdp_advisor.engines.deepspeed.coordinator import Change, Gathered, Visit
+from fsdp_advisor.engines.deepspeed.coordinator import Change, Gathered, GatherVisit
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import StepBuilder
-from fsdp_advisor.program.instructions import Buffer
+from fsdp_advisor.program.instructions import BufferId
 from fsdp_advisor.program.storages import Storages
 
 
@@ -23,12 +23,12 @@ class Gathering:
 
     def __init__(self, gathered: Gathered) -> None:
         self._gathered = gathered
-        self._buffers: dict[int, Buffer] = {}
+        self._buffers: dict[int, BufferId] = {}
         self._falling: tuple[Change, ...] = ()  # changes of the last visit that are not applied yet
         self._visits = iter(gathered.forward)
-        self._upcoming: Visit | None = None
-        self._current: Visit | None = None
-        self._head: Visit | None = None  # the first visit of backward
+        self._upcoming: GatherVisit | None = None
+        self._current: GatherVisit | None = None
+        self._head: GatherVisit | None = None  # the first visit of backward
         self._bytes = 0  # bytes of the all-gathers since the last call of `take_bytes`
 
     def begin_forward(self) -> None:
@@ -50,7 +50,7 @@ class Gathering:
                 return
 
     def leave(self, step: StepBuilder, unit: UnitId) -> None:
-        """End a unit's forward. The root's visit after a stack ends at once: the head's parameters are freed before the loss
+        """End a unit's forward. The root's visit after a stack ends immediately: the head's parameters are freed before the loss
         allocates its tensors.
         """
         if self._current is None:
@@ -79,7 +79,7 @@ class Gathering:
         n_bytes, self._bytes = self._bytes, 0
         return n_bytes
 
-    def _turn_to(self, visits: tuple[Visit, ...]) -> None:
+    def _turn_to(self, visits: tuple[GatherVisit, ...]) -> None:
         self._visits = iter(visits)
         self._upcoming = next(self._visits, None)
         self._current = self._head = None

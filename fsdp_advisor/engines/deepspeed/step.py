@@ -30,7 +30,7 @@ from fsdp_advisor.program.instructions import (
     NO_BUFFER,
     AllGather,
     AllReduce,
-    Buffer,
+    BufferId,
     Copy,
     CreateStates,
     HostTransfer,
@@ -142,9 +142,9 @@ class DeepspeedStep(StepHooks):
         self._layers_left: list[int] = []  # by stack: real layers whose backward has not begun
         # State within one step
         self._persistent = NO_BUFFER
-        self._unreduced: dict[int, Buffer] = {}  # stage 1: whole gradients by their position in the flat buffer
+        self._unreduced: dict[int, BufferId] = {}  # stage 1: whole gradients by their position in the flat buffer
         self._averaged = NO_BUFFER
-        self._moments: list[Buffer] = []  # by flat partition
+        self._moments: list[BufferId] = []  # by flat partition
         self._scored_after: Gathering | None = None  # the parameters gathered around a forward without gradients
 
     # The step
@@ -218,7 +218,7 @@ class DeepspeedStep(StepHooks):
     def layer_done(self, step: StepBuilder, unit: UnitId) -> None:
         self._send_gradients(step, unit)
 
-    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: Buffer) -> None:
+    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: BufferId) -> None:
         part = self._layout.gradients[unit][parameter]
         self._gathering.enter_head(step)
         self._fetch(step, AT_ROOT)

@@ -25,7 +25,7 @@ from fsdp_advisor.program.instructions import (
     NO_BUFFER,
     AllGather,
     AllReduce,
-    Buffer,
+    BufferId,
     Copy,
     HostTransfer,
     PythonHooks,
@@ -65,12 +65,12 @@ class Fsdp1Step(StepHooks):
         self._indices: defaultdict[UnitId, list[int]] = defaultdict(list)  # their indices in `_forward_order`
         self._ran_in_layer: set[UnitId] = set()  # units within the current layer that have run
         self._targets: dict[UnitId, UnitId | None] = {}  # the unit to prefetch after a unit's backward
-        self._unsharded: defaultdict[UnitId, list[tuple[Buffer, Buffer]]] = defaultdict(list)
-        self._unreduced: defaultdict[UnitId, deque[list[Buffer]]] = defaultdict(deque)  # reduction is deferred
+        self._unsharded: defaultdict[UnitId, list[tuple[BufferId, BufferId]]] = defaultdict(list)
+        self._unreduced: defaultdict[UnitId, deque[list[BufferId]]] = defaultdict(deque)  # reduction is deferred
         self._frozen: list[UnitId] = []  # layers without trained parameters whose backward is over
-        self._offloaded: list[Buffer] = []
+        self._offloaded: list[BufferId] = []
         self._unseen: list[
-            Buffer
+            BufferId
         ] = []  # gradients of shards with only frozen parameters: no `param.grad` is a view of them
         self._freed: deque[int] = deque()
 
@@ -223,18 +223,18 @@ class Fsdp1Step(StepHooks):
             gradients = self._unreduced[unit].popleft()
         self._reduce(step, unit, gradients)
 
-    def owner_of(self, place: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit] | None:
-        """The unit of a flat parameter's gradient: the place itself, or a module in it."""
+    def owner_of(self, unit_id: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit] | None:
+        """The unit of a flat parameter's gradient: the layer itself, or a module in it."""
         if self._policy is None:
             return None
         module, of_root = divmod(parameter, 2)
-        outer = AT_ROOT if of_root else place
+        outer = AT_ROOT if of_root else unit_id
         return (outer if not module else unit_at(module_mark(module - 1, outer), outer)), (0, 0, module)
 
     def _prefetches_after(self, unit: UnitId) -> bool:
         return self._reshard and self._plan.backward_prefetch == "post" and unit != AT_ROOT
 
-    def _reduce(self, step: StepBuilder, unit: UnitId, gradients: list[Buffer]) -> None:
+    def _reduce(self, step: StepBuilder, unit: UnitId, gradients: list[BufferId]) -> None:
         """Reduce the unit's gradients on the reduce-scatter stream (`_reduce_grad`)."""
         sizes, stream = self._units[unit], Stream.REDUCE_SCATTER
         reduce_input = step.alloc(Account.COMMUNICATION, sizes.reduce_input, stream)

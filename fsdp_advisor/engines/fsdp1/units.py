@@ -68,7 +68,7 @@ class UnitBytes:
     elements: int  # of the unit, without padding
     trainable_elements: int
     stored_bytes: int  # per element of the shard
-    initial: Storages  # allocated before the first forward and freed at once (`init_flat_param_attributes`)
+    initial: Storages  # allocated before the first forward and freed immediately (`init_flat_param_attributes`)
 
 
 def _measure(unit: Unit, plan: Plan) -> UnitBytes:
@@ -164,7 +164,7 @@ def fsdp1_units(profile: Profile, plan: Plan) -> tuple[Units | None, Mapping[Uni
     if wrapping.units is None:
         units = per_unit(profile, lambda unit: _measure(unit, plan))
     else:
-        units = {place: _measure(part.unit, plan) for place, part in wrapping.parts.items()}
+        units = {unit_id: _measure(part.unit, plan) for unit_id, part in wrapping.parts.items()}
     # MixedPrecision's buffer_dtype: FSDP1 casts floating-point buffers once, before the first forward (`_lazy_init`)
     states = States(buffers=buffers(profile, plan.compute_bytes if plan.mixed else None))
     if plan.offload != "parameters":

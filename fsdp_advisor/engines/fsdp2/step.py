@@ -27,7 +27,7 @@ from fsdp_advisor.program.instructions import (
     NO_BUFFER,
     AllGather,
     AllReduce,
-    Buffer,
+    BufferId,
     Copy,
     HostTransfer,
     PythonHooks,
@@ -59,13 +59,13 @@ class Fsdp2Step(StepHooks):
         # State within one step
         self._forward_order: list[UnitId] = []  # units in the order of their post-forward hooks
         self._indices: defaultdict[UnitId, list[int]] = defaultdict(list)  # their indices in `_forward_order`
-        self._gathered: dict[UnitId, Buffer] = {}  # the outputs of all-gathers before their copy-out
+        self._gathered: dict[UnitId, BufferId] = {}  # the outputs of all-gathers before their copy-out
         self._previous_output = NO_BUFFER  # forward keeps the last all-gather's output until the next copy-out
         self._previous_reduce_input = NO_BUFFER  # the last reduce-scatter's input lives until the next one's
-        self._unsharded: defaultdict[UnitId, list[list[Buffer]]] = defaultdict(list)
-        self._unreduced: defaultdict[UnitId, deque[list[Buffer]]] = defaultdict(deque)  # reduction is deferred
-        self._all_reduced: list[tuple[UnitId, Buffer]] = []
-        self._parts: defaultdict[UnitId, list[Buffer]] = defaultdict(list)  # shards kept after forward
+        self._unsharded: defaultdict[UnitId, list[list[BufferId]]] = defaultdict(list)
+        self._unreduced: defaultdict[UnitId, deque[list[BufferId]]] = defaultdict(deque)  # reduction is deferred
+        self._all_reduced: list[tuple[UnitId, BufferId]] = []
+        self._parts: defaultdict[UnitId, list[BufferId]] = defaultdict(list)  # shards kept after forward
 
     # The step
 
@@ -169,8 +169,8 @@ class Fsdp2Step(StepHooks):
         if self._policy is not None:
             self._policy.layer_done(unit)
 
-    def owner_of(self, place: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit] | None:
-        return None if self._policy is None else self._policy.owner_of(place, number, parameter)
+    def owner_of(self, unit_id: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit] | None:
+        return None if self._policy is None else self._policy.owner_of(unit_id, number, parameter)
 
     def _end_backward_of(self, step: StepBuilder, unit: UnitId) -> None:
         """Reduce and free the unit's gradients. While the reduction is deferred they stay, and autograd adds to them."""
@@ -194,7 +194,9 @@ class Fsdp2Step(StepHooks):
         sizes = self._loss.rest if self._loss is not None and unit == HEAD else self._units[unit]
         self._reduce(step, unit, gradients, last, sizes)
 
-    def _reduce(self, step: StepBuilder, unit: UnitId, gradients: list[Buffer], last: Buffer, sizes: UnitBytes) -> None:
+    def _reduce(
+        self, step: StepBuilder, unit: UnitId, gradients: list[BufferId], last: BufferId, sizes: UnitBytes
+    ) -> None:
         """Copy gradients in, reduce-scatter them, and all-reduce them over the replicas (`foreach_reduce`).
 
         If there is more than one rank, a loop variable keeps the gradient of the unit's `last` parameter alive until the reduction ends.
@@ -230,7 +232,7 @@ class Fsdp2Step(StepHooks):
             else:
                 step.free(output)
 
-    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: Buffer) -> None:
+    def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: BufferId) -> None:
         """After the last chunk of a loss in chunks, reduce the head's gradient. Without such a loss, free a gradient that autograd has
         added to that of an earlier micro-batch.
         """
@@ -242,7 +244,7 @@ class Fsdp2Step(StepHooks):
         if not self._is_first:
             step.free(*fresh)
 
-    def _end_loss(self, step: StepBuilder, gradient: Buffer) -> None:
+    def _end_loss(self, step: StepBuilder, gradient: BufferId) -> None:
         """Reduce the head's gradient after the last chunk, and free the unit's parameters, which backward gathers again."""
         assert self._loss is not None
         self._loss_ended = True
@@ -312,7 +314,7 @@ class Fsdp2Step(StepHooks):
         rest = sorted((unit, len(kept)) for unit, kept in self._unsharded.items() if kept and unit not in first)
         return [*first, *(unit for unit, times in rest for _ in range(times))]
 
-    def _take_gradients(self, step: StepBuilder, unit: UnitId) -> list[Buffer]:
+    def _take_gradients(self, step: StepBuilder, unit: UnitId) -> list[BufferId]:
         """A unit's unsharded gradients. Used if no wrap policy divides the model."""
         parts = self._wrapping.parts
         part = parts.get(unit)
@@ -327,12 +329,12 @@ class Fsdp2Step(StepHooks):
         theirs = {gradient for other in others for gradient in self._gradients_of_part(step, parts[other])}
         return [gradient for gradient in step.whole_gradients() if gradient not in theirs]
 
-    def _gradients_of_part(self, step: StepBuilder, part: Part) -> list[Buffer]:
+    def _gradients_of_part(self, step: StepBuilder, part: Part) -> list[BufferId]:
         trainable = (i for i, parameter in zip(part.indices, part.unit.parameters, strict=False) if parameter.trainable)
         found = (step.gradient(i, at_root=True) for i in trainable)
         return [gradient for gradient in found if gradient not in (NO_BUFFER, self._head_gradient)]
 
-    def _last_gradient(self, step: StepBuilder, unit: UnitId) -> Buffer:
+    def _last_gradient(self, step: StepBuilder, unit: UnitId) -> BufferId:
         """The gradient of the unit's last parameter that has one; NO_BUFFER if none has."""
         part = self._wrapping.parts.get(unit)
         parameters = (part.unit if part is not None else unit_of(self._profile, unit)).parameters
@@ -367,7 +369,7 @@ class Fsdp2Step(StepHooks):
         step.free(*inputs)
         step.add(AllGather(unit, sizes.gathered_bytes, start))
 
-    def _upload(self, step: StepBuilder, unit: UnitId, start: Start) -> list[Buffer]:
+    def _upload(self, step: StepBuilder, unit: UnitId, start: Start) -> list[BufferId]:
         """With offload, copy each shard to the GPU and cast it. All inputs live until the all-gather is issued."""
         inputs = []
         for n_bytes in self._units[unit].shards:

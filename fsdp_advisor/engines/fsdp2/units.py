@@ -104,7 +104,7 @@ def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId,
     wrapping = wrapping_for(profile, plan)
     layers = not wrapping.whole and wrapping.units is None
     units = per_unit(profile, lambda unit: measure(unit, plan)) if layers else {}
-    units |= {place: measure(part.unit, plan) for place, part in wrapping.parts.items()}
+    units |= {unit_id: measure(part.unit, plan) for unit_id, part in wrapping.parts.items()}
 
     states = States(buffers=buffers(profile))
     if plan.offload == "parameters":
@@ -138,7 +138,7 @@ def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[UnitId, UnitByt
     """The sum of the attribute `what` over all units: the root, the layers, and the parts of the root that are separate units."""
     if wrapping.units is not None:
         return total_of_policy(wrapping.units, units, what)
-    parts = (getattr(units[place], what) for place in wrapping.parts if place != AT_ROOT)
+    parts = (getattr(units[unit_id], what) for unit_id in wrapping.parts if unit_id != AT_ROOT)
     rest: Storages = getattr(units[AT_ROOT], what) if wrapping.whole else summed(profile, units, what)
     return sum(parts, rest)
 

@@ -12,7 +12,7 @@ from fsdp_advisor.model.tape import ROOT, Category, Op, ScoringPhase, Segment, T
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.instructions import (
     Alloc,
-    Buffer,
+    BufferId,
     Compute,
     CreateStates,
     DropBatch,
@@ -127,11 +127,11 @@ class _Reader:
         self.operations: list[int] = []
         self.visits: list[tuple[int, str, str]] = []
         self.residents: list[tuple[Account, int]] = []  # alive when a step begins
-        self.lazily_created: dict[Buffer, tuple[int, ...]] = {}  # residents that the first step creates
-        self.created_at: dict[Buffer, int] = {}  # indices of operations
+        self.lazily_created: dict[BufferId, tuple[int, ...]] = {}  # residents that the first step creates
+        self.created_at: dict[BufferId, int] = {}  # indices of operations
         self.batch: list[int] = []  # inputs of the first micro-batch, if there is one batch
         self.first_layer = self.first_weight = self.second_forward = -1  # indices of operations
-        self._storages: dict[Buffer, tuple[int, ...]] = {}
+        self._storages: dict[BufferId, tuple[int, ...]] = {}
         self._layers: dict[
             tuple[str, int], list[list[int]]
         ] = {}  # by phase and stack: the storages of each real layer, by birth
@@ -318,7 +318,7 @@ class _Reader:
         return [births[birth] for recorded, births in layers if recorded == born.layer]
 
     def _drop(self, instruction: DropBatch | DropLoss) -> None:
-        """Free the tensors of the previous micro-batch: its inputs at once, its loss when there is a new one."""
+        """Free the tensors of the previous micro-batch: its inputs immediately, its loss when there is a new one."""
         if isinstance(instruction, DropLoss):
             self.operations += [number * 4 + FREE for number in self._dropped_later]
             return

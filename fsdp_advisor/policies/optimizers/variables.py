@@ -56,7 +56,7 @@ class Variables:
         self._held[name] = storages
 
     def use(self, *n_bytes: int) -> None:
-        """Allocate storages and free them at once."""
+        """Allocate storages and free them immediately."""
         self._free(self._allocated(n_bytes))
 
     def drop(self, *names: str) -> None:

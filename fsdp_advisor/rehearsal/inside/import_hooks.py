@@ -52,7 +52,7 @@ _finder = _Finder()
 
 
 def after_import(name: str, hook: Hook) -> None:
-    """Call `hook(module)` when the module `name` has been imported; at once if it is imported already."""
+    """Call `hook(module)` when the module `name` has been imported; immediately if it is imported already."""
     if name in sys.modules:
         hook(sys.modules[name])
         return

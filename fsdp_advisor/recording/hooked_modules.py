@@ -45,7 +45,7 @@ class Leaf(NamedTuple):
     module.
     """
 
-    place: HookedModule
+    hooked: HookedModule
     number: int
 
 
@@ -56,9 +56,9 @@ def hooked_modules(model: nn.Module, stacks: list[LayerStack], units: Units | No
         found.append(HookedModule(model.get_submodule(name), ROOT, 0, module_mark(n, AT_ROOT), n))
     for s, stack in enumerate(stacks):
         for i, layer in enumerate(stack.layers):
-            place = UnitId(s, i)
-            is_unit = units is None or place in units.layers
+            unit_id = UnitId(s, i)
+            is_unit = units is None or unit_id in units.layers
             found.append(HookedModule(layer, s, i, MarkedUnit.LAYER, is_unit=is_unit))
-            for n, name in enumerate(units.within[place] if units else ()):
-                found.append(HookedModule(layer.get_submodule(name), s, i, module_mark(n, place), n))
+            for n, name in enumerate(units.within[unit_id] if units else ()):
+                found.append(HookedModule(layer.get_submodule(name), s, i, module_mark(n, unit_id), n))
     return found
