@@ -45,6 +45,20 @@ class Printable:
         return answers.as_html(self)
 
 
+@dataclass(frozen=True, slots=True)
+class NotModelled:
+    """An effect that the figures of a row lack, or the reason why `figures` (JSON keys, in words) are unknown. `hides_needed`: without it
+    `needed_bytes` is unknown.
+    """
+
+    reason: str
+    figures: str = ""
+    hides_needed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.figures}: {self.reason}" if self.figures else self.reason
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyEstimate:
     """One strategy's figures on rank 0, which holds the largest shard. Bytes; None where unknown, with a reason in `not_modelled`.
@@ -84,7 +98,7 @@ class StrategyEstimate:
     units: str | None = None
     searches_unused: bool = False
     warnings: tuple[str, ...] = ()
-    not_modelled: tuple[str, ...] = ()
+    lacks: tuple[NotModelled, ...] = ()
     simulate_peak: Callable[[], int | None] | None = field(default=None, repr=False, compare=False)
     replay_timeline: Callable[[], tuple[TimelinePoint, ...]] | None = field(default=None, repr=False, compare=False)
 
@@ -99,6 +113,11 @@ class StrategyEstimate:
     @property
     def offload(self) -> Offload:
         return self.plan.offload
+
+    @property
+    def not_modelled(self) -> tuple[str, ...]:
+        """`lacks` as text."""
+        return tuple(map(str, self.lacks))
 
     @property
     def step_seconds(self) -> float | None:

@@ -39,7 +39,7 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.storages import States
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.report import NotModelled, StrategyEstimate
 from fsdp_advisor.tapes import (
     gpu_tape,
     gpu_tape_key_of,
@@ -61,7 +61,7 @@ NO_LINEAR_INPUTS = (
     "inputs of linear layers with frozen weights, which ZeRO-3 keeps for backward (4.9 GB for LoRA of an 8B model at 4,096 tokens without"
     " checkpointing): no recording of them is stored, and a new one needs torch"
 )
-NO_SCRATCH = "peak_allocated_bytes: the workspace of the attention kernel"
+NO_SCRATCH = NotModelled("the workspace of the attention kernel", figures="peak_allocated_bytes")
 
 
 remembered = lru_cache(maxsize=1024)
@@ -113,9 +113,10 @@ def estimate_plan(
         if isinstance(error, MissingExtra) and not model.is_catalogued:
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
         base = _base_row(model.profile, plan, gpu, host_memory_bytes)
-        time = "" if why_unknown(plan, gpu) else f", {TIME_UNKNOWN}"
+        figures = PEAKS_UNKNOWN if why_unknown(plan, gpu) else f"{PEAKS_UNKNOWN}, {TIME_UNKNOWN}"
         install = f"; {error.hint}" if isinstance(error, MissingExtra) else ""
-        return replace(base, not_modelled=(f"{PEAKS_UNKNOWN}{time}: {error.message}{install}", *base.not_modelled))
+        unknown = NotModelled(f"{error.message}{install}", figures, hides_needed=True)
+        return replace(base, lacks=(unknown, *base.lacks))
     step = StepInput(model.profile, gpu_tape(model.profile, selected, plan, gpu), plan, gpu)
     row = _with_step(model, selected, step, conf, host_memory_bytes)
     if not explain:
@@ -210,9 +211,9 @@ def _base_row(
         profile = learned(profile, step.tape, plan)
     states = states_of(profile, plan)
     host = host_memory(profile, plan, step.tape if step else None)
-    unknown = not_modelled(profile, plan)
+    lacks = list(map(NotModelled, not_modelled(profile, plan)))
     if (why := why_unknown(plan, gpu)) is not None:
-        unknown.append(f"{TIME_UNKNOWN}: {why}")
+        lacks.append(NotModelled(why, TIME_UNKNOWN))
     copy = one_copy_bytes(profile, plan)
     overhead = device_overhead(gpu, plan)
     job = job_peaks(
@@ -249,7 +250,7 @@ def _base_row(
             *packed_warnings(profile, plan),
             *wrap_warnings(profile, plan),
         ),
-        not_modelled=tuple(unknown),
+        lacks=tuple(lacks),
     )
 
 
@@ -274,11 +275,13 @@ def _with_step(
     profile, on_gpu, plan, gpu = step.profile, step.tape, step.plan, step.gpu
     key, tape = selected
     tensors = peak_of_step(profile, on_gpu, plan)
-    evaluation, evaluation_unknown = None, ""
+    evaluation: StepInput | None = None
+    unknown: tuple[NotModelled, ...] = ()
     try:
         evaluation = _evaluation(model, plan, gpu)
     except AdvisorError as error:
-        evaluation_unknown = f"the peak of evaluation, and whether the job fits: {error.message}"
+        reason = f"the peak of evaluation, and whether the job fits: {error.message}"
+        unknown = (NotModelled(reason, hides_needed=True),)
     evaluated = None if evaluation is None else _evaluation_bytes(step, evaluation)
     base = _base_row(profile, plan, gpu, host_memory_bytes, _StepTensors(on_gpu, tensors, evaluated))
     overhead, job = base.overhead, base.job
@@ -298,7 +301,7 @@ def _with_step(
     needed = overhead.middle_bytes + max(allocator.reserved_peak_bytes, outside)
     available = min(gpu.memory_bytes, overhead.middle_bytes + _allowed_bytes(gpu, conf))
     fits = needed <= available and job.fails is None
-    is_known = not (fits and evaluation_unknown)  # what does not fit without evaluation does not fit with it
+    is_known = not (fits and unknown)  # what does not fit without evaluation does not fit with it
     return replace(
         base,
         fits=fits if is_known else None,
@@ -314,9 +317,9 @@ def _with_step(
         step=time,
         searches_unused=searches_unused(learned(profile, on_gpu, plan), plan),
         warnings=warnings + _allocator_warnings(allocator) + (time.warnings if time else ()),
-        not_modelled=(
-            *([evaluation_unknown] if evaluation_unknown else ()),  # `render.view.why_unknown` reads the first
-            *base.not_modelled,
+        lacks=(
+            *unknown,
+            *base.lacks,
             *_missing_in_tape(profile, plan, key, gpu_tape_key_of(profile, key, plan, gpu)),
         ),
         simulate_peak=partial(_simulated_peak_bytes, model, key, tape, plan),
@@ -324,17 +327,17 @@ def _with_step(
     )
 
 
-def _missing_in_tape(profile: Profile, plan: Plan, key: TapeKey, gpu_key: TapeKey) -> Iterator[str]:
+def _missing_in_tape(profile: Profile, plan: Plan, key: TapeKey, gpu_key: TapeKey) -> Iterator[NotModelled]:
     """Notes on work of the plan's step that its tape lacks. `key`: the key of the CPU's tape, `gpu_key`: of the tape with the GPU's
     kernels.
     """
     own = tape_key_of(plan, profile)
     if key.engine != own.engine:
-        yield NO_AUTOCAST
+        yield NotModelled(NO_AUTOCAST)
     if own.saves_linear_inputs and not key.saves_linear_inputs:
-        yield NO_LINEAR_INPUTS
+        yield NotModelled(NO_LINEAR_INPUTS)
     if own.checkpointing == "reentrant" != key.checkpointing:
-        yield NO_REENTRANT
+        yield NotModelled(NO_REENTRANT)
     if key.attention != "eager" and (gpu_key.device == "cpu" or gpu_key.name not in profile.tapes):
         yield NO_SCRATCH
 
@@ -445,15 +448,19 @@ def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
 
 def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:
     states = textbook_states(parameters, plan)
-    gathered = (f"{plan.backend} gathers the whole parameters in each step; only the verdict counts them",)
+    gathered = (NotModelled(f"{plan.backend} gathers the whole parameters in each step; only the verdict counts them"),)
     return StrategyEstimate(
         plan=plan,
         fits=False if states.total + states.gathered > gpu.memory_bytes else None,
         states={"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer},
         host_bytes_per_node=states.host_per_node,
-        not_modelled=(
-            f"{PEAKS_UNKNOWN}: a bare parameter count does not tell the sizes of activations, logits, gathered units and buckets",
-            f"{TIME_UNKNOWN}: a bare parameter count has no operators to time",
+        lacks=(
+            NotModelled(
+                "a bare parameter count does not tell the sizes of activations, logits, gathered units and buckets",
+                PEAKS_UNKNOWN,
+                hides_needed=True,
+            ),
+            NotModelled("a bare parameter count has no operators to time", TIME_UNKNOWN),
             *(gathered if states.gathered else ()),
         ),
     )

@@ -83,7 +83,7 @@ class Job:
             environment=environment,
             adaptation=_adaptation(report),
             searches_unused=estimate.searches_unused,
-            not_modelled=tuple(item.partition(": ")[2] or item for item in estimate.not_modelled),
+            not_modelled=tuple(item.reason for item in estimate.lacks),
         )
 
     @property

@@ -192,7 +192,7 @@ def throughput_of(report: Report, estimate: StrategyEstimate) -> float | None:
 
 def _why(estimate: StrategyEstimate) -> str:
     if estimate.peak_phase is None:
-        return next(iter(omitted_effects(estimate)), "")
+        return why_unknown(estimate)
     return f"the peak is in {estimate.peak_phase}, at {estimate.peak_where}"
 
 
@@ -293,18 +293,14 @@ def merge_warnings(estimates: Sequence[StrategyEstimate]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-_KEYS = re.compile(r"^(?:the peak, )?[a-z]+(?:_[a-z]+)+(?:, [a-z]+(?:_[a-z]+)+)*: ")
-"""The JSON keys before the reason in an item of `not_modelled`."""
-
-
 def omitted_effects(estimate: StrategyEstimate) -> list[str]:
     """The effects that the row's figures lack, without the names of the JSON keys."""
-    return [_KEYS.sub("", item) for item in estimate.not_modelled]
+    return [item.reason for item in estimate.lacks]
 
 
 def why_unknown(estimate: StrategyEstimate) -> str:
     """Why a row has no `needed_bytes`: its step or evaluation is not recorded, or the model is only a parameter count."""
-    return next(iter(omitted_effects(estimate)), "its step is not recorded")
+    return next((item.reason for item in estimate.lacks if item.hides_needed), "its step is not recorded")
 
 
 def _omissions(estimates: Sequence[StrategyEstimate]) -> tuple[Omission, ...]:

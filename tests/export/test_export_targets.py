@@ -26,6 +26,7 @@ from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Refusal
+from fsdp_advisor.report import NotModelled
 from fsdp_advisor.units import format_gib
 
 HOSTILE = (
@@ -250,6 +251,13 @@ def test_header_names_framework_and_notes_list_what_is_not_modelled() -> None:
     assert not any("estimate is for plain PyTorch" in note for note in exported.notes)
     trainer = export("trainer", Job.of(report, report.estimates[0]))
     assert "the prediction is for accelerate, which trainer does not use" in trainer.notes
+
+
+def test_a_note_on_what_the_prediction_lacks_is_whole() -> None:
+    report = report_for("accelerate", make_request({"model": "openai-community/gpt2", "gpus": 4, "strategy": "zero3"}))
+    lacks = (NotModelled("the casts of autocast: no recording", figures="peak_allocated_bytes"),)
+    exported = export("accelerate", Job.of(report, replace(report.estimates[0], lacks=lacks)))
+    assert "not in the prediction: the casts of autocast: no recording" in exported.notes
 
 
 @pytest.mark.parametrize("target", TARGETS)
