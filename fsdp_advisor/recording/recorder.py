@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import Any, get_args
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -117,46 +118,15 @@ class Recorder:
 
     def _tape(self, key: TapeKey, *, sums_in_place: bool) -> Tape:
         source = _stepping(self.source, key)
-        least = source.min_seq_len - 1
-        limit = min(source.max_seq_len or CHECK_T + least, source.alike_up_to or CHECK_T + least)
-        ts = tuple(least + t for t in GRID_T)
-        if limit < max(ts):
-            ts = (max(1, limit // 4), max(2, limit // 2), max(3, limit))
-        bs = (1,) if key.batch_is_one else GRID_B
-        longest = min(CHECK_T + least, limit)
-        if key.loss == "torchtitan":  # so that all chunks of a sequence are equal
-            longest -= longest % TORCHTITAN_CHUNKS
-        check = (1 if key.batch_is_one else CHECK_B, longest)
-        points = [(b, t) for b in bs for t in ts]
+        grid = _grid(source, key)
         try:
             with self._step(source, key, sums_in_place=sums_in_place) as step:
-                # an extra first step creates the tensors that torch and transformers create only once (adaptive ropes: once per model)
-                if self.source.alike_up_to or self._replaced or key.compiles:
-                    step.run(*(key.at or points[0]))
-                elif not self._warm:
-                    _run_briefly(step, key.at or points[0], least + BRIEF_T)
-                self._warm = True
+                self._create_tensors(step, key, grid)
                 if key.at is not None:
                     raw_step = step.run(*key.at)
-                    return with_whole_gradients(tape_of(raw_step, constant(raw_step)), self.profile, key)
-                corner = step.run(*points[-1])
-                first = step.run(*points[0])
-                check_order([first, corner])
-                checked = step.run(*check)
-                check_order([checked, corner])
-                if (known := self._matching_tape({check: checked, points[-1]: corner})) is not None:
-                    return with_whole_gradients(known, self.profile, key)
-                fitted = fit_confirmed({points[0]: first, points[-1]: corner, check: checked})
-                if fitted is None:
-                    raw_steps = {
-                        **{point: step.run(*point) for point in points[1:-1]},
-                        points[0]: first,
-                        points[-1]: corner,
-                    }
-                    fitted = fit_confirmed({**raw_steps, check: checked}, self._chunks)
-                    fitted = fitted or fit_raw_steps([raw_steps[point] for point in points], checked, bs, ts, check)
-                    if fitted.chunks:
-                        self._confirm(step, key, fitted, corner, longest)
+                    tape = tape_of(raw_step, constant(raw_step))
+                else:
+                    tape = self._fit(step, key, grid)
         except AdvisorError:
             raise
         except Exception as error:
@@ -167,8 +137,41 @@ class Recorder:
                 f"{self.source.name} could not be run to record it: {type(error).__name__}: {str(error)[:200]}",
                 hint="the recorder runs the model's own code under fake tensors, which this code does not support",
             ) from error
+        return with_whole_gradients(tape, self.profile, key)
+
+    def _create_tensors(self, step: Step, key: TapeKey, grid: _Grid) -> None:
+        """Run an extra first step, which creates the tensors that torch and transformers create only once (adaptive ropes: per model)."""
+        first = key.at or grid.points[0]
+        if self.source.alike_up_to or self._replaced or key.compiles:
+            step.run(*first)
+        elif not self._warm:
+            _run_briefly(step, first, grid.brief_t)
+        self._warm = True
+
+    def _fit(self, step: Step, key: TapeKey, grid: _Grid) -> Tape:
+        """The tape of a step for any (B, T): of three steps if they confirm the usual sizes, else of all of the grid."""
+        points, check = grid.points, grid.check
+        corner = step.run(*points[-1])
+        first = step.run(*points[0])
+        check_order([first, corner])
+        checked = step.run(*check)
+        check_order([checked, corner])
+        if (known := self._matching_tape({check: checked, points[-1]: corner})) is not None:
+            return known
+        fitted = fit_confirmed({points[0]: first, points[-1]: corner, check: checked})
+        if fitted is None:
+            raw_steps = {
+                **{point: step.run(*point) for point in points[1:-1]},
+                points[0]: first,
+                points[-1]: corner,
+            }
+            fitted = fit_confirmed({**raw_steps, check: checked}, self._chunks) or fit_raw_steps(
+                [raw_steps[point] for point in points], checked, grid.bs, grid.ts, check
+            )
+            if fitted.chunks:
+                self._confirm(step, key, fitted, corner, check[1])
         self._made.append((storages_of(corner), fitted))
-        return with_whole_gradients(tape_of(corner, fitted), self.profile, key)
+        return tape_of(corner, fitted)
 
     def _confirm(self, step: Step, key: TapeKey, fitted: Fitted, known: RawStep, longest: int) -> None:
         """Check quantities that depend on chunks against two more recordings: one whose last chunk is full, because code may then skip
@@ -271,11 +274,30 @@ class Recorder:
     @contextlib.contextmanager
     def _step(self, source: Source, key: TapeKey, *, sums_in_place: bool) -> Iterator[Step]:
         """Context with the model on fake tensors, ready to run steps of this key."""
-        dtype = torch.bfloat16 if key.weights_in_half else torch.float32
-        model = self._model(dtype)
+        model = self._configured(source, key)
+        units = units_to_record(self.source, self.profile, key)
+        with contextlib.ExitStack() as entered:
+            for context in _contexts(source, key, model):
+                entered.enter_context(context)
+            if key.tiled_mlp:
+                tile_mlps(source.stacks(model), key.tiled_mlp, source.name)
+            entered.enter_context(
+                fake_tensors(
+                    values=source.needs_values, expert_imbalance=source.expert_imbalance, operators=self._operators
+                )
+            )
+            casts = (key.mixed and key.engine != "plain") or (key.engine == "plain+cast" and key.weights_in_half)
+            half = torch.bfloat16 if casts else None
+            materialise(model, half, half if key.uses_flat_parameter else None)
+            if key.compiles:
+                _compile(source, key, model)
+            yield Step(source, model, key, units, self._replaced, self._operators, sums_in_place=sums_in_place)
+
+    def _configured(self, source: Source, key: TapeKey) -> nn.Module:
+        """The model with the key's attention, checkpointing, offload, dtypes and kernels."""
+        model = self._model(torch.bfloat16 if key.weights_in_half else torch.float32)
         by_plugin = key.wrap != "peft" and key.activation_offload == "none"
         by_accelerate = key.checkpointing == "full" and key.autocasts_fsdp1 and by_plugin
-        units = units_to_record(self.source, self.profile, key)
         source.configure(
             model,
             attention=key.attention,
@@ -288,59 +310,84 @@ class Recorder:
             checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
         if key.fp8 != "none":
             convert_linears(model, key.fp8, source.root_modules(model).head)
+        if key.liger_kernels:
+            check_kernels(model, source.name)
+        return model
+
+
+class _Grid(NamedTuple):
+    """The micro-batches and lengths at which a step is recorded to fit its sizes, and one more with which they are checked. `brief_t`: the
+    length of a brief step.
+    """
+
+    bs: tuple[int, ...]
+    ts: tuple[int, ...]
+    check: tuple[int, int]
+    brief_t: int
+
+    @property
+    def points(self) -> list[tuple[int, int]]:
+        return [(b, t) for b in self.bs for t in self.ts]
+
+
+def _grid(source: Source, key: TapeKey) -> _Grid:
+    least = source.min_seq_len - 1
+    limit = min(source.max_seq_len or CHECK_T + least, source.alike_up_to or CHECK_T + least)
+    ts = tuple(least + t for t in GRID_T)
+    if limit < max(ts):
+        ts = (max(1, limit // 4), max(2, limit // 2), max(3, limit))
+    longest = min(CHECK_T + least, limit)
+    if key.loss == "torchtitan":  # so that all chunks of a sequence are equal
+        longest -= longest % TORCHTITAN_CHUNKS
+    if key.batch_is_one:
+        return _Grid((1,), ts, (1, longest), least + BRIEF_T)
+    return _Grid(GRID_B, ts, (CHECK_B, longest), least + BRIEF_T)
+
+
+def _contexts(source: Source, key: TapeKey, model: nn.Module) -> Iterator[AbstractContextManager[object]]:
+    """The contexts of a step, except for fake tensors. Enter each before asking for the next."""
+    yield steady()
+    yield softmax_scratch()
+    if key.saves_linear_inputs:
+        yield saving_inputs()
+    if key.compiles:  # Inductor takes a second to import
+        from fsdp_advisor.recording.compiled import compiler, functions_of_graphs
+
+        yield compiler(
+            key.memory_budget,
+            by_accelerate=key.compiles_regions and key.engine == "fsdp2",
+            # torchtitan 0.3.0, components/quantization/float8.py
+            emulates_casts=key.fp8 == "rowwise" and _is_of_torchtitan(source),
+        )
+    if key.fp8 != "none":
+        yield autocast_of_cpu()
+    if key.device == "gpu":
         # compiled code cannot read whether sequences are packed, so transformers assumes that they are
         packed = key.batch in ("flattened", "flattened-trl") or key.compiles_whole
+        yield as_on_gpu(by_cudnn=key.kernel == "cudnn", packed=packed)
+        yield with_kernels(model)
+        if key.images is not None and key.attention == "flash_attention_2":
+            yield with_rows_of_images(model)
         if key.liger_kernels:
-            check_kernels(model, self.source.name)
-        if key.compiles:  # Inductor takes a second to import
-            from fsdp_advisor.recording.compiled import compile_modules, compiler, functions_of_graphs, regions
-            from fsdp_advisor.recording.losses.compiled import leave_uncompiled
-        with contextlib.ExitStack() as contexts:
-            contexts.enter_context(steady())
-            contexts.enter_context(softmax_scratch())
-            if key.saves_linear_inputs:
-                contexts.enter_context(saving_inputs())
-            if key.compiles:
-                contexts.enter_context(
-                    compiler(
-                        key.memory_budget,
-                        by_accelerate=key.compiles_regions and key.engine == "fsdp2",
-                        # torchtitan 0.3.0, components/quantization/float8.py
-                        emulates_casts=key.fp8 == "rowwise" and _is_of_torchtitan(source),
-                    )
-                )
-            if key.fp8 != "none":
-                contexts.enter_context(autocast_of_cpu())
-            if key.device == "gpu":
-                contexts.enter_context(as_on_gpu(by_cudnn=key.kernel == "cudnn", packed=packed))
-                contexts.enter_context(with_kernels(model))
-                if key.images is not None and key.attention == "flash_attention_2":
-                    contexts.enter_context(with_rows_of_images(model))
-                if key.liger_kernels:
-                    contexts.enter_context(with_liger_kernels(model, self.source.name))
-            if key.tiled_mlp:
-                tile_mlps(source.stacks(model), key.tiled_mlp, self.source.name)
-            if key.compiles:
-                contexts.enter_context(functions_of_graphs(by_cudnn=key.kernel == "cudnn"))
-            contexts.enter_context(
-                fake_tensors(
-                    values=source.needs_values, expert_imbalance=source.expert_imbalance, operators=self._operators
-                )
-            )
-            casts = (key.mixed and key.engine != "plain") or (key.engine == "plain+cast" and key.weights_in_half)
-            half = torch.bfloat16 if casts else None
-            materialise(model, half, half if key.uses_flat_parameter else None)
-            if key.compiles_whole and key.loss == "trl":
-                leave_uncompiled(source.root_modules(model).head, self.source.name)
-            if key.compiles:
-                layers = [layer for stack in source.stacks(model) for layer in stack.layers]
-                parts = regions(model, layers) if key.compiles_regions else layers
-                compile_modules(
-                    (model,) if key.compiles_whole else parts,
-                    in_ddp=key.compile.endswith("-ddp"),
-                    in_one_graph=_is_of_torchtitan(source),
-                )
-            yield Step(source, model, key, units, self._replaced, self._operators, sums_in_place=sums_in_place)
+            yield with_liger_kernels(model, source.name)
+    if key.compiles:
+        yield functions_of_graphs(by_cudnn=key.kernel == "cudnn")
+
+
+def _compile(source: Source, key: TapeKey, model: nn.Module) -> None:
+    """Compile the key's parts of the model."""
+    from fsdp_advisor.recording.compiled import compile_modules, regions
+    from fsdp_advisor.recording.losses.compiled import leave_uncompiled
+
+    if key.compiles_whole and key.loss == "trl":
+        leave_uncompiled(source.root_modules(model).head, source.name)
+    layers = [layer for stack in source.stacks(model) for layer in stack.layers]
+    parts = regions(model, layers) if key.compiles_regions else layers
+    compile_modules(
+        (model,) if key.compiles_whole else parts,
+        in_ddp=key.compile.endswith("-ddp"),
+        in_one_graph=_is_of_torchtitan(source),
+    )
 
 
 def _run_briefly(step: Step, point: tuple[int, int], seq_len: int) -> None:
