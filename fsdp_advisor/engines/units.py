@@ -49,25 +49,34 @@ def parameters_in_order(profile: Profile) -> Iterator[tuple[UnitId, int, Paramet
 def total(profile: Profile, held: Callable[[Unit], Storages]) -> Storages:
     """The sum of `held(unit)` over all real units."""
     by_unit = per_unit(profile, held)
-    return _over_units(profile, by_unit.__getitem__, [held(part) for part in root_parts(profile)])
+    return summed(profile, by_unit, lambda storages: storages, [held(part) for part in root_parts(profile)])
 
 
 def summed(
-    profile: Profile, by_unit: Mapping[UnitId, object], what: str, root: Sequence[Storages] | None = None
+    profile: Profile, by_unit: Mapping[UnitId, T], of: Callable[[T], Storages], root: Sequence[Storages] | None = None
 ) -> Storages:
-    """The sum of the attribute `what`, such as "gradients", over all units of the model.
+    """The sum of `of` over all units of the model, in the order of `model.parameters()`.
 
-    `by_unit` has an object with that attribute for the root and for each recorded layer, which counts once for each layer that it
-    stands for. `root`: what to add for each of the root's parts (`root_parts`) instead of the root's own attribute.
+    `by_unit` has the root and each recorded layer, which counts once for each layer that it stands for. `root`: what to add for each of
+    the root's parts (`root_parts`) instead of `of(by_unit[AT_ROOT])`, which comes first.
     """
-    return _over_units(profile, lambda unit_id: getattr(by_unit[unit_id], what), root)
+    parts = root or [of(by_unit[AT_ROOT]), *[NO_STORAGES] * len(profile.stacks)]
+    result = NO_STORAGES
+    for s, stack in enumerate(profile.stacks):
+        result += parts[s]
+        for run in stack.runs:
+            pattern = NO_STORAGES
+            for layer in run.pattern:
+                pattern += of(by_unit[UnitId(s, layer)])
+            result += pattern * run.repeats
+    return result + parts[-1]
 
 
-def total_of_policy(units: Units, by_unit: Mapping[UnitId, object], what: str) -> Storages:
-    """The sum of the attribute `what` over all real units of a wrap policy, the root last."""
+def total_of_policy(units: Units, by_unit: Mapping[UnitId, T], of: Callable[[T], Storages]) -> Storages:
+    """The sum of `of` over all real units of a wrap policy, the root last."""
     result = NO_STORAGES
     for unit_id in sorted(by_unit, key=lambda unit_id: unit_id == AT_ROOT):
-        result += getattr(by_unit[unit_id], what) * units.counts[unit_id]
+        result += of(by_unit[unit_id]) * units.counts[unit_id]
     return result
 
 
@@ -78,20 +87,6 @@ def root_parts(profile: Profile) -> list[Unit]:
     bounds = [0, *profile.order, len(profile.root.parameters)]
     parts = [replace(profile.root, parameters=profile.root.parameters[a:b], buffers=()) for a, b in pairwise(bounds)]
     return [*parts[:-1], replace(parts[-1], buffers=profile.root.buffers)]
-
-
-def _over_units(profile: Profile, of: Callable[[UnitId], Storages], root: Sequence[Storages] | None = None) -> Storages:
-    """The sum of `of` over the root's parts and all real layers, in the order of `model.parameters()`."""
-    parts = root or [of(AT_ROOT), *[NO_STORAGES] * len(profile.stacks)]
-    result = NO_STORAGES
-    for s, stack in enumerate(profile.stacks):
-        result += parts[s]
-        for run in stack.runs:
-            pattern = NO_STORAGES
-            for layer in run.pattern:
-                pattern += of(UnitId(s, layer))
-            result += pattern * run.repeats
-    return result + parts[-1]
 
 
 @lru_cache(maxsize=256)

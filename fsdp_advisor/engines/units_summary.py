@@ -39,8 +39,10 @@ def _named_units(profile: Profile, plan: Plan) -> tuple[tuple[str, int], ...]:
     """(name, parameter elements) of every real unit."""
     wrapping = wrapping_for(profile, plan)
     if wrapping.units is None:
-        root = wrapping.in_order(profile)[0 if wrapping.whole else sum(stack.depth for stack in profile.stacks) :]
-        layers = () if wrapping.whole else profile.layers()
+        root = wrapping.in_order(profile)[
+            0 if wrapping.layers_in_root else sum(stack.depth for stack in profile.stacks) :
+        ]
+        layers = () if wrapping.layers_in_root else profile.layers()
         return (
             *((unit.kind, unit.elements) for unit in layers),
             *(("root", unit.elements) for unit in root if unit.elements),

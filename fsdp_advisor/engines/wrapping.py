@@ -34,7 +34,7 @@ OUTPUTS = unit_at(MarkedUnit.OUTPUTS, AT_ROOT)
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A unit within the root. `indices`: its parameters among those of the root; parameters of layers may follow (`Wrapping.whole`).
+    """A unit within the root. `indices`: its parameters among the root's; those of layers may follow (`Wrapping.layers_in_root`).
 
     `keeps`: whether its parameters stay gathered from forward to backward. None: the same as for the layers.
     """
@@ -48,14 +48,19 @@ class Part:
 class Wrapping:
     """The units that are not single layers. `last`: the units that are reduced after backward, in order.
 
-    `whole`: the layers are not units; their parameters belong to the root's units. `units`: the units of a
+    `layers_in_root`: the layers are not units; their parameters belong to the root's units. `units`: the units of a
     wrap policy other than `layer` and `none`, else None; `parts` then has every unit, layers included.
     """
 
     parts: Mapping[UnitId, Part]
     last: tuple[UnitId, ...]
-    whole: bool = False
+    layers_in_root: bool = False
     units: Units | None = None
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether every layer is a unit."""
+        return not self.layers_in_root and self.units is None
 
     def in_order(self, profile: Profile) -> list[Unit]:
         """Every real unit in the order in which FSDP shards them, the root last. Units of one kind are the same object."""
@@ -65,7 +70,7 @@ class Wrapping:
             found = [self.parts[unit_id].unit for unit_id in inner for _ in range(self.units.counts[unit_id])]
             return [*found, *(self.parts[unit_id].unit for unit_id in (AT_ROOT,) if unit_id in self.parts)]
         parts = [self.parts[unit_id].unit for unit_id in (EMBEDDING, HEAD, AT_ROOT) if unit_id in self.parts]
-        return parts if self.whole else [*profile.layers(), *parts]
+        return parts if self.layers_in_root else [*profile.layers(), *parts]
 
 
 def takes_root_apart(plan: Plan) -> bool:
@@ -87,7 +92,7 @@ def wrapping_for(profile: Profile, plan: Plan) -> Wrapping:
     """The units of a plan that are not single layers."""
     wrap = effective_wrap(profile, plan)
     if wrap == "layer" or (wrap == "none" and plan.backend != "fsdp1"):
-        return wrapping_of(profile, takes_root_apart(plan), wrap == "none")
+        return wrapping_of(profile, divides_root=takes_root_apart(plan), layers_in_root=wrap == "none")
     if takes_root_apart(plan):
         raise UsageError(
             f"--wrap {plan.wrap} is not modelled with accelerate and FSDP2, which makes more units of the root",
@@ -137,15 +142,15 @@ def _by_policy(profile: Profile, wrap: str) -> Wrapping:
 
 
 @lru_cache(maxsize=512)
-def wrapping_of(profile: Profile, several: bool, whole: bool = False) -> Wrapping:
-    """The root's units: accelerate's if `several`, else one. `whole`: the layers are not units; their parameters belong to the
-    root's unit.
+def wrapping_of(profile: Profile, *, divides_root: bool, layers_in_root: bool = False) -> Wrapping:
+    """The root's units: accelerate's if `divides_root`, else one. `layers_in_root`: the layers are not units; their parameters belong to
+    the root's unit.
     """
     parameters = profile.root.parameters
-    embedding = _in_module(profile, "embedding") if several and task_of(profile.task).has_root_units else ()
+    embedding = _in_module(profile, "embedding") if divides_root and task_of(profile.task).has_root_units else ()
     if not embedding:
-        root = profile.root if not whole else Unit(profile.root.kind, (*parameters, *_of_layers(profile)))
-        return Wrapping({AT_ROOT: Part(root, tuple(range(len(parameters))))}, (AT_ROOT,), whole)
+        root = profile.root if not layers_in_root else Unit(profile.root.kind, (*parameters, *_of_layers(profile)))
+        return Wrapping({AT_ROOT: Part(root, tuple(range(len(parameters))))}, (AT_ROOT,), layers_in_root)
     tied = any(parameters[i].tied for i in embedding)
     tail = tuple(
         sorted((*_in_module(profile, "head"), *with_role(profile, "final_norm"), *(embedding if tied else ())))
@@ -156,10 +161,10 @@ def wrapping_of(profile: Profile, several: bool, whole: bool = False) -> Wrappin
     def part(indices: tuple[int, ...], keeps: bool | None, more: tuple[Parameter, ...] = ()) -> Part:
         return Part(Unit(profile.root.kind, (*(parameters[i] for i in indices), *more)), indices, keeps)
 
-    parts = {AT_ROOT: part(rest, True, _of_layers(profile) if whole else ()), HEAD: part(tail, True)}
+    parts = {AT_ROOT: part(rest, True, _of_layers(profile) if layers_in_root else ()), HEAD: part(tail, True)}
     if alone:
         parts[EMBEDDING] = part(alone, None)
-    return Wrapping(parts, (AT_ROOT, EMBEDDING if alone else HEAD), whole)
+    return Wrapping(parts, (AT_ROOT, EMBEDDING if alone else HEAD), layers_in_root)
 
 
 def marked_units(profile: Profile, plan: Plan) -> frozenset[int]:

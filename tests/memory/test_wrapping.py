@@ -49,7 +49,7 @@ def plan_of(**options: Any) -> Plan:
 
 
 def names(model: str) -> dict[str, list[str]]:
-    wrapping = wrapping_of(profile_of(model), True)
+    wrapping = wrapping_of(profile_of(model), divides_root=True)
     words = {AT_ROOT: "root", EMBEDDING: "embedding", HEAD: "head"}
     return {words[place]: [p.name for p in part.unit.parameters] for place, part in wrapping.parts.items()}
 
@@ -81,14 +81,14 @@ def test_a_norm_that_is_no_child_of_the_base_model_is_not_found() -> None:
 
 def test_torch_leaves_the_root_whole() -> None:
     profile = profile_of(UNTIED)
-    (part,) = wrapping_of(profile, False).parts.values()
+    (part,) = wrapping_of(profile, divides_root=False).parts.values()
     assert part.unit is profile.root
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_one_unit_has_every_parameter_that_is_in_no_other(apart: bool) -> None:
     profile = profile_of(UNTIED)
-    parts = wrapping_of(profile, apart, True).parts
+    parts = wrapping_of(profile, divides_root=apart, layers_in_root=True).parts
     assert sum(part.unit.elements for part in parts.values()) == profile.parameters
 
 
@@ -96,7 +96,7 @@ def test_every_parameter_of_a_root_is_in_one_unit() -> None:
     apart = 0
     for entry in {(e.model_type, e.task): e for e in catalog.entries()}.values():
         profile = catalog.profile(entry)
-        wrapping = wrapping_of(profile, True)
+        wrapping = wrapping_of(profile, divides_root=True)
         indices = sorted(i for part in wrapping.parts.values() for i in part.indices)
         assert indices == list(range(len(profile.root.parameters))), entry.id
         apart += HEAD in wrapping.parts

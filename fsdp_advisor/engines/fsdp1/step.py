@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from fsdp_advisor.engines.fsdp1.units import UnitBytes, fsdp1_units, total_bytes
+from fsdp_advisor.engines.forward_order import ForwardOrder
+from fsdp_advisor.engines.fsdp1.units import UnitBytes, fsdp1_units
 from fsdp_advisor.engines.optimizer_work import clips_gradients, gpu_step, host_step
 from fsdp_advisor.engines.wrapping import marked_units
 from fsdp_advisor.job.plan import Plan
@@ -53,16 +54,15 @@ class Fsdp1Step(StepHooks):
         self._uploads_whole = self._uploads and self._one_shard
         self._reshard = plan.reshards or self._uploads_whole  # on one rank, every strategy is NO_SHARD
         self.marked_units = marked_units(profile, plan)
-        policy, self._units, self.states = fsdp1_units(profile, plan.without_step)
-        self._policy = policy
+        self._all, self.states = fsdp1_units(profile, plan.without_step)
+        self._units, self._policy = self._all.by_id, self._all.policy
         # State within one micro-batch
         self._is_first = self._reduces = True
         self._repeated = False  # a forward of this micro-batch has run before
         # State within one step
         self._previous_gradients = NO_BUFFER
         self._prefetched: set[UnitId] = set()  # gathered in advance
-        self._forward_order: list[UnitId] = []  # units in the order of their post-forward hooks
-        self._indices: defaultdict[UnitId, list[int]] = defaultdict(list)  # their indices in `_forward_order`
+        self._forward_order = ForwardOrder()
         self._ran_in_layer: set[UnitId] = set()  # units within the current layer that have run
         self._targets: dict[UnitId, UnitId | None] = {}  # the unit to prefetch after a unit's backward
         self._unsharded: defaultdict[UnitId, list[tuple[BufferId, BufferId]]] = defaultdict(list)
@@ -91,7 +91,6 @@ class Fsdp1Step(StepHooks):
         self._reduces = is_last or not self._plan.defers_reduction
         self._repeated = False
         self._forward_order.clear()
-        self._indices.clear()
 
     def begin_forward(self, *, with_gradients: bool, repeated: bool) -> None:
         self._repeated = repeated
@@ -126,10 +125,8 @@ class Fsdp1Step(StepHooks):
         if unit not in self._units:
             return
         if not self._repeated:  # `record_post_forward` counts the first forward
-            if unit not in self._ran_in_layer:
-                self._indices[unit].append(len(self._forward_order))
-                self._ran_in_layer.add(unit)
-            self._forward_order.append(unit)
+            self._forward_order.record(unit, has_backward=unit not in self._ran_in_layer)
+            self._ran_in_layer.add(unit)
         if self._reshard and unit != AT_ROOT and not self._uploads_whole:
             self._free(step, unit)
 
@@ -163,9 +160,8 @@ class Fsdp1Step(StepHooks):
                 self._unshard(step, unit, "after compute")
             self._prefetched.discard(unit)
             self._wait(step, unit)
-        index = self._indices[unit].pop()
-        target = self._forward_order[index - 1] if index else None
-        if target is not None and (target in self._prefetched or index - 1 not in self._indices[target]):
+        target = self._forward_order.pop_target(unit)
+        if target in self._prefetched:
             target = None  # it is already gathered
         self._targets[unit] = target
         if target is not None and self._plan.backward_prefetch == "pre":
@@ -268,7 +264,7 @@ class Fsdp1Step(StepHooks):
         plan = self._plan
         own = self._profile.trainable_parameters / plan.shard_degree
         if clips_gradients(plan):
-            step.transient(Account.TEMPORARIES, total_bytes(self._profile, self._policy, self._units, "norms"))
+            step.transient(Account.TEMPORARIES, self._all.total(lambda unit: unit.norms))
         if self._offload:
             step.add(host_step(plan, own))
             return
@@ -279,11 +275,11 @@ class Fsdp1Step(StepHooks):
         if optimizer_of(self._plan).steps_one_by_one:
             each = (unit.optimizer_temporaries for unit in self._units.values())
             return max(each, key=lambda storages: storages.exact, default=NO_STORAGES)
-        return total_bytes(self._profile, self._policy, self._units, "optimizer_temporaries")
+        return self._all.total(lambda unit: unit.optimizer_temporaries)
 
     def first_step_transients(self) -> Storages:
         """Buffers that lazy initialization allocates and frees one by one (`init_flat_param_attributes`)."""
-        return total_bytes(self._profile, self._policy, self._units, "initial")
+        return self._all.total(lambda unit: unit.initial)
 
     # Gathering
 

@@ -5,7 +5,7 @@ Source: torch.distributed.fsdp._flat_param (torch 2.13), `_init_flat_param_and_m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -157,34 +157,45 @@ def fsdp1_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     return None
 
 
+@dataclass(frozen=True, eq=False)
+class Fsdp1Units:
+    """The units of a model. `policy`: those of a wrap policy other than `layer`, else None. `by_id`: the bytes of every unit."""
+
+    profile: Profile
+    policy: Units | None
+    by_id: Mapping[UnitId, UnitBytes]
+
+    def total(self, of: Callable[[UnitBytes], Storages]) -> Storages:
+        """The sum of `of` over all real units, the root first unless a policy makes the units."""
+        if self.policy is not None:
+            return total_of_policy(self.policy, self.by_id, of)
+        return summed(self.profile, self.by_id, of)
+
+    def total_of_shards(self) -> Storages:
+        """The sum of all shards. The root's is allocated after the layers'."""
+        if self.policy is not None:
+            return self.total(lambda unit: unit.shard)
+        root = [*[NO_STORAGES] * len(self.profile.stacks), self.by_id[AT_ROOT].shard]
+        return summed(self.profile, self.by_id, lambda unit: unit.shard, root)
+
+
 @lru_cache(maxsize=64)
-def fsdp1_units(profile: Profile, plan: Plan) -> tuple[Units | None, Mapping[UnitId, UnitBytes], States]:
-    """The units of a wrap policy other than `layer`, every unit's bytes, and the states of rank 0."""
+def fsdp1_units(profile: Profile, plan: Plan) -> tuple[Fsdp1Units, States]:
+    """The units, and the states of rank 0."""
     wrapping = wrapping_for(profile, plan)
     if wrapping.units is None:
-        units = per_unit(profile, lambda unit: _measure(unit, plan))
+        by_id = per_unit(profile, lambda unit: _measure(unit, plan))
     else:
-        units = {unit_id: _measure(part.unit, plan) for unit_id, part in wrapping.parts.items()}
+        by_id = {unit_id: _measure(part.unit, plan) for unit_id, part in wrapping.parts.items()}
+    units = Fsdp1Units(profile, wrapping.units, by_id)
     # MixedPrecision's buffer_dtype: FSDP1 casts floating-point buffers once, before the first forward (`_lazy_init`)
     states = States(buffers=buffers(profile, plan.compute_bytes if plan.mixed else None))
     if plan.offload != "parameters":
         states = replace(
             states,
-            parameters=total_bytes(profile, wrapping.units, units, "shard", root_last=True),
-            gradients=total_bytes(profile, wrapping.units, units, "gradients"),
-            optimizer=total_bytes(profile, wrapping.units, units, "optimizer") + optimizer_of(plan).shared_state,
-            paged=total_bytes(profile, wrapping.units, units, "paged"),
+            parameters=units.total_of_shards(),
+            gradients=units.total(lambda unit: unit.gradients),
+            optimizer=units.total(lambda unit: unit.optimizer) + optimizer_of(plan).shared_state,
+            paged=units.total(lambda unit: unit.paged),
         )
-    return wrapping.units, units, states
-
-
-def total_bytes(
-    profile: Profile, policy: Units | None, units: Mapping[UnitId, UnitBytes], what: str, *, root_last: bool = False
-) -> Storages:
-    """The sum of the attribute `what` over all real units. `root_last`: the root is allocated after the layers."""
-    if policy is not None:
-        return total_of_policy(policy, units, what)
-    if not root_last:
-        return summed(profile, units, what)
-    root: Storages = getattr(units[AT_ROOT], what)
-    return summed(profile, units, what, [*[NO_STORAGES] * len(profile.stacks), root])
+    return units, states

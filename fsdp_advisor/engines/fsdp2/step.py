@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
+from fsdp_advisor.engines.forward_order import ForwardOrder
 from fsdp_advisor.engines.fsdp2.loss_in_chunks import loss_in_chunks
 from fsdp_advisor.engines.fsdp2.units import UnitBytes, fsdp2_units, managed_order
 from fsdp_advisor.engines.fsdp_shards import shard_shape
@@ -57,8 +58,7 @@ class Fsdp2Step(StepHooks):
         self._runs_head = False
         self._loss_ended, self._head_gradient = False, NO_BUFFER
         # State within one step
-        self._forward_order: list[UnitId] = []  # units in the order of their post-forward hooks
-        self._indices: defaultdict[UnitId, list[int]] = defaultdict(list)  # their indices in `_forward_order`
+        self._forward_order = ForwardOrder()
         self._gathered: dict[UnitId, BufferId] = {}  # the outputs of all-gathers before their copy-out
         self._previous_output = NO_BUFFER  # forward keeps the last all-gather's output until the next copy-out
         self._previous_reduce_input = NO_BUFFER  # the last reduce-scatter's input lives until the next one's
@@ -80,7 +80,6 @@ class Fsdp2Step(StepHooks):
         self._repeated = self._runs_head = False
         self._loss_ended, self._head_gradient = False, NO_BUFFER
         self._forward_order.clear()
-        self._indices.clear()
         if self._policy is not None:
             self._policy.begin()
 
@@ -110,9 +109,9 @@ class Fsdp2Step(StepHooks):
         if self._policy is not None:
             unit = self._policy.post_forward(unit)
         if unit == AT_ROOT and self._runs_head:
-            self._record_post_forward(HEAD)  # the tape has no mark for the end of its forward
+            self._forward_order.record(HEAD)  # the tape has no mark for the end of its forward
         if not self._is_empty(unit):
-            self._record_post_forward(unit)
+            self._forward_order.record(unit)
             if self._reshards(unit):
                 self._reshard_after_forward(step, unit)
         if unit == AT_ROOT:
@@ -131,10 +130,6 @@ class Fsdp2Step(StepHooks):
         for gathered, n_bytes in zip(self._unsharded[unit].pop(), whole, strict=True):
             self._parts[unit].append(step.alloc(Account.UNSHARDED_PARAMETERS, Storages.of(n_bytes // ranks)))
             step.free(gathered)
-
-    def _record_post_forward(self, unit: UnitId) -> None:
-        self._indices[unit].append(len(self._forward_order))
-        self._forward_order.append(unit)
 
     def before_recomputation(self, step: StepBuilder, unit: UnitId) -> None:
         """Gather a unit within a layer. It stays gathered until its backward has run (`FSDPParamGroup.post_forward`)."""
@@ -156,8 +151,9 @@ class Fsdp2Step(StepHooks):
             if unit not in self._gathered:
                 self._gather(step, unit, "after compute", in_backward=True)
             self._copy_out(step, unit, forward=False)
-        target = self._prefetch_target(unit)
-        if target is not None and self._reshards(target) and not self._was_recomputed(target):
+        target = self._forward_order.pop_target(unit)
+        is_gathered = target is None or target in self._gathered or self._was_recomputed(target)
+        if target is not None and not is_gathered and self._reshards(target):
             self._gather(step, target, "with next compute", in_backward=True)
 
     def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
@@ -295,16 +291,6 @@ class Fsdp2Step(StepHooks):
         """Whether a unit within a layer is gathered because the layer has been recomputed."""
         return not (unit.is_layer or unit.is_outside_layers) and bool(self._unsharded[unit])
 
-    def _prefetch_target(self, unit: UnitId) -> UnitId | None:
-        """The unit whose forward ended before this one's (`_backward_prefetch`), None if it is already gathered."""
-        if not self._indices[unit]:
-            return None
-        index = self._indices[unit].pop()
-        target = self._forward_order[index - 1] if index else None
-        if target is None or target in self._gathered or index - 1 not in self._indices[target]:
-            return None
-        return target
-
     def _not_reduced(self) -> list[UnitId]:
         """The units whose post-backward hook has not run, in the order of `all_states`: the root, then the model's order.
 
@@ -318,9 +304,9 @@ class Fsdp2Step(StepHooks):
         """A unit's unsharded gradients. Used if no wrap policy divides the model."""
         parts = self._wrapping.parts
         part = parts.get(unit)
-        if part is None or (HEAD not in parts and not self._wrapping.whole):
+        if part is None or (HEAD not in parts and not self._wrapping.layers_in_root):
             return step.take_gradients(unit)
-        if unit != AT_ROOT or not self._wrapping.whole:
+        if unit != AT_ROOT or not self._wrapping.layers_in_root:
             return self._gradients_of_part(step, part)
         if self._plan.defers_reduction and not self._is_first:
             return []

@@ -6,7 +6,7 @@ Source: torch.distributed.fsdp._fully_shard (torch 2.13): `FSDPParam._init_shard
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf, prod
@@ -102,28 +102,30 @@ def measure(unit: Unit, plan: Plan) -> UnitBytes:
 def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId, UnitBytes], States]:
     """(the units that are not single layers, the bytes of every unit, the states of rank 0)."""
     wrapping = wrapping_for(profile, plan)
-    layers = not wrapping.whole and wrapping.units is None
-    units = per_unit(profile, lambda unit: measure(unit, plan)) if layers else {}
+    units = per_unit(profile, lambda unit: measure(unit, plan)) if wrapping.has_layers else {}
     units |= {unit_id: measure(part.unit, plan) for unit_id, part in wrapping.parts.items()}
 
     states = States(buffers=buffers(profile))
     if plan.offload == "parameters":
-        states = replace(states, parameters=_summed(profile, wrapping, units, "ignored"))
+        states = replace(states, parameters=_summed(profile, wrapping, units, lambda unit: unit.ignored))
     else:
-        kept = {
-            what: _summed(profile, wrapping, units, what) for what in ("parameters", "gradients", "optimizer", "paged")
-        }
-        if wrapping.units or (len(wrapping.parts) == 1 and not wrapping.whole):
+        parameters = _summed(profile, wrapping, units, lambda unit: unit.parameters)
+        optimizer = _summed(profile, wrapping, units, lambda unit: unit.optimizer)
+        if wrapping.units or (len(wrapping.parts) == 1 and wrapping.has_layers):
             # the root's parts are added in the model's order, because a tied weight belongs to two of them while it is loaded
             parts = root_parts(profile)
             states_of = [measure(part, plan) for part in parts]
             weights_of = [measure(part, plan) for part in _as_filled(parts)]
             each = per_unit(profile, lambda unit: measure(unit, plan))
-            kept["parameters"] = summed(profile, each, "parameters", [part.parameters for part in weights_of])
-            kept["optimizer"] = summed(profile, each, "optimizer", [part.optimizer for part in states_of])
-        kept["parameters"] += _summed(profile, wrapping, units, "ignored")
-        kept["optimizer"] += optimizer_of(plan).shared_state
-        states = replace(states, **kept)
+            parameters = summed(profile, each, lambda unit: unit.parameters, [part.parameters for part in weights_of])
+            optimizer = summed(profile, each, lambda unit: unit.optimizer, [part.optimizer for part in states_of])
+        states = replace(
+            states,
+            parameters=parameters + _summed(profile, wrapping, units, lambda unit: unit.ignored),
+            gradients=_summed(profile, wrapping, units, lambda unit: unit.gradients),
+            optimizer=optimizer + optimizer_of(plan).shared_state,
+            paged=_summed(profile, wrapping, units, lambda unit: unit.paged),
+        )
     return wrapping, units, states
 
 
@@ -134,12 +136,14 @@ def _as_filled(root: list[Unit]) -> list[Unit]:
     return [*parts[:-1], replace(parts[-1], parameters=parts[-1].parameters + tied)]
 
 
-def _summed(profile: Profile, wrapping: Wrapping, units: Mapping[UnitId, UnitBytes], what: str) -> Storages:
-    """The sum of the attribute `what` over all units: the root, the layers, and the parts of the root that are separate units."""
+def _summed(
+    profile: Profile, wrapping: Wrapping, units: Mapping[UnitId, UnitBytes], of: Callable[[UnitBytes], Storages]
+) -> Storages:
+    """The sum of `of` over all units: the root, the layers, and the parts of the root that are separate units."""
     if wrapping.units is not None:
-        return total_of_policy(wrapping.units, units, what)
-    parts = (getattr(units[unit_id], what) for unit_id in wrapping.parts if unit_id != AT_ROOT)
-    rest: Storages = getattr(units[AT_ROOT], what) if wrapping.whole else summed(profile, units, what)
+        return total_of_policy(wrapping.units, units, of)
+    parts = (of(units[unit_id]) for unit_id in wrapping.parts if unit_id != AT_ROOT)
+    rest = of(units[AT_ROOT]) if wrapping.layers_in_root else summed(profile, units, of)
     return sum(parts, rest)
 
 
