@@ -24,7 +24,6 @@ ADAPTER_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_
 """
 _TOPICS = {
     "LoRA restarts": ("relora",),
-    "kernels of adapters": ADAPTER_KERNELS,
     "quantized weights": ("gptq", "qat", "quantization"),
     "norms in fp32, which are FSDP2 units of their own": ("fp32_norms", "fp32_norm_classes"),
     "experts in 4 or 8 bits, which axolotl packs itself; the estimate assumes 16 bits": ("quantize_moe_experts",),
@@ -40,6 +39,13 @@ _TOPICS = {
     "patterns of the parameters that are trained; name the others with freeze": ("unfrozen_parameters",),
     "fp8 by accelerate's recipe for torchao, in the Trainer": ("fp8",),
 }  # fmt: skip
+_PEFTS_CODE = (
+    "the estimate assumes PEFT's code. Without checkpointing they keep less for backward: in a Llama with adapters in all linear layers"
+    " 4 bytes x (intermediate size + 2 x hidden size) per token and layer, with dropout more. With full checkpointing the peak is the same"
+)
+"""What differs with axolotl's kernels. Source: simulated steps of two small Llamas with the functions of axolotl 0.19, kernels/lora.py,
+`LoRA_MLP`, `LoRA_QKV` and `LoRA_O`. Seven products with `lora_A`, of the rank's size, are not kept either.
+"""
 _SWITCHES = {"flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}
 
 
@@ -262,14 +268,7 @@ def _adapters(found: Collector) -> None:
     set_lora(found, config)
     if "bf16" in (found.options.get("mixed"), *found.defaults.get("mixed", ())):
         found.options["dtype"] = "bfloat16"
-    switches = [name for name in ADAPTER_KERNELS if name in found]
-    for name in switches:
-        if not active(found.peek(name)):
-            found.take(name)
-    if not switches and not (adapter == "lora" and active(found.peek("load_in_8bit"))):
-        found.omits(
-            "axolotl's kernels for adapters, which are on unless lora_mlp_kernel or another is set; the estimate assumes PEFT's code"
-        )
+    _adapter_kernels(found, adapter)
     given = found.take("bnb_config_kwargs")
     loads = {"load_in_4bit": found.flag("load_in_4bit"), "load_in_8bit": found.flag("load_in_8bit")}
     usual = {
@@ -278,3 +277,20 @@ def _adapters(found: Collector) -> None:
         "bnb_4bit_quant_storage": "bfloat16",
     }
     set_quantization(found, {**loads, **usual, **(given if isinstance(given, Mapping) else {})})
+
+
+def _adapter_kernels(found: Collector, adapter: str) -> None:
+    """Report axolotl's kernels for adapters, which are on if the file has none of their switches.
+
+    Source: axolotl 0.19, utils/schemas/config.py, `check_auto_enable_lora_kernels`.
+    """
+    given = {name: active(found.take(name)) for name in ADAPTER_KERNELS if name in found}
+    if any(given.values()):
+        found.omits(
+            f"axolotl's kernels for adapters ({', '.join(name for name in given if given[name])}); {_PEFTS_CODE}"
+        )
+    in_8_bit = adapter == "lora" and active(found.peek("load_in_8bit"))
+    if not (given or in_8_bit or active(found.peek("rl")) or active(found.peek("trust_remote_code"))):
+        found.omits(
+            f"axolotl's kernels for adapters, which are on unless lora_mlp_kernel or another is set; {_PEFTS_CODE}"
+        )

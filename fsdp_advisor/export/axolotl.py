@@ -66,6 +66,10 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
     notes = [DATASETS_NOTE, *accelerate.difference_notes(job.plan)]
     if job.plan.mixed and not (job.plan.stores_half or job.adaptation.quantization or job.plan.backend == "deepspeed"):
         notes.append("axolotl loads the weights in 16 bits, so it needs less memory than predicted for fp32 weights")
+    if job.adaptation.peft:
+        notes.append(
+            "axolotl's kernels for adapters are off, as estimated; without the keys lora_*_kernel they are on and keep fewer activations"
+        )
     if job.plan.use_liger_kernel:
         notes.append("leave liger_rope out for GLM-4, whose positions Liger does not compute")
     if job.offloads_to_nvme:

@@ -183,6 +183,12 @@ def test_keys_of_an_adapter_are_read_not_reported() -> None:
     assert not reading.not_modelled and not reading.ignored
     (usual,) = from_texts({"axolotl.yaml": json.dumps(keys)}).readings
     assert "axolotl's kernels for adapters, which are on" in usual.not_modelled[0]
+    (chosen,) = from_texts(
+        {"axolotl.yaml": json.dumps({**keys, "lora_mlp_kernel": True, "lora_o_kernel": False})}
+    ).readings
+    assert "kernels for adapters (lora_mlp_kernel); the estimate assumes PEFT's code" in chosen.not_modelled[0]
+    (remote,) = from_texts({"axolotl.yaml": json.dumps({**keys, "trust_remote_code": True})}).readings
+    assert not [told for told in remote.not_modelled if "kernels for adapters" in told]
     assert {"adapter: qlora", "lora_r: 8", "load_in_4bit: True"} <= set(reading.read)
 
 
