@@ -41,6 +41,7 @@ from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.storages import States
 from fsdp_advisor.report import NotModelled, StrategyEstimate
 from fsdp_advisor.tapes import (
+    SelectedTape,
     gpu_tape,
     gpu_tape_key_of,
     select_tape,
@@ -264,7 +265,7 @@ def _parameter_parts(profile: Profile, plan: Plan, states: States) -> dict[str, 
 
 def _with_step(
     model: Resolved,
-    selected: tuple[TapeKey, Tape],
+    selected: SelectedTape,
     step: StepInput,
     conf: AllocatorConf | None,
     host_memory_bytes: int | None,

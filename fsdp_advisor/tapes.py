@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 from fsdp_advisor.engines.wrapping import head_is_alone, takes_root_apart, tape_wrap, with_role
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotPolynomial, NotRecordable, UsageError
@@ -34,6 +35,14 @@ from fsdp_advisor.model.tape_key import (
     TapePrecision,
 )
 from fsdp_advisor.policies.dtypes import stored_bytes
+
+
+class SelectedTape(NamedTuple):
+    """A tape, and the key for which it was recorded."""
+
+    key: TapeKey
+    tape: Tape
+
 
 _ENGINES: dict[Backend, TapeEngine] = {"fsdp1": "fsdp1", "fsdp2": "fsdp2"}
 _PRECISIONS: dict[Precision, TapePrecision] = {
@@ -109,31 +118,28 @@ def _accelerate_checkpoints(plan: Plan, profile: Profile | None) -> bool:
 
 def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
     """The key with the options of the step that change its tensors, other than the loss."""
-    if plan.activation_offload:
-        key = replace(key, activation_offload=plan.offload_code)
-    if plan.evaluates:
-        key = replace(key, evaluates=True)
+    zero3_linear = plan.backend == "deepspeed" and plan.strategy == "zero3"
+    changes: dict[str, Any] = {
+        "activation_offload": plan.offload_code,
+        "evaluates": plan.evaluates,
+        "fp8": plan.fp8,
+        "liger_kernels": plan.use_liger_kernel,
+        "images": plan.images,
+        "batch": plan.batch_layout,
+        "saves_linear_inputs": zero3_linear and profile is not None and _freezes_weights(profile),
+    }
     if plan.compile != "none":
-        key = replace(key, compile=_compiled_code(plan), memory_budget=plan.memory_budget, at=plan.tape_shape)
-    if plan.fp8 != "none":
-        key = replace(key, fp8=plan.fp8)
+        changes |= {"compile": _compiled_code(plan), "memory_budget": plan.memory_budget, "at": plan.tape_shape}
     if plan.tiled_mlp != "none":  # shards differ by one token
-        key = replace(key, tiled_mlp=f"{tiled_mlp_code(plan)}:{plan.tiled_mlp}", at=plan.tape_shape)
-    if plan.use_liger_kernel:
-        key = replace(key, liger_kernels=True)
-    if plan.backend == "deepspeed" and plan.strategy == "zero3" and profile is not None and _freezes_weights(profile):
-        key = replace(key, saves_linear_inputs=True)
+        changes |= {"tiled_mlp": f"{tiled_mlp_code(plan)}:{plan.tiled_mlp}", "at": plan.tape_shape}
     if profile is not None and (code := experts_code(profile, plan.experts_implementation)) is not None:
-        key = replace(key, experts=code)
+        changes["experts"] = code
         if code == "eager":  # sizes depend on the tokens of each expert
-            key = replace(key, imbalance=plan.expert_imbalance, at=plan.tape_shape)
-    if plan.images is not None:
-        key = replace(key, images=plan.images)
-    if plan.batch_layout != "full":
-        key = replace(key, batch=plan.batch_layout)
-        if plan.padding_fraction and plan.attention == "flash_attention_2":
-            key = replace(key, padding=plan.padding_fraction, at=plan.tape_shape)
-    return key
+            changes |= {"imbalance": plan.expert_imbalance, "at": plan.tape_shape}
+    if plan.padding_fraction and plan.attention == "flash_attention_2":
+        changes |= {"padding": plan.padding_fraction, "at": plan.tape_shape}
+    changes = {name: value for name, value in changes.items() if value != getattr(key, name)}
+    return replace(key, **changes) if changes else key  # a key caches its name
 
 
 def _compiled_code(plan: Plan) -> TapeCompile:
@@ -205,7 +211,7 @@ def _freezes_weights(profile: Profile) -> bool:
     return CONFIG_KEY in profile.config and profile.is_partly_frozen
 
 
-def select_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tuple[TapeKey, Tape]:
+def select_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> SelectedTape:
     """The plan's tape on a CPU and its key.
 
     A missing tape is recorded now if that is allowed, and so are the tapes with the kernels of `gpu`, or of every GPU if it is None. The
@@ -231,7 +237,7 @@ def select_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tuple[Ta
         return _for_any_batch(model, profile, plan, similar, gpu)
 
 
-def tape_of_row(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> tuple[TapeKey, Tape]:
+def tape_of_row(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> SelectedTape:
     """The tape of a row of an estimate, and its key.
 
     This is the tape of `select_tape`, or, if the CPU's tape is valid for a single micro-batch and length, a GPU tape that is valid for all.
@@ -270,7 +276,7 @@ def takes_long_on_cpu(profile: Profile, plan: Plan) -> bool:
     return has_long_loop(profile, plan.tape_shape[1]) or has_long_expert_loop(profile, plan.experts_implementation)
 
 
-def _gpu_step_tape(model: Resolved, profile: Profile, key: TapeKey, plan: Plan) -> tuple[TapeKey, Tape]:
+def _gpu_step_tape(model: Resolved, profile: Profile, key: TapeKey, plan: Plan) -> SelectedTape:
     """The GPU tape that stands for the CPU's, and its key; with eager attention for a model without sdpa. Raises AdvisorError."""
     wanted = replace(key, attention="eager") if _lacks_sdpa(profile) else key
     first, *others = gpu_tape_keys(wanted, window_filled=_needs_window(profile, wanted, plan))
@@ -281,7 +287,7 @@ def _gpu_step_tape(model: Resolved, profile: Profile, key: TapeKey, plan: Plan) 
         tape = model.tape(first)
     for other in others:  # kernels of other GPUs; `gpu_tape` finds only recorded tapes
         model.tape(other)
-    return first, tape
+    return SelectedTape(first, tape)
 
 
 def _profile_of(model: Resolved) -> Profile:
@@ -295,9 +301,7 @@ def _is_refused(profile: Profile, key: TapeKey, kind: type[AdvisorError]) -> boo
     return refusal is not None and refusal["kind"] == kind.__name__
 
 
-def _for_any_batch(
-    model: Resolved, profile: Profile, plan: Plan, key: TapeKey, gpu: Gpu | None
-) -> tuple[TapeKey, Tape]:
+def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, gpu: Gpu | None) -> SelectedTape:
     """The key's tape, which is valid for any micro-batch and length, or else a tape for the plan's own micro-batch and length.
 
     Recording a tape that is valid for any batch takes three steps or more; recording one for the plan's own batch takes one step. So the
@@ -321,15 +325,13 @@ def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: Tap
     return not_polynomial or (key.name not in profile.tapes and (own.name in profile.tapes or model.is_new(key)))
 
 
-def _with_attention(
-    model: Resolved, profile: Profile, plan: Plan, key: TapeKey, gpu: Gpu | None
-) -> tuple[TapeKey, Tape]:
+def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, gpu: Gpu | None) -> SelectedTape:
     """The key's tape. Falls back to eager attention if the model does not support sdpa, as transformers does."""
     if model.from_catalog and key.name in profile.tapes:
-        return key, model.tape(key)
+        return SelectedTape(key, model.tape(key))
     eager = replace(key, attention="eager")
     if key.attention == "sdpa" and eager.name in profile.tapes and _lacks_sdpa(profile):
-        return eager, model.tape(eager)
+        return SelectedTape(eager, model.tape(eager))
     try:
         tape = model.tape(key)
     except NoSuchAttention:
@@ -338,7 +340,7 @@ def _with_attention(
         key, tape = eager, model.tape(eager)
     for on_gpu in _keys_to_record(key, gpu, window_filled=_needs_window(profile, key, plan)):
         _record_on_gpu(model, on_gpu)
-    return key, tape
+    return SelectedTape(key, tape)
 
 
 def _keys_to_record(key: TapeKey, gpu: Gpu | None, *, window_filled: bool) -> tuple[TapeKey, ...]:
@@ -386,10 +388,9 @@ def gpu_tape_key_of(profile: Profile, key: TapeKey, plan: Plan, gpu: Gpu) -> Tap
     return gpu_tape_key(key, gpu.compute_capability, window_filled=filled, recorded=profile.tapes)
 
 
-def gpu_tape(profile: Profile, selected: tuple[TapeKey, Tape], plan: Plan, gpu: Gpu) -> Tape:
+def gpu_tape(profile: Profile, selected: SelectedTape, plan: Plan, gpu: Gpu) -> Tape:
     """The GPU tape of a plan; the selected tape if there is none."""
-    key, tape = selected
-    return profile.tapes.get(gpu_tape_key_of(profile, key, plan, gpu).name) or tape
+    return profile.tapes.get(gpu_tape_key_of(profile, selected.key, plan, gpu).name) or selected.tape
 
 
 def tape_for_search(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:

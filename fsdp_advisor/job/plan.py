@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.adapter_fields import StoredDtype
@@ -96,31 +97,8 @@ class Plan:
     @property
     def without_step(self) -> Plan:
         """The plan with defaults in every field that affects only the step. States, loading and saving depend only on the other fields."""
-        return replace(
-            self,
-            micro_batch_size=1,
-            seq_len=1,
-            gradient_accumulation_steps=1,
-            activation_checkpointing="none",
-            attention="sdpa",
-            loss_code="full",
-            ignored_labels=0.0,
-            packing="none",
-            padding_free=False,
-            padding_fraction=0.0,
-            task="sft",
-            reference="none",
-            generation=None if self.generation is None else replace(self.generation, completion_length=1),
-            activation_offload=False,
-            use_liger_kernel=False,
-            experts_implementation="grouped_mm",
-            expert_imbalance=1.0,
-            images=None,
-            evaluation=None,
-            compile="none",
-            memory_budget=1.0,
-            tiled_mlp="none",
-        )
+        generation = None if self.generation is None else replace(self.generation, completion_length=1)
+        return replace(self, seq_len=1, generation=generation, **_STEP_DEFAULTS)
 
     @property
     def evaluation_plan(self) -> Plan | None:
@@ -312,3 +290,13 @@ class Plan:
     def defers_reduction(self) -> bool:
         """Whether gradients stay whole until the last micro-batch."""
         return self.facts.defers_reduction and self.gradient_accumulation_steps > 1
+
+
+_STEP_FIELDS = {
+    "micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "attention", "loss_code", "ignored_labels",
+    "packing", "padding_free", "padding_fraction", "task", "reference", "activation_offload", "use_liger_kernel",
+    "experts_implementation", "expert_imbalance", "images", "evaluation", "compile", "memory_budget", "tiled_mlp",
+}  # fmt: skip
+"""The fields of a plan that affect only the step, other than the sequence length and the generation."""
+
+_STEP_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Plan) if field.name in _STEP_FIELDS}
