@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdp_advisor.configs.collect import Collector
@@ -34,28 +35,40 @@ def read(file: str, text: str) -> Allocation | None:
             plain = name.lstrip("-")
             given[_LONG.get(plain, plain)] = value
     found = Collector(file, "Slurm", {})
-    nodes = _number(given.get("nodes"))
+    nodes = _nodes(given)
     if nodes is None and "nodes" in given:
         found.omits(f"#SBATCH --nodes={given['nodes']}: not a number of nodes; give --nnodes and --gpus")
-    tasks, total = _number(given.get("ntasks")), _count(given.get("gpus"))
-    tasks_per_node = _number(given.get("ntasks-per-node"))
-    if nodes is None and "nodes" not in given:
-        nodes = -(-tasks // tasks_per_node) if tasks and tasks_per_node else None if (tasks or 1) > 1 or total else 1
-    per_node = _count(given.get("gpus-per-node")) or _gres(given.get("gres", ""))
-    per_task = _count(given.get("gpus-per-task"))
-    if per_node is None and per_task and tasks_per_node:
-        per_node = per_task * tasks_per_node
-    if per_node is None and per_task and tasks and nodes and tasks % nodes == 0:
-        per_node = per_task * tasks // nodes
-    if per_node is None and total and nodes and total % nodes == 0:
-        per_node = total // nodes
+    per_node = _gpus_per_node(given, nodes)
     if nodes is not None:
         found.default("nnodes", nodes, f"number of nodes {nodes}, from the directives of Slurm")
-    gpus = total or (nodes * per_node if nodes and per_node else None)
+    gpus = _count(given.get("gpus")) or (nodes * per_node if nodes and per_node else None)
     if gpus:
         found.default("gpus", gpus, f"{gpus} GPUs, from the directives of Slurm")
-    variables = _variables(nodes, per_node, tasks, tasks_per_node)
-    return Allocation(found=found, nodes=nodes, gpus_per_node=per_node, variables=variables)
+    return Allocation(found=found, nodes=nodes, gpus_per_node=per_node, variables=_variables(given, nodes, per_node))
+
+
+def _nodes(given: Mapping[str, str]) -> int | None:
+    """The number of nodes: the given one, or else as many as hold the tasks. Without tasks and GPUs it is one."""
+    if "nodes" in given:
+        return _number(given["nodes"])
+    tasks, per_node = _number(given.get("ntasks")), _number(given.get("ntasks-per-node"))
+    if tasks and per_node:
+        return -(-tasks // per_node)
+    return None if (tasks or 1) > 1 or _count(given.get("gpus")) else 1
+
+
+def _gpus_per_node(given: Mapping[str, str], nodes: int | None) -> int | None:
+    """The number of GPUs of a node: the given one, or else that of its tasks, or its share of all GPUs."""
+    known = _count(given.get("gpus-per-node")) or _gres(given.get("gres", ""))
+    if known is not None:
+        return known
+    per_task, tasks_per_node = _count(given.get("gpus-per-task")), _number(given.get("ntasks-per-node"))
+    if per_task and tasks_per_node:
+        return per_task * tasks_per_node
+    tasks, total = _number(given.get("ntasks")), _count(given.get("gpus"))
+    if per_task and tasks and nodes and tasks % nodes == 0:
+        return per_task * tasks // nodes
+    return total // nodes if total and nodes and total % nodes == 0 else None
 
 
 def _number(text: str | None) -> int | None:
@@ -76,9 +89,8 @@ def _gres(text: str) -> int | None:
     return None
 
 
-def _variables(
-    nodes: int | None, per_node: int | None, tasks: int | None, tasks_per_node: int | None
-) -> dict[str, str]:
+def _variables(given: Mapping[str, str], nodes: int | None, per_node: int | None) -> dict[str, str]:
+    tasks, tasks_per_node = _number(given.get("ntasks")), _number(given.get("ntasks-per-node"))
     if tasks is None and nodes and tasks_per_node:
         tasks = nodes * tasks_per_node
     values = {

@@ -35,6 +35,21 @@ class Work:
 NONE = Work()
 
 
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 2, 2),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 3, 5),
+    "fsdp_advisor::efficient_attention": (0, 2, 2),
+    "fsdp_advisor::efficient_attention_backward": (1, 3, 5),
+}
+"""Operator -> positions of query and value among its arguments, of shape (B, H, T, D), and the number of matrix products."""
+
+_TOKENS_FIRST = {"fsdp_advisor::flash_attention": (0, 2, 2), "fsdp_advisor::flash_attention_backward": (1, 3, 5)}
+"""The same of operators whose tensors have the shape (B, T, H, D)."""
+
+_VARLEN = {"fsdp_advisor::flash_varlen": (0, 2, 3, 2), "fsdp_advisor::flash_varlen_backward": (1, 3, 6, 5)}
+"""Operator -> positions of query, value and the number of sequences, and the number of matrix products."""
+
+
 def _attention_flops(query: torch.Tensor, value: torch.Tensor, products: int) -> int:
     """FLOPs of attention: 2 B H T S D for each of `products` matrix products over (B, H, T, S, D). Masked halves count too.
 
@@ -53,22 +68,17 @@ def _varlen_flops(query: torch.Tensor, value: torch.Tensor, sequences: int, prod
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
     """The work of one ATen operator. Views cost nothing."""
     name = func._schema.name
-    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
-        return Work(attention_flops=_attention_flops(args[0], args[2], 2), operators=1)
-    if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
-        return Work(attention_flops=_attention_flops(args[1], args[3], 5), operators=1)
-    if name == "fsdp_advisor::flash_attention":
-        return Work(attention_flops=_attention_flops(args[0].transpose(1, 2), args[2].transpose(1, 2), 2), operators=1)
-    if name == "fsdp_advisor::flash_attention_backward":
-        return Work(attention_flops=_attention_flops(args[1].transpose(1, 2), args[3].transpose(1, 2), 5), operators=1)
-    if name == "fsdp_advisor::flash_varlen":
-        return Work(attention_flops=_varlen_flops(args[0], args[2], args[3], 2), operators=1)
-    if name == "fsdp_advisor::flash_varlen_backward":
-        return Work(attention_flops=_varlen_flops(args[1], args[3], args[6], 5), operators=1)
-    if name == "fsdp_advisor::efficient_attention":
-        return Work(attention_flops=_attention_flops(args[0], args[2], 2), operators=1)
-    if name == "fsdp_advisor::efficient_attention_backward":
-        return Work(attention_flops=_attention_flops(args[1], args[3], 5), operators=1)
+    if name in _ATTENTION:
+        query, value, products = _ATTENTION[name]
+        return Work(attention_flops=_attention_flops(args[query], args[value], products), operators=1)
+    if name in _TOKENS_FIRST:
+        query, value, products = _TOKENS_FIRST[name]
+        q, v = args[query].transpose(1, 2), args[value].transpose(1, 2)
+        return Work(attention_flops=_attention_flops(q, v, products), operators=1)
+    if name in _VARLEN:
+        query, value, sequences, products = _VARLEN[name]
+        flops = _varlen_flops(args[query], args[value], args[sequences], products)
+        return Work(attention_flops=flops, operators=1)
     if name == "fsdp_advisor::attention_kernel":
         return Work(attention_flops=args[2] * 2 * args[0].numel() * args[1], operators=1)
     if name == "fsdp_advisor::linear_attention_kernel":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
@@ -96,15 +96,24 @@ def tape_work(
         elif segment.stack != ROOT and backward and options.checkpointing:
             work = _split(work, forward[_unit_of(segment)])
         if segment.host_copies:
-            copied = sum(value_at(n_bytes, b, t) for n_bytes in segment.host_copies)
-            seconds = copied / options.host_bytes_per_s
-            hidden = work.gpu if options.overlaps_host else 0.0
-            work = work._replace(copies=max(seconds - hidden, 0.0))
+            work = work._replace(copies=_copies(segment, b, t, work, options))
         if is_loss and not backward:
             work = work._replace(loss=work.loss + options.loss_bytes / device.eager_bytes_per_s)
         if segment.phase in times:
             work = Work(*(times[segment.phase] * seconds for seconds in work))
         by_segment.append(work)
+    return TapeWork(tuple(by_segment), _model_flops(profile, tape, b, t, times))
+
+
+def _copies(segment: Segment, b: int, t: int, work: Work, options: WorkOptions) -> float:
+    """Seconds of the segment's copies to and from the host that its kernels do not hide."""
+    copied = sum(value_at(n_bytes, b, t) for n_bytes in segment.host_copies)
+    hidden = work.gpu if options.overlaps_host else 0.0
+    return max(copied / options.host_bytes_per_s - hidden, 0.0)
+
+
+def _model_flops(profile: Profile, tape: Tape, b: int, t: int, times: Mapping[str, float]) -> float:
+    """`TapeWork.model_flops`. `times`: how often a phase of the tape runs, if not once."""
     layers = list(profile.layers()) or [profile.root]
     trained = sum(u.trainable_elements for u in layers) / max(1, sum(u.elements for u in layers))
 
@@ -117,7 +126,7 @@ def tape_work(
 
     learned = flops(s for s in tape.segments if s.phase == "forward")
     scored = sum(times.get(s.phase, 1) * flops([s]) for s in tape.segments if s.phase in get_args(ScoringPhase))
-    return TapeWork(tuple(by_segment), (2 + trained) * learned + scored)
+    return (2 + trained) * learned + scored
 
 
 def _unit_of(segment: Segment) -> UnitId:
