@@ -13,8 +13,36 @@ NO_UNIT = UnitId(ROOT, -1)
 """The unit of a hook at which FSDP does nothing."""
 
 
-class PolicyWalk:
-    """The position of a micro-batch in each stack.
+class OneUnitPerLayer:
+    """The units without a policy: each hook belongs to the `UnitId` at which it fires, and engines ask for the gradients of a unit."""
+
+    def begin(self) -> None:
+        """A micro-batch begins."""
+
+    def pre_forward(self, unit_id: UnitId) -> UnitId:
+        return unit_id
+
+    def post_forward(self, unit_id: UnitId) -> UnitId:
+        return unit_id
+
+    def pre_backward(self, unit_id: UnitId) -> UnitId:
+        return unit_id
+
+    def post_backward(self, unit_id: UnitId) -> UnitId:
+        return unit_id
+
+    def layer_done(self, unit_id: UnitId) -> None:
+        """A layer's backward has ended."""
+
+    def owner_of(
+        self, unit_id: UnitId, number: int, parameter: int, at_root: bool
+    ) -> tuple[UnitId, OrderInUnit] | None:
+        """The unit of a parameter of the layer or of the root, and its position in the model; None if engines ask for gradients."""
+        return None
+
+
+class PolicyWalk(OneUnitPerLayer):
+    """The units of a policy, by the position of a micro-batch in each stack.
 
     Each method takes the `UnitId` at which a hook fires, and returns the hook's unit or NO_UNIT.
 
@@ -33,7 +61,6 @@ class PolicyWalk:
         )  # by stack, the layers whose forward has ended and whose backward has not
 
     def begin(self) -> None:
-        """A micro-batch begins."""
         self._passed.clear()
 
     def pre_forward(self, unit_id: UnitId) -> UnitId:
@@ -51,7 +78,6 @@ class PolicyWalk:
         return self._unit(unit_id, self._passed[unit_id.stack] - 1, first=True)
 
     def layer_done(self, unit_id: UnitId) -> None:
-        """A layer's backward has ended."""
         self._passed[unit_id.stack] -= 1
 
     def _unit(self, unit_id: UnitId, number: int, *, first: bool) -> UnitId:
@@ -63,11 +89,9 @@ class PolicyWalk:
         is_at_edge = number % size == 0 if first else (number + 1) % size == 0 or number + 1 == self._depth[stack]
         return self._units.groups[stack][number // size] if is_at_edge else NO_UNIT
 
-    def owner_of(self, unit_id: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit]:
-        """The unit of a parameter of the layer or of the root, and its position in the model."""
-        index, of_root = divmod(parameter, 2)
-        if of_root:
-            return self._units.owner_in_root[index], (2 * self._stack_of_root[index], 0, index)
-        owner = self._units.owner_in_layer[unit_id][index]
+    def owner_of(self, unit_id: UnitId, number: int, parameter: int, at_root: bool) -> tuple[UnitId, OrderInUnit]:
+        if at_root:
+            return self._units.owner_in_root[parameter], (2 * self._stack_of_root[parameter], 0, parameter)
+        owner = self._units.owner_in_layer[unit_id][parameter]
         group = self._units.groups[unit_id.stack][number // self._units.group_size] if owner is None else owner
-        return group, (2 * unit_id.stack + 1, number, index)
+        return group, (2 * unit_id.stack + 1, number, parameter)

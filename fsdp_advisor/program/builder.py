@@ -85,11 +85,13 @@ class StepHooks:
     def optimizer_step(self, step: StepBuilder) -> None:
         """Clipping and the optimizer's step."""
 
-    def owner_of(self, unit_id: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit] | None:
+    def owner_of(
+        self, unit_id: UnitId, number: int, parameter: int, at_root: bool
+    ) -> tuple[UnitId, OrderInUnit] | None:
         """The unit of a gradient that the code of `unit_id` allocates, and the position of its parameter in the unit; None if the
         engine asks for gradients by `StepBuilder.take_gradients`.
 
-        `number`: the real layer. `parameter`: 2 * the parameter's index + (1 if the root's).
+        `number`: the real layer. `parameter`, `at_root`: as in `GradientBirth`.
         """
         return None
 
@@ -158,7 +160,7 @@ class StepBuilder:
         self._buffers: list[Alloc] = []
         self._late_frees = 0
         self._gradients: dict[BufferId, None] = {}  # whole gradients that are alive, in order
-        self._latest: dict[int, BufferId] = {}  # 2 * parameter + (1 if the root's) -> its latest gradient
+        self._latest: dict[tuple[int, bool], BufferId] = {}  # (parameter, whether the root's) -> its latest gradient
         self._complete: set[BufferId] = set()  # gradients given by `take_gradient`
         self._of_layer: list[BufferId] = []
         self._of_root: list[BufferId] = []
@@ -241,19 +243,19 @@ class StepBuilder:
         span: Span,
         layer: int,
         stream: Stream,
-        owner_of: Callable[[int], tuple[UnitId, OrderInUnit] | None] = lambda _: None,
+        owner_of: Callable[[int, bool], tuple[UnitId, OrderInUnit] | None],
     ) -> None:
         """Add the span's instruction. Each gradient that the span allocates becomes a buffer."""
         named = []
-        for birth, parameter, n_bytes in span.gradients:
+        for birth, parameter, at_root, n_bytes in span.gradients:
             buffer = self._named(Alloc(len(self._buffers), Account.UNSHARDED_GRADIENTS, stream, Storages.of(n_bytes)))
             named.append((birth, buffer))
             self._gradients[buffer] = None
-            self._latest[parameter] = buffer
+            self._latest[parameter, at_root] = buffer
             self._fresh.append(buffer)
-            if (owner := owner_of(parameter)) is not None:
+            if (owner := owner_of(parameter, at_root)) is not None:
                 self._owned[owner[0]].append((owner[1], buffer))
-            (self._of_root if parameter & 1 else self._of_layer).append(buffer)
+            (self._of_root if at_root else self._of_layer).append(buffer)
         self.add(Compute(span, layer, tuple(named)))
 
     def take_gradients(self, unit: UnitId) -> list[BufferId]:
@@ -275,7 +277,7 @@ class StepBuilder:
 
     def gradient(self, parameter: int, *, at_root: bool) -> BufferId:
         """The latest gradient of one parameter of the current layer, or of the root; NO_BUFFER if it gets none."""
-        return self._latest.get(2 * parameter + at_root, NO_BUFFER)
+        return self._latest.get((parameter, at_root), NO_BUFFER)
 
     def take_gradient(self, parameter: int, *, at_root: bool) -> BufferId:
         """As `gradient`, but NO_BUFFER from the second call for a gradient on."""

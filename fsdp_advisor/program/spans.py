@@ -62,12 +62,23 @@ class Hook(NamedTuple):
     b: int
 
 
+class GradientBirth(NamedTuple):
+    """The allocation of a parameter's gradient. `birth`: its number among the storages of the segment. `parameter`: its index in
+    the layer, or in the root if it is `at_root`; in a recording of FSDP1 that of the flat parameter (`Leaf`).
+    """
+
+    birth: int
+    parameter: int
+    at_root: bool
+    n_bytes: int
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Span:
     """Events `start` to `end` of a segment of the tape. `number` is its index in `TapeLayout.spans`.
 
     `is_last`: whether it belongs to the last real layer that the recorded one stands for, which frees shared storages.
-    `gradients` are the parameter gradients allocated here: (birth in the segment, 2 * parameter + (1 if the root's), bytes).
+    `gradients` are the parameter gradients allocated here.
     """
 
     number: int
@@ -76,7 +87,7 @@ class Span:
     end: int
     is_last: bool
     changes: tuple[Change, ...]
-    gradients: tuple[tuple[int, int, int], ...]
+    gradients: tuple[GradientBirth, ...]
 
 
 Steps = tuple[Span | Hook, ...]
@@ -211,7 +222,7 @@ class _LayoutReader:
     def _span(self, index: int, start: int, end: int, is_last: bool) -> Iterator[Span]:
         """The span of these events, or nothing if it has no allocation and no free."""
         changes: list[Change] = []
-        gradients: list[tuple[int, int, int]] = []
+        gradients: list[GradientBirth] = []
         for event in storage_events(self._tape, index, start, end, is_last):
             account = _account(event.category)
             if isinstance(event, Freed):
@@ -219,7 +230,8 @@ class _LayoutReader:
                 continue
             changes.append(Change(account, event.size, 1))
             if event.category >= Category.GRADIENT:
-                gradients.append((event.birth, event.category - Category.GRADIENT, self._gradient_bytes(event.size)))
+                parameter, at_root = divmod(event.category - Category.GRADIENT, 2)
+                gradients.append(GradientBirth(event.birth, parameter, bool(at_root), self._gradient_bytes(event.size)))
         if changes:
             self._spans.append(Span(len(self._spans), index, start, end, is_last, tuple(changes), tuple(gradients)))
             yield self._spans[-1]

@@ -219,13 +219,14 @@ class Fsdp1Step(StepHooks):
             gradients = self._unreduced[unit].popleft()
         self._reduce(step, unit, gradients)
 
-    def owner_of(self, unit_id: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit] | None:
-        """The unit of a flat parameter's gradient: the layer itself, or a module in it."""
+    def owner_of(
+        self, unit_id: UnitId, number: int, parameter: int, at_root: bool
+    ) -> tuple[UnitId, OrderInUnit] | None:
+        """The unit of a flat parameter's gradient: the layer's own (`parameter` 0), or that of module `parameter` - 1 in it."""
         if self._policy is None:
             return None
-        module, of_root = divmod(parameter, 2)
-        outer = AT_ROOT if of_root else unit_id
-        return (outer if not module else unit_at(module_mark(module - 1, outer), outer)), (0, 0, module)
+        outer = AT_ROOT if at_root else unit_id
+        return (outer if not parameter else unit_at(module_mark(parameter - 1, outer), outer)), (0, 0, parameter)
 
     def _prefetches_after(self, unit: UnitId) -> bool:
         return self._reshard and self._plan.backward_prefetch == "post" and unit != AT_ROOT

@@ -16,7 +16,7 @@ from fsdp_advisor.engines.fsdp2.loss_in_chunks import loss_in_chunks
 from fsdp_advisor.engines.fsdp2.units import UnitBytes, fsdp2_units, managed_order
 from fsdp_advisor.engines.fsdp_shards import shard_shape
 from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, host_step, optimizer_temporaries, shards_of
-from fsdp_advisor.engines.policy_walk import PolicyWalk
+from fsdp_advisor.engines.policy_walk import OneUnitPerLayer, PolicyWalk
 from fsdp_advisor.engines.wrapping import HEAD, Part, marked_units
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_of
@@ -49,9 +49,10 @@ class Fsdp2Step(StepHooks):
         self._reshard = plan.reshards
         self._one_shard = plan.shard_degree == 1
         self._wrapping, self._units, self.states = fsdp2_units(profile, plan.without_step)
-        self._policy = PolicyWalk(profile, self._wrapping.units) if self._wrapping.units else None
-        self._loss = loss_in_chunks(profile, plan, self._wrapping)
-        self.gradient_hooks = plan.defers_reduction or self._loss is not None
+        policy = self._wrapping.units
+        self._walk = PolicyWalk(profile, policy) if policy is not None else OneUnitPerLayer()
+        self._chunked_loss = loss_in_chunks(profile, plan, self._wrapping)
+        self.gradient_hooks = plan.defers_reduction or self._chunked_loss is not None
         # State within one micro-batch
         self._is_first = self._reduces = True
         self._repeated = False  # a forward of this micro-batch has run before
@@ -65,7 +66,7 @@ class Fsdp2Step(StepHooks):
         self._unsharded: defaultdict[UnitId, list[list[BufferId]]] = defaultdict(list)
         self._unreduced: defaultdict[UnitId, deque[list[BufferId]]] = defaultdict(deque)  # reduction is deferred
         self._all_reduced: list[tuple[UnitId, BufferId]] = []
-        self._parts: defaultdict[UnitId, list[BufferId]] = defaultdict(list)  # shards kept after forward
+        self._kept_shards: defaultdict[UnitId, list[BufferId]] = defaultdict(list)  # shards kept after forward
 
     # The step
 
@@ -80,8 +81,7 @@ class Fsdp2Step(StepHooks):
         self._repeated = self._runs_head = False
         self._loss_ended, self._head_gradient = False, NO_BUFFER
         self._forward_order.clear()
-        if self._policy is not None:
-            self._policy.begin()
+        self._walk.begin()
 
     def begin_forward(self, *, with_gradients: bool, repeated: bool) -> None:
         self._repeated = repeated
@@ -91,8 +91,7 @@ class Fsdp2Step(StepHooks):
         return self._units[unit].unsharded
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
-        if self._policy is not None:
-            unit = self._policy.pre_forward(unit)
+        unit = self._walk.pre_forward(unit)
         if self._is_empty(unit):
             return
         self._runs_head = self._runs_head or unit == HEAD
@@ -106,8 +105,7 @@ class Fsdp2Step(StepHooks):
             self._gather(step, step.following, "with next compute")
 
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
-        if self._policy is not None:
-            unit = self._policy.post_forward(unit)
+        unit = self._walk.post_forward(unit)
         if unit == AT_ROOT and self._runs_head:
             self._forward_order.record(HEAD)  # the tape has no mark for the end of its forward
         if not self._is_empty(unit):
@@ -128,7 +126,7 @@ class Fsdp2Step(StepHooks):
             return
         whole = self._units[unit].unsharded.each()
         for gathered, n_bytes in zip(self._unsharded[unit].pop(), whole, strict=True):
-            self._parts[unit].append(step.alloc(Account.UNSHARDED_PARAMETERS, Storages.of(n_bytes // ranks)))
+            self._kept_shards[unit].append(step.alloc(Account.UNSHARDED_PARAMETERS, Storages.of(n_bytes // ranks)))
             step.free(gathered)
 
     def before_recomputation(self, step: StepBuilder, unit: UnitId) -> None:
@@ -141,12 +139,11 @@ class Fsdp2Step(StepHooks):
         self._copy_out(step, unit, forward=True)
 
     def pre_backward(self, step: StepBuilder, unit: UnitId) -> None:
-        if self._policy is not None:
-            unit = self._policy.pre_backward(unit)
+        unit = self._walk.pre_backward(unit)
         if self._is_empty(unit) and unit != AT_ROOT:
             return
         step.add(PythonHooks())
-        gathers = (self._reshards(unit) or (unit == HEAD and self._loss)) and not self._is_empty(unit)
+        gathers = (self._reshards(unit) or (unit == HEAD and self._chunked_loss)) and not self._is_empty(unit)
         if gathers and not self._was_recomputed(unit):
             if unit not in self._gathered:
                 self._gather(step, unit, "after compute", in_backward=True)
@@ -157,16 +154,15 @@ class Fsdp2Step(StepHooks):
             self._gather(step, target, "with next compute", in_backward=True)
 
     def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
-        if self._policy is not None:
-            unit = self._policy.post_backward(unit)
-        self._end_backward_of(step, unit)
+        self._end_backward_of(step, self._walk.post_backward(unit))
 
     def layer_done(self, step: StepBuilder, unit: UnitId) -> None:
-        if self._policy is not None:
-            self._policy.layer_done(unit)
+        self._walk.layer_done(unit)
 
-    def owner_of(self, unit_id: UnitId, number: int, parameter: int) -> tuple[UnitId, OrderInUnit] | None:
-        return None if self._policy is None else self._policy.owner_of(unit_id, number, parameter)
+    def owner_of(
+        self, unit_id: UnitId, number: int, parameter: int, at_root: bool
+    ) -> tuple[UnitId, OrderInUnit] | None:
+        return self._walk.owner_of(unit_id, number, parameter, at_root)
 
     def _end_backward_of(self, step: StepBuilder, unit: UnitId) -> None:
         """Reduce and free the unit's gradients. While the reduction is deferred they stay, and autograd adds to them."""
@@ -174,7 +170,7 @@ class Fsdp2Step(StepHooks):
             return
         if self._unsharded[unit]:  # a unit without a backward of its own was freed after forward
             self._free(step, unit)
-        if self._policy is not None:
+        if self._wrapping.units is not None:
             owned = step.take_owned_gradients(unit)
             gradients, last = [gradient for _, gradient in owned], max(owned)[1] if owned else NO_BUFFER
         else:
@@ -187,7 +183,7 @@ class Fsdp2Step(StepHooks):
             if not self._reduces:
                 return
             gradients = self._unreduced[unit].popleft()
-        sizes = self._loss.rest if self._loss is not None and unit == HEAD else self._units[unit]
+        sizes = self._chunked_loss.rest if self._chunked_loss is not None and unit == HEAD else self._units[unit]
         self._reduce(step, unit, gradients, last, sizes)
 
     def _reduce(
@@ -232,8 +228,8 @@ class Fsdp2Step(StepHooks):
         """After the last chunk of a loss in chunks, reduce the head's gradient. Without such a loss, free a gradient that autograd has
         added to that of an earlier micro-batch.
         """
-        if self._loss is not None:
-            if unit == AT_ROOT and parameter == self._loss.parameter and not self._loss_ended:
+        if self._chunked_loss is not None:
+            if unit == AT_ROOT and parameter == self._chunked_loss.parameter and not self._loss_ended:
                 self._end_loss(step, gradient)
             return
         fresh = step.take_new_gradients()
@@ -242,10 +238,10 @@ class Fsdp2Step(StepHooks):
 
     def _end_loss(self, step: StepBuilder, gradient: BufferId) -> None:
         """Reduce the head's gradient after the last chunk, and free the unit's parameters, which backward gathers again."""
-        assert self._loss is not None
+        assert self._chunked_loss is not None
         self._loss_ended = True
         self._head_gradient = gradient
-        self._reduce(step, HEAD, [self._head_gradient], self._head_gradient, self._loss.head)
+        self._reduce(step, HEAD, [self._head_gradient], self._head_gradient, self._chunked_loss.head)
         self._free(step, HEAD)
 
     def end_backward(self, step: StepBuilder) -> None:
@@ -296,7 +292,7 @@ class Fsdp2Step(StepHooks):
 
         They are the root's units, and layers whose inputs need no gradient.
         """
-        first = (AT_ROOT,) if self._policy is not None else self._wrapping.last
+        first = (AT_ROOT,) if self._wrapping.units is not None else self._wrapping.last
         rest = sorted((unit, len(kept)) for unit, kept in self._unsharded.items() if kept and unit not in first)
         return [*first, *(unit for unit, times in rest for _ in range(times))]
 
@@ -384,7 +380,7 @@ class Fsdp2Step(StepHooks):
         self._unsharded[unit].append(unsharded)
         if not forward and self._plan.post_forward_ranks is not None:
             count = len(unsharded)
-            kept = self._parts[unit]
+            kept = self._kept_shards[unit]
             step.free(*kept[-count:])
             del kept[-count:]
         self._add_gather_copies(step, unit)
