@@ -13,7 +13,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.device import DeviceOverhead
 from fsdp_advisor.memory.live import TimelinePoint
-from fsdp_advisor.program.accounts import Phase
+from fsdp_advisor.program.accounts import JobPhase, Phase
 from fsdp_advisor.timing import StepTime
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class StrategyEstimate:
     evaluation: AllocatorResult | None = None
     step: StepTime | None = None
     overhead: DeviceOverhead | None = None
-    job: JobPeaks | None = None
+    job_peaks: JobPeaks | None = None
     units: str | None = None
     searches_unused: bool = False
     warnings: tuple[str, ...] = ()
@@ -165,9 +165,9 @@ class StrategyEstimate:
         return reserved + self.overhead.low_bytes, reserved + self.overhead.high_bytes
 
     @property
-    def fails_in(self) -> str | None:
+    def fails_in(self) -> JobPhase | None:
         """The first phase of the job that does not fit, on the GPU or on the host; None if all fit or it is unknown."""
-        return None if self.job is None else self.job.fails
+        return None if self.job_peaks is None else self.job_peaks.fails
 
     @property
     def allocator_retries_per_step(self) -> int | None:
@@ -199,12 +199,14 @@ class StrategyEstimate:
         }
 
     @property
-    def worst_outside_steps(self) -> str | None:
+    def worst_outside_steps(self) -> JobPhase | None:
         """The phase outside the steps that needs most of the GPU; None if the phases are unknown."""
-        if self.job is None:
+        if self.job_peaks is None:
             return None
-        evaluates = self.evaluation is not None and self.evaluation.reserved_peak_bytes >= self.job.bytes_outside_steps
-        return "evaluate" if evaluates else self.job.worst_outside_steps
+        evaluates = (
+            self.evaluation is not None and self.evaluation.reserved_peak_bytes >= self.job_peaks.bytes_outside_steps
+        )
+        return "evaluate" if evaluates else self.job_peaks.worst_outside_steps
 
     @property
     def kept_bytes(self) -> int:
@@ -254,7 +256,7 @@ class StrategyEstimate:
                 "peak_allocated_bytes": self.evaluation.allocated_peak_bytes,
                 "peak_reserved_bytes": self.evaluation.reserved_peak_bytes,
             },
-            "job_peaks": None if self.job is None else self.job.as_dict(),
+            "job_peaks": None if self.job_peaks is None else self.job_peaks.as_dict(),
             "fails_in": self.fails_in,
             "warnings": list(self.warnings),
             "not_modelled": list(self.not_modelled),

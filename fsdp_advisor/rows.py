@@ -244,7 +244,7 @@ def _base_row(
         host_bytes_per_node=host.steady,
         host_loading_bytes_per_node={"one_copy": copy, "every_rank": copy * plan.ranks_per_node},
         overhead=overhead,
-        job=job,
+        job_peaks=job,
         units=units_text(profile, plan) if plan.wrap != "layer" else None,
         warnings=(
             *(unit_warnings(profile, plan) if plan.backend == "fsdp2" else ()),
@@ -285,7 +285,7 @@ def _with_step(
         unknown = (NotModelled(reason, hides_needed=True),)
     evaluated = None if evaluation is None else _evaluation_bytes(step, evaluation)
     base = _base_row(profile, plan, gpu, host_memory_bytes, _StepTensors(on_gpu, tensors, evaluated))
-    overhead, job = base.overhead, base.job
+    overhead, job = base.overhead, base.job_peaks
     assert overhead is not None and job is not None
     warnings = base.warnings + gradient_warnings(profile, on_gpu, plan) + batch_warnings(plan)
     if key.attention != plan.attention:
@@ -293,21 +293,16 @@ def _with_step(
     simulate = partial(allocator_result, step, conf=conf, overhead=overhead, loading=job.load_method)
     allocator = simulate()
     evaluating = None if evaluation is None else simulate(evaluation=evaluation)
-    time = step_of(profile, on_gpu, plan, gpu)
-    if time is not None:
-        time = time.with_retries(allocator.retries_per_step)
-        left = gpu.memory_bytes - overhead.middle_bytes - allocator.reserved_peak_bytes
-        time = time.with_paging(base.paged_optimizer_bytes, left, gpu)
     outside = max(job.bytes_outside_steps, evaluating.reserved_peak_bytes if evaluating else 0)
     needed = overhead.middle_bytes + max(allocator.reserved_peak_bytes, outside)
     available = min(gpu.memory_bytes, overhead.middle_bytes + _allowed_bytes(gpu, conf))
     fits = needed <= available and job.fails is None
-    is_known = not (fits and unknown)  # what does not fit without evaluation does not fit with it
-    return replace(
+    time = _job_time(step, base, allocator)
+    row = replace(
         base,
-        fits=fits if is_known else None,
-        needed_bytes=needed if is_known else None,
-        headroom_bytes=available - needed if is_known else None,
+        fits=fits,
+        needed_bytes=needed,
+        headroom_bytes=available - needed,
         peak_tensor_bytes=tensors.peak,
         peak_phase=tensors.phase,
         peak_where=tensors.where,
@@ -326,6 +321,18 @@ def _with_step(
         simulate_peak=partial(_simulated_peak_bytes, model, key, tape, plan),
         replay_timeline=partial(timeline_of_step, profile, on_gpu, plan),
     )
+    if fits and unknown:  # what does not fit without evaluation does not fit with it
+        return replace(row, fits=None, needed_bytes=None, headroom_bytes=None)
+    return row
+
+
+def _job_time(step: StepInput, base: StrategyEstimate, allocator: AllocatorResult) -> StepTime | None:
+    """The time of a step with the allocator's retries and the paging of optimizer state; None if unknown."""
+    time, gpu = step_of(step.profile, step.tape, step.plan, step.gpu), step.gpu
+    if time is None or base.overhead is None:
+        return None
+    left = gpu.memory_bytes - base.overhead.middle_bytes - allocator.reserved_peak_bytes
+    return time.with_retries(allocator.retries_per_step).with_paging(base.paged_optimizer_bytes, left, gpu)
 
 
 def _missing_in_tape(profile: Profile, plan: Plan, key: TapeKey, gpu_key: TapeKey) -> Iterator[NotModelled]:
@@ -375,7 +382,7 @@ def runs_in(
     model: Resolved, row: StrategyEstimate, gpu: Gpu, memory_bytes: int, conf: AllocatorConf | None = None
 ) -> bool:
     """Whether the job of `row` would complete on a GPU with only `memory_bytes`: each phase fits, and the allocator completes the steps."""
-    profile, plan, overhead, allocator, job = model.profile, row.plan, row.overhead, row.allocator, row.job
+    profile, plan, overhead, allocator, job = model.profile, row.plan, row.overhead, row.allocator, row.job_peaks
     if profile is None or overhead is None or allocator is None or job is None:
         return False
     left = memory_bytes - overhead.middle_bytes

@@ -35,7 +35,7 @@ def _lacks_without_peak(report: Report, estimate: StrategyEstimate, full: Callab
 def _worst_phase(estimate: StrategyEstimate) -> str:
     """The word before the verdict: `load `, `generate `, `evaluate ` or `save ` if that phase needs more than the steps; else empty."""
     device = estimate.peak_device_bytes
-    if estimate.job is None or device is None or estimate.needed_bytes is None or estimate.needed_bytes <= device:
+    if estimate.job_peaks is None or device is None or estimate.needed_bytes is None or estimate.needed_bytes <= device:
         return ""
     return f"{estimate.worst_outside_steps} "
 
@@ -55,6 +55,6 @@ def _retries(estimate: StrategyEstimate) -> str:
 def _missing_host_bytes(report: Report, estimate: StrategyEstimate) -> int:
     """By how much a node's memory is too small for the worst phase of the job; not positive if it is large enough."""
     available = report.request.host_memory
-    if available is None or estimate.job is None:
+    if available is None or estimate.job_peaks is None:
         return 0
-    return max(phase.host_bytes_per_node or 0 for phase in estimate.job.phases.values()) - available
+    return max(phase.host_bytes_per_node or 0 for phase in estimate.job_peaks.phases.values()) - available

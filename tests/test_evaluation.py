@@ -64,11 +64,11 @@ def test_a_framework_without_evaluation_names_those_that_have_one(model: str) ->
 
 def test_evaluation_is_a_phase_of_the_job(model: str) -> None:
     found, without = row(model), row(model, eval_strategy="no")
-    assert found.job is not None and without.job is not None
-    assert list(found.job.phases) == ["load", "first_step", "steady_step", "evaluate", "save"]
-    assert "evaluate" not in without.job.phases and without.evaluation is None
+    assert found.job_peaks is not None and without.job_peaks is not None
+    assert list(found.job_peaks.phases) == ["load", "first_step", "steady_step", "evaluate", "save"]
+    assert "evaluate" not in without.job_peaks.phases and without.evaluation is None
     assert found.peak_tensor_bytes == without.peak_tensor_bytes
-    assert found.as_dict()["job_peaks"]["evaluate"]["gpu_bytes"] == found.job.phases["evaluate"].gpu_bytes
+    assert found.as_dict()["job_peaks"]["evaluate"]["gpu_bytes"] == found.job_peaks.phases["evaluate"].gpu_bytes
 
 
 def test_a_large_evaluation_decides_what_is_needed(model: str) -> None:
@@ -128,16 +128,16 @@ def test_each_of_several_gpus_keeps_the_logits_of_all(model: str) -> None:
 
 def test_reward_models_evaluate(model: str) -> None:
     found = row(model, framework="trl", task="reward")
-    assert found.evaluation is not None and found.job is not None
-    evaluates, saves = found.job.phases["evaluate"].gpu_bytes, found.job.phases["save"].gpu_bytes
+    assert found.evaluation is not None and found.job_peaks is not None
+    evaluates, saves = found.job_peaks.phases["evaluate"].gpu_bytes, found.job_peaks.phases["save"].gpu_bytes
     assert saves is not None and evaluates is not None
     assert saves < evaluates <= found.evaluation.allocated_peak_bytes, "the optimizer's state stays"
 
 
 def test_grpo_evaluates_with_completions_of_its_own(model: str) -> None:
     found = row(model, framework="trl", task="grpo", max_completion_length=8, micro_batch_size=8)
-    assert found.evaluation is not None and found.job is not None
-    assert 0 < found.job.phases["evaluate"].gpu_bytes <= found.evaluation.allocated_peak_bytes
+    assert found.evaluation is not None and found.job_peaks is not None
+    assert 0 < found.job_peaks.phases["evaluate"].gpu_bytes <= found.evaluation.allocated_peak_bytes
 
 
 def _profile(model: str) -> Any:

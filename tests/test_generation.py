@@ -63,7 +63,7 @@ def test_what_trl_refuses_is_refused(options: dict[str, Any], message: str, mode
 def test_completions_are_scored_when_trl_scores_them(options: dict[str, Any], scored: set[str], model: str) -> None:
     found = row(model, **options)
     assert phases(found) == scored
-    assert ("score" in found.job.phases) == bool(scored & {"policy", "reference"})
+    assert ("score" in found.job_peaks.phases) == bool(scored & {"policy", "reference"})
 
 
 def test_a_reference_is_a_copy_only_without_adapters(model: str) -> None:
@@ -75,15 +75,15 @@ def test_a_reference_is_a_copy_only_without_adapters(model: str) -> None:
 
 def test_the_phases_are_parts_of_the_step(model: str) -> None:
     found = row(model, beta=0.1, num_iterations=2)
-    peaks = {name: phase.gpu_bytes for name, phase in found.job.phases.items()}
+    peaks = {name: phase.gpu_bytes for name, phase in found.job_peaks.phases.items()}
     assert peaks["steady_step"] == max(peaks["generate"], peaks["score"], peaks["train"]) == found.peak_tensor_bytes
     assert sum(found.at_peak.values()) == found.peak_tensor_bytes
-    assert set(found.as_dict()["job_peaks"]) == set(found.job.phases)
+    assert set(found.as_dict()["job_peaks"]) == set(found.job_peaks.phases)
 
 
 def test_the_cache_grows_with_what_is_generated_at_once(model: str) -> None:
     """Keys and values of one layer, in fp32 and bf16 under autocast, of every token but the last."""
-    few, many = (row(model, steps_per_generation=n).job.phases["generate"].gpu_bytes for n in (2, 32))
+    few, many = (row(model, steps_per_generation=n).job_peaks.phases["generate"].gpu_bytes for n in (2, 32))
     head = LLAMA["hidden_size"] // LLAMA["num_attention_heads"]
     cache = 8 * 63 * LLAMA["num_key_value_heads"] * head * 4
     assert many - few > 30 * cache
@@ -93,7 +93,7 @@ def test_completions_are_generated_before_the_gradients_of_a_step(model: str) ->
     """Where they are not, fewer of them are kept too."""
     usual = {"gradient_accumulation_steps": 4, "beta": 0.1}
     once, each = row(model, **usual), row(model, **usual, steps_per_generation=1)
-    difference = each.job.phases["score"].gpu_bytes - once.job.phases["score"].gpu_bytes
+    difference = each.job_peaks.phases["score"].gpu_bytes - once.job_peaks.phases["score"].gpu_bytes
     assert difference == pytest.approx(FP32, rel=0.1)
     assert once.step.seconds == pytest.approx(each.step.seconds, rel=0.1)
 
@@ -123,14 +123,14 @@ def test_a_share_that_leaves_too_little_does_not_fit(model: str) -> None:
 )  # fmt: skip
 def test_weights_are_gathered_one_by_one_for_vllm(strategy: str, backend: str, handed: int, model: str) -> None:
     found = row(model, strategy=strategy, backend=backend, gpus=4, use_vllm=True, vllm_mode="server")
-    kept = found.job.phases["save"].gpu_bytes
-    assert found.job.phases["generate"].gpu_bytes <= kept + handed
-    assert found.job.phases["generate"].gpu_bytes >= handed
+    kept = found.job_peaks.phases["save"].gpu_bytes
+    assert found.job_peaks.phases["generate"].gpu_bytes <= kept + handed
+    assert found.job_peaks.phases["generate"].gpu_bytes >= handed
 
 
 def test_zero3_gathers_the_whole_model_to_generate(model: str) -> None:
     found = row(model, strategy="zero3", backend="deepspeed", gpus=4)
-    assert found.job.phases["generate"].gpu_bytes >= 2 * PARAMETERS
+    assert found.job_peaks.phases["generate"].gpu_bytes >= 2 * PARAMETERS
     assert any("time of generation" in note for note in found.not_modelled)
 
 

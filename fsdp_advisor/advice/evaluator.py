@@ -109,7 +109,7 @@ class Candidate:
     @property
     def host_peak_bytes_per_node(self) -> int:
         """Host memory of a node in the phase that needs most: load, steps or save."""
-        phases = self.estimate.job.phases.values() if self.estimate.job else ()
+        phases = self.estimate.job_peaks.phases.values() if self.estimate.job_peaks else ()
         return max([self.host_bytes_per_node, *(phase.host_bytes_per_node or 0 for phase in phases)])
 
     @property

@@ -25,9 +25,10 @@ from fsdp_advisor.memory.device import DeviceOverhead
 from fsdp_advisor.memory.host import HostMemory
 from fsdp_advisor.memory.live import StepPeak
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.program.accounts import JobPhase
 from fsdp_advisor.program.storages import States
 
-OUTSIDE_STEPS = ("load", "generate", "evaluate", "save")
+OUTSIDE_STEPS: tuple[JobPhase, ...] = ("load", "generate", "evaluate", "save")
 """The phases whose peak is not (or not only) computed from the program of a step."""
 
 
@@ -59,17 +60,17 @@ class JobPeaks:
     the first phase that does not fit (`PhasePeak.fits`), None if there is none.
     """
 
-    phases: Mapping[str, PhasePeak]
+    phases: Mapping[JobPhase, PhasePeak]
     load_method: LoadMethod
     save_method: SaveMethod
     load_methods: tuple[LoadMethod, ...]
     save_methods: tuple[SaveMethod, ...]
     merge: SaveMethod | None
     merge_peak: PhasePeak | None
-    fails: str | None
+    fails: JobPhase | None
 
     @property
-    def worst_outside_steps(self) -> str:
+    def worst_outside_steps(self) -> JobPhase:
         """The phase outside the steps that needs most of the GPU."""
         return max(OUTSIDE_STEPS, key=self._gpu_bytes_in)
 
@@ -78,7 +79,7 @@ class JobPeaks:
         """GPU bytes of the phase `worst_outside_steps`; 0 if there is none."""
         return self._gpu_bytes_in(self.worst_outside_steps)
 
-    def _gpu_bytes_in(self, name: str) -> int:
+    def _gpu_bytes_in(self, name: JobPhase) -> int:
         return (self.phases[name].gpu_bytes or 0) if name in self.phases else 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -135,17 +136,15 @@ def job_peaks(
         host_memory_bytes=None if host_memory_bytes is None else host_memory_bytes - host.steady,
     )
     by_tape_phase = None if tensors is None else tensors.tape_phase_peaks
-    phases = {
+    on_gpu: dict[JobPhase, int | None] = {
+        "first_step": _first_step_peak(profile, plan, states, tensors),
+        "steady_step": None if tensors is None else tensors.peak,
+        **rollouts.phase_bytes(profile, plan, gpu, kept, by_tape_phase),
+        **({} if plan.evaluation is None else {"evaluate": evaluation_bytes}),
+    }
+    phases: dict[JobPhase, PhasePeak] = {
         "load": PhasePeak(gpu_bytes=_loading_peak(profile, plan, load), host_bytes_per_node=load.host_bytes_per_node),
-        **{
-            name: PhasePeak(gpu_bytes=n_bytes, host_bytes_per_node=host.steady)
-            for name, n_bytes in {
-                "first_step": _first_step_peak(profile, plan, states, tensors),
-                "steady_step": None if tensors is None else tensors.peak,
-                **rollouts.phase_bytes(profile, plan, gpu, kept, by_tape_phase),
-                **({} if plan.evaluation is None else {"evaluate": evaluation_bytes}),
-            }.items()
-        },
+        **{name: PhasePeak(gpu_bytes=n, host_bytes_per_node=host.steady) for name, n in on_gpu.items()},
         "save": PhasePeak(gpu_bytes=kept + save.gpu_bytes, host_bytes_per_node=host.steady + save.host_bytes_per_node),
     }
     merge = merge_method(profile, plan)

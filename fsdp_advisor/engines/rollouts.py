@@ -14,11 +14,12 @@ from fsdp_advisor.memory.device import vllm_bytes
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.model.tape import GENERATION_PHASES, ROLLOUT_PHASES
 from fsdp_advisor.policies.dtypes import cast_bytes, stored_bytes
+from fsdp_advisor.program.accounts import JobPhase
 
 
 def phase_bytes(
     profile: Profile, plan: Plan, gpu: Gpu, kept: int, peaks: Mapping[str, int] | None
-) -> dict[str, int | None]:
+) -> dict[JobPhase, int | None]:
     """Peak bytes on a GPU of the phases of GRPO's step, by name; empty for other tasks.
 
     `kept`: bytes between two steps. `peaks`: tensor bytes by phase of the tape, None if they are unknown.

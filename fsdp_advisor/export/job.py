@@ -144,9 +144,9 @@ def _adaptation(report: Report) -> Adaptation:
 
 def _loading(estimate: StrategyEstimate) -> tuple[str, int] | None:
     """(name of the load method, its host bytes per node). The exported FSDP2 script loads only on rank 0."""
-    if estimate.job is None:
+    if estimate.job_peaks is None:
         return None
     by_script = estimate.plan.backend == "fsdp2" and estimate.plan.framework == "torch"
-    methods = {method.way: method for method in estimate.job.load_methods}
-    method = methods.get("rank0", estimate.job.load_method) if by_script else estimate.job.load_method
+    methods = {method.way: method for method in estimate.job_peaks.load_methods}
+    method = methods.get("rank0", estimate.job_peaks.load_method) if by_script else estimate.job_peaks.load_method
     return method.way, method.host_bytes_per_node

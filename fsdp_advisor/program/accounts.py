@@ -48,6 +48,8 @@ GROUPS = {
 
 Phase = Literal["forward", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+JobPhase = Literal["load", "first_step", "steady_step", "generate", "score", "train", "evaluate", "save"]
+"""A phase of a job. `generate`, `score` and `train` are those of GRPO's step."""
 
 
 class Stream(IntEnum):

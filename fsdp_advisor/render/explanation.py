@@ -9,7 +9,7 @@ from fsdp_advisor.engines.job_peaks import JobPeaks, PhasePeak
 from fsdp_advisor.engines.transfer import SaveMethod
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
 from fsdp_advisor.memory.live import TimelinePoint
-from fsdp_advisor.program.accounts import ACCOUNTS
+from fsdp_advisor.program.accounts import ACCOUNTS, JobPhase
 from fsdp_advisor.render.parts import PARTS, MemoryPart
 from fsdp_advisor.render.sizes import Sizes, format_seconds
 from fsdp_advisor.render.view import ReportView, RowView
@@ -18,7 +18,7 @@ from fsdp_advisor.timing import StepTime
 
 MEANINGS = ACCOUNTS | NON_TENSOR_PARTS
 _PART_OF: Mapping[str, MemoryPart] = {account: part for part in PARTS for account in part.accounts}
-_PHASE_NAMES = {
+_PHASE_NAMES: Mapping[JobPhase, str] = {
     "load": "load", "first_step": "first step", "steady_step": "steady step", "generate": "generate", "score": "score",
     "train": "train", "evaluate": "evaluate", "save": "save",
 }  # fmt: skip
@@ -149,7 +149,7 @@ def _states_line(estimate: StrategyEstimate, sizes: Sizes) -> str:
 
 def _job_lines(estimate: StrategyEstimate, sizes: Sizes) -> list[str]:
     """Memory outside tensors, and the phases of the job; nothing for a bare parameter count."""
-    job, overhead = estimate.job, estimate.overhead
+    job, overhead = estimate.job_peaks, estimate.overhead
     if job is None or overhead is None:
         return []
     lines = []

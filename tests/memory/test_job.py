@@ -31,11 +31,13 @@ def report() -> Report:
 
 def test_every_strategy_reports_all_phases(report: Report) -> None:
     for e in report.estimates:
-        assert e.job is not None
-        assert tuple(e.job.phases) == ("load", "first_step", "steady_step", "save")
-        assert e.job.phases["steady_step"].gpu_bytes == e.peak_tensor_bytes
+        assert e.job_peaks is not None
+        assert tuple(e.job_peaks.phases) == ("load", "first_step", "steady_step", "save")
+        assert e.job_peaks.phases["steady_step"].gpu_bytes == e.peak_tensor_bytes
         document = e.as_dict()
-        assert json.loads(json.dumps(document))["job_peaks"]["load"]["gpu_bytes"] == e.job.phases["load"].gpu_bytes
+        assert (
+            json.loads(json.dumps(document))["job_peaks"]["load"]["gpu_bytes"] == e.job_peaks.phases["load"].gpu_bytes
+        )
         low, high = document["device_overhead_bytes_range"]
         assert 0 < low < high
 
@@ -44,23 +46,23 @@ def test_the_first_step_has_no_optimizer_states_before_its_optimizer_phase(repor
     """So its peak is at most the steady step's."""
     by_name = {(e.plan.strategy, e.plan.offload): e for e in report.estimates}
     for e in report.estimates:
-        assert e.job is not None
-        first, steady = e.job.phases["first_step"].gpu_bytes, e.job.phases["steady_step"].gpu_bytes
+        assert e.job_peaks is not None
+        first, steady = e.job_peaks.phases["first_step"].gpu_bytes, e.job_peaks.phases["steady_step"].gpu_bytes
         assert first is not None and steady is not None and first <= steady
     zero3 = by_name["zero3", "none"]
-    assert zero3.job is not None and zero3.phase_peaks is not None
+    assert zero3.job_peaks is not None and zero3.phase_peaks is not None
     states = zero3.states["optimizer"]
     expected = max(zero3.phase_peaks["optimizer"], zero3.phase_peaks["backward"] - states)
-    assert zero3.job.phases["first_step"].gpu_bytes == pytest.approx(expected, rel=1e-3)
+    assert zero3.job_peaks.phases["first_step"].gpu_bytes == pytest.approx(expected, rel=1e-3)
 
 
 def test_full_offload_keeps_optimizer_states_on_the_host(report: Report) -> None:
     full = next(e for e in report.estimates if e.plan.offload == "parameters")
-    assert full.job is not None
-    assert full.job.phases["first_step"].gpu_bytes == full.job.phases["steady_step"].gpu_bytes
+    assert full.job_peaks is not None
+    assert full.job_peaks.phases["first_step"].gpu_bytes == full.job_peaks.phases["steady_step"].gpu_bytes
     assert (
-        full.job.phases["save"].host_bytes_per_node
-        == full.host_bytes_per_node + full.job.save_method.host_bytes_per_node
+        full.job_peaks.phases["save"].host_bytes_per_node
+        == full.host_bytes_per_node + full.job_peaks.save_method.host_bytes_per_node
     )
 
 
@@ -130,11 +132,11 @@ def test_a_job_that_cannot_load_does_not_fit() -> None:
     )
     (e,) = report.estimates
     assert e.fits is False
-    assert e.job is not None and e.job.fails == "load"
+    assert e.job_peaks is not None and e.job_peaks.fails == "load"
 
 
 def test_a_bare_parameter_count_reports_no_phases() -> None:
     (e, *_) = estimate(model="7e9", gpus=4, gpu="H100").estimates
-    assert e.job is None
+    assert e.job_peaks is None
     document = e.as_dict()
     assert document["job_peaks"] is document["fails_in"] is document["device_overhead_bytes_range"] is None

@@ -30,8 +30,8 @@ def predicted(folder: Path, **options: Any) -> dict[str, Any]:
     lora = {} if "peft_config" in options else {"use_peft": True, "lora_target_modules": TARGETS}
     report = fsdp_advisor.estimate(model=str(path), gpu="H100", seq_len=64, **lora, **options)
     (row,) = report.estimates
-    assert row.job is not None
-    return row.job.as_dict()
+    assert row.job_peaks is not None
+    return row.job_peaks.as_dict()
 
 
 class Peak:

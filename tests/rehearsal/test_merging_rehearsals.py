@@ -32,8 +32,8 @@ def predicted(path: Path, **options: Any) -> int:
         dtype="bfloat16", seq_len=64, **options,
     )  # fmt: skip
     (row,) = report.estimates
-    assert row.job is not None
-    job = row.job.as_dict()
+    assert row.job_peaks is not None
+    job = row.job_peaks.as_dict()
     return int(job["merge"]["gpu_bytes"] - job["save"]["gpu_bytes"])
 
 

@@ -105,8 +105,8 @@ def test_steps_and_phases_need_what_is_predicted(
     row = predicted(tmp_path, **{"task": "grpo", **usual, **options})
     assert row.peak_allocated_bytes == pytest.approx(max(found.values()), rel=1e-3)
     libraries = row.peak_allocated_bytes - row.peak_tensor_bytes
-    for phase in {"generate", "score"} & set(row.job.phases):
-        predicted_bytes = row.job.phases[phase].gpu_bytes + libraries
+    for phase in {"generate", "score"} & set(row.job_peaks.phases):
+        predicted_bytes = row.job_peaks.phases[phase].gpu_bytes + libraries
         assert predicted_bytes == pytest.approx(found[phase], rel=2e-3, abs=2 * UNSPLIT)
 
 
@@ -198,7 +198,7 @@ def test_evaluations_need_what_is_predicted(
     assert row.evaluation is not None  # its simulation goes on from the steps'
     assert row.evaluation.allocated_peak_bytes == pytest.approx(max(found["train"], found["evaluate"]), rel=1e-3)
     libraries = row.peak_allocated_bytes - row.peak_tensor_bytes
-    assert row.job.phases["evaluate"].gpu_bytes + libraries == pytest.approx(found["evaluate"], rel=0.01)
+    assert row.job_peaks.phases["evaluate"].gpu_bytes + libraries == pytest.approx(found["evaluate"], rel=0.01)
 
 
 @in_turn(6, of=8)

@@ -58,8 +58,8 @@ def predicted(mode: Any = "stand-in", device: Any = "cuda", gpu: Gpu | None = No
 def test_gpu_predictions_have_all_figures_and_are_consistent(options: dict[str, Any]) -> None:
     found = predicted(**options)
     said, one = found.predicted, estimate(**{**JOB, "strategy": "zero3", **options, "gpu": "H100-80GB"}).estimates[0]  # fmt: skip
-    assert one.job is not None
-    if not one.job.load_method.transfers:  # a run empties the cache before its first step; a job does not
+    assert one.job_peaks is not None
+    if not one.job_peaks.load_method.transfers:  # a run empties the cache before its first step; a job does not
         for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
             assert 0 <= getattr(one, name) - said[name] <= MIB  # the first step may split blocks differently
     assert sum(said["at_peak"].values()) == said["peak_tensor_bytes"] == max(said["phase_peaks"].values())
