@@ -118,8 +118,8 @@ def gpu_of(request: EstimateRequest) -> tuple[Gpu, list[str]]:
     return gpu, notes
 
 
-def check_kernels(request: EstimateRequest, gpu: Gpu) -> None:
-    """Raises UsageError if the GPU lacks kernels that the request needs.
+def check_gpu(request: EstimateRequest, gpu: Gpu) -> None:
+    """Raises UsageError if the GPU lacks kernels that the request needs, or shares the host's memory and the request offloads to it.
 
     Source for flash attention: flash-attn 2.8, README, and its checks in csrc/flash_attn/flash_api.cpp: Ampere or newer, in half precision.
     """
@@ -144,6 +144,21 @@ def check_kernels(request: EstimateRequest, gpu: Gpu) -> None:
         raise UsageError(
             f"{gpu.name} does not multiply in fp8",
             hint="leave --fp8 out, or use --gpu with a GPU of the Ada or Hopper generation or later",
+        )
+    if gpu.unified_memory:
+        _check_nothing_is_offloaded(request, gpu)
+
+
+def _check_nothing_is_offloaded(request: EstimateRequest, gpu: Gpu) -> None:
+    """Raises UsageError if the request moves anything to the host, whose memory is the GPU's own."""
+    shares = f"{gpu.name} shares its memory with the processor"
+    if request.offload != "none" or request.activation_offload:
+        option = "--offload" if request.offload != "none" else "--activation-offload"
+        raise UsageError(f"{shares}: offloading to the host saves nothing", hint=f"leave {option} out")
+    if request.optim.startswith("paged_"):
+        raise UsageError(
+            f"{shares}: a paged optimizer saves nothing",
+            hint="use one that is not paged, such as --optim adamw_bnb_8bit",
         )
 
 

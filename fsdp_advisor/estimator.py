@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.assumption_notes import assumption_notes, batch_notes, image_notes, memory_notes
-from fsdp_advisor.assumptions import check_kernels, gpu_of, sequence_length, settled
+from fsdp_advisor.assumptions import check_gpu, gpu_of, sequence_length, settled
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.registry import model_refusal
 from fsdp_advisor.errors import UsageError
@@ -78,7 +78,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
     request = divided(request)
     adaptation = adaptation_of(request)
     gpu, notes = gpu_of(request)
-    check_kernels(request, gpu)
+    check_gpu(request, gpu)
     plans(
         request, seq_len=sequence_length(request, model.profile)[0]
     )  # refuses a job before its adapted model is recorded
@@ -88,7 +88,10 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
     profile = model.profile
     images = image_notes(request, profile)
     text_note = trained_on_text(str(profile.config.get("model_type"))) if profile else ""
-    possible, refused = _possible(plans(request, seq_len=seq_len), profile)
+    wanted = plans(request, seq_len=seq_len)
+    if gpu.unified_memory:
+        wanted = [plan for plan in wanted if plan.offload == "none"]
+    possible, refused = _possible(wanted, profile)
     return Report(
         request=request,
         seq_len=seq_len,

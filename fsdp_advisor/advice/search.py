@@ -117,13 +117,18 @@ class Search:
         """A choice at a micro-batch, with its estimate."""
         return self.evaluator.candidate(self.plan(choice, micro_batch_size))
 
+    def on(self, evaluator: Evaluator) -> Search:
+        """The same search on the evaluator's GPU. If its memory is the host's, choices that use the host are left out."""
+        choices = tuple(c for c in self.choices if c.host_level == 0 or not evaluator.gpu.unified_memory)
+        return replace(self, evaluator=evaluator, choices=choices)
+
     def limited_to(self, allowed: Callable[[Plan], bool]) -> Search:
         """The search over allowed plans only. Plans whose memory is unknown remain only if they certainly do not fit."""
         return replace(
             self,
             choices=tuple(
                 c
-                for c in self.choices
+                for c in self.on(self.evaluator).choices
                 if allowed(plan := self.plan(c, self.batches.smallest))
                 and (self.why_not_recorded(c) is None or self.evaluator.candidate(plan).fits is False)
             ),

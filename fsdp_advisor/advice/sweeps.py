@@ -13,7 +13,7 @@ from fsdp_advisor.advice.evaluator import Candidate
 from fsdp_advisor.advice.largest_size import Largest, Sizes, largest
 from fsdp_advisor.advice.search import FRONTIER_POINTS, Search
 from fsdp_advisor.advice.search_space import StrategyChoice, on_ranks, search_space
-from fsdp_advisor.assumptions import check_kernels, gpu_of
+from fsdp_advisor.assumptions import check_gpu, gpu_of
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, list_gpus, usual_gpus_per_node
 from fsdp_advisor.job.choices import MAX_GPUS, MAX_SEQ_LEN
@@ -349,7 +349,7 @@ class Sweep:
         if name not in self._by_gpu:
             base = self.search.base
             gpu = self._gpu(name, base.world_size, base.nnodes)
-            self._by_gpu[name] = replace(self.search, evaluator=self.search.evaluator.on(gpu))
+            self._by_gpu[name] = self.search.on(self.search.evaluator.on(gpu))
         return self._by_gpu[name]
 
     @cached_property
@@ -363,11 +363,11 @@ class Sweep:
     def _able_gpus(self) -> list[Gpu]:
         """The GPUs of the table that compute in the request's precision and have the kernels that it needs."""
         in_bf16 = self.request.precision.startswith("bf16")
-        return [g for g in list_gpus() if not (in_bf16 and g.bf16_flops is None) and self._has_kernels(g)]
+        return [g for g in list_gpus() if not (in_bf16 and g.bf16_flops is None) and self._suits(g)]
 
-    def _has_kernels(self, gpu: Gpu) -> bool:
+    def _suits(self, gpu: Gpu) -> bool:
         try:
-            check_kernels(self.request.as_estimate, gpu)
+            check_gpu(self.request.as_estimate, gpu)
         except UsageError:
             return False
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp_advisor.assumptions import SHARDED_STORAGE, stores_frozen_base_in_fp32
+from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.compatibility import OFFLOADS
 from fsdp_advisor.job.losses import losses_without_logits
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -59,7 +60,9 @@ def _loss(report: Report, known: Sequence[StrategyEstimate]) -> list[str]:
 
 
 def _offload(report: Report, known: Sequence[StrategyEstimate]) -> list[str]:
-    """The option that moves all states to the host, if no row offloads and a row's engine can."""
+    """The option that moves all states to the host, if that has memory of its own, no row offloads and a row's engine can."""
+    if find_gpu(report.gpu_name).unified_memory:
+        return []
     can = any(row.plan.backend in OFFLOADS["parameters"].get(row.plan.strategy, ()) for row in known)
     is_asked = any(row.plan.offload != "none" for row in report.estimates)
     return ["--offload parameters (states in the host's memory)"] if can and not is_asked else []

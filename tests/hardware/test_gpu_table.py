@@ -1,7 +1,11 @@
 """Every row of the GPU table is complete, has its sources, and is physically plausible."""
 
+from typing import Any
+
 import pytest
 
+from fsdp_advisor.advice import recommend
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import estimate
 from fsdp_advisor.hardware import GPUS, LINKS, Gpu, Link, find_gpu, usual_host_bytes
 from fsdp_advisor.hardware.links import ETHERNET_100G, NVLINK_4, PCIE_4_X16
@@ -154,3 +158,26 @@ def test_fp32_rate_implies_a_plausible_clock(gpu: Gpu) -> None:
     lanes = 256 if (gpu.architecture or "").startswith("cdna") else 64 if half_lanes else 128
     clock_hz = gpu.fp32_flops / (gpu.multiprocessors * lanes * 2)
     assert 0.8e9 < clock_hz < 2.8e9
+
+
+UNIFIED = [gpu.name for gpu in GPUS if gpu.unified_memory]
+
+
+@pytest.mark.parametrize("gpu", UNIFIED)
+def test_gpu_that_shares_the_hosts_memory_has_no_rows_that_offload(gpu: str) -> None:
+    job: dict[str, Any] = {"model": "Qwen/Qwen2.5-7B", "gpus": 1, "gpu": gpu}
+    assert {row.offload for row in estimate(**job).estimates} == {"none"}
+    for offload in ({"offload": "optimizer"}, {"offload": "parameters"}, {"activation_offload": True}):
+        with pytest.raises(UsageError, match="shares its memory with the processor"):
+            estimate(**job, activation_checkpointing="full", **offload)
+    with pytest.raises(UsageError, match="a paged optimizer saves nothing"):
+        estimate(**job, optim="paged_adamw_8bit")
+
+
+def test_recommendation_for_a_gpu_that_shares_the_hosts_memory_does_not_offload() -> None:
+    found = recommend(model="meta-llama/Llama-3.1-8B", gpus=1, gpu="DGX-Spark", method="any").recommendation
+    assert found.winner is not None and found.winner.plan.offload == "none"
+    full, lora, _ = found.methods
+    assert full.advice is not None and not full.advice.recommendation.fits
+    assert lora.advice is not None and lora.advice.recommendation.winner is found.winner
+    assert not any("offload" in remedy.options for remedy in full.advice.recommendation.remedies)

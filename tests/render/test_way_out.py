@@ -36,11 +36,15 @@ def test_a_plan_that_fits_as_it_was_asked_for_needs_no_way_out(options: dict[str
             "Nothing fits. Options that save memory, alone or together: --activation-checkpointing full, "
             "--offload parameters (states in the host's memory).",
         ),
+        (
+            {"strategy": "zero2", "gpu": "DGX-Spark", "model": "meta-llama/Llama-3.1-8B"},
+            "Nothing fits. Options that save memory: --activation-checkpointing full.",
+        ),
         ({"strategy": "all"}, "Only offload fits. Options that save memory: --activation-checkpointing full."),
     ],
 )  # fmt: skip
 def test_the_line_names_options_that_the_job_does_not_use(options: dict[str, Any], expected: str) -> None:
-    report = estimate(model="meta-llama/Llama-2-7b-hf", gpus=1, gpu="rtx4090", **options)
+    report = estimate(**{"model": "meta-llama/Llama-2-7b-hf", "gpus": 1, "gpu": "rtx4090"} | options)
     assert report_view(report).way_out == f"{expected} {SEARCH}"
 
 
