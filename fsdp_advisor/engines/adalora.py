@@ -6,11 +6,11 @@ Source: peft 0.21, tuners/adalora/model.py, `forward`.
 from __future__ import annotations
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.compatibility import label
+from fsdp_advisor.job.frameworks import BACKEND_NAMES
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.units import format_gib
-
-_NAMES = {"fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP"}
 
 
 def _adapts_rank(profile: Profile) -> bool:
@@ -26,7 +26,7 @@ def adalora_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     if not _adapts_rank(profile):
         return None
     is_deepspeed = plan.backend == "deepspeed"
-    name = f"ZeRO-{plan.strategy.removeprefix('zero')}" if is_deepspeed else _NAMES[plan.backend]
+    name = label(plan.strategy) if is_deepspeed else BACKEND_NAMES[plan.backend]
     if plan.strategy == "zero3" if is_deepspeed else plan.reshards and plan.shard_degree > 1:
         return UsageError(
             f"AdaLoRA fails if {name} reshards after forward: PEFT reads whole adapter matrices after it",
@@ -35,9 +35,9 @@ def adalora_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     if plan.activation_checkpointing == "reentrant" and (
         is_deepspeed or (plan.backend == "ddp" and plan.world_size > 1)
     ):
-        told = "is not modelled with" if plan.strategy == "zero1" else "is refused by"
+        verb = "is not modelled with" if plan.strategy == "zero1" else "is refused by"
         return UsageError(
-            f"reentrant checkpointing computes gradients of AdaLoRA's matrices twice in a backward, which {told} {name}",
+            f"reentrant checkpointing computes gradients of AdaLoRA's matrices twice in a backward, which {verb} {name}",
             hint="--activation-checkpointing full",
         )
     return None

@@ -56,8 +56,7 @@ def frozen(profile: Profile) -> Profile:
     def unit(each: Unit) -> Unit:
         return replace(each, parameters=tuple(replace(p, trainable=False) for p in each.parameters))
 
-    stacks = tuple(replace(stack, units=tuple(map(unit, stack.units))) for stack in profile.stacks)
-    return replace(profile, root=unit(profile.root), stacks=stacks)
+    return profile.with_units(unit)
 
 
 class Zero3Reference(DeepspeedStep):

@@ -20,6 +20,7 @@ from fsdp_advisor.export.constants import AXOLOTL_FILE, LEARNING_RATE, NVME_NOTE
 from fsdp_advisor.export.evaluation import evaluation_limit
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.limits import task_limit
 from fsdp_advisor.export.losses import axolotl_keys, loss_limit
 from fsdp_advisor.export.model_arguments import experts_limit
 from fsdp_advisor.export.script import torchrun_line
@@ -40,8 +41,8 @@ PRECISION = {
 def unsupported(job: Job) -> str | None:
     """Why axolotl cannot train the job; None if it can. axolotl trains through the Trainer and accelerate."""
     plan = job.plan
-    if job.task != "causal-lm":
-        return "it trains only causal language models" if job.task else "a bare parameter count is not a model"
+    if (limit := task_limit(job)) is not None:
+        return limit
     if plan.backend == "fsdp1":
         return "it no longer supports FSDP1; use --backend fsdp2"
     if plan.precision == "bf16" and plan.backend != "deepspeed":

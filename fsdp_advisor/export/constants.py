@@ -66,17 +66,3 @@ WRAP_POLICY = {
 
 FSDP1_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
 """FSDP1's backward prefetch -> accelerate's name. transformers expects it in lower case."""
-
-AUTO_CLASSES = {
-    "causal-lm": "AutoModelForCausalLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
-    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
-    "image-classification": "AutoModelForImageClassification",
-    "image-text-to-text": "AutoModelForImageTextToText",
-    "token-classification": "AutoModelForTokenClassification",
-    "ctc": "AutoModelForCTC",
-    "audio-classification": "AutoModelForAudioClassification",
-}
-"""The transformers class that loads a model for training, by task."""

@@ -14,6 +14,15 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Refusal
 
+NO_MODEL = "a bare parameter count is not a model"
+
+
+def task_limit(job: Job) -> str | None:
+    """Why a consumer that trains only causal language models cannot train the job."""
+    if job.task is None:
+        return NO_MODEL
+    return None if job.task == "causal-lm" else "it trains only causal language models"
+
 
 def framework_limit(job: Job, framework: Framework) -> str | None:
     """Why `framework` cannot train the job, whichever framework was estimated."""

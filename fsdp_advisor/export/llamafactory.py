@@ -18,6 +18,7 @@ from fsdp_advisor.export.constants import LEARNING_RATE, LLAMAFACTORY_FILE, NVME
 from fsdp_advisor.export.evaluation import evaluation_limit
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.limits import task_limit
 from fsdp_advisor.export.losses import loss_limit
 from fsdp_advisor.export.model_arguments import experts_limit
 from fsdp_advisor.export.script import torchrun_line
@@ -37,8 +38,8 @@ _LORA = {
 def unsupported(job: Job) -> str | None:
     """Why LLaMA-Factory cannot train the job; None if it can. It trains through the Trainer and accelerate."""
     plan, adaptation = job.plan, job.adaptation
-    if job.task != "causal-lm":
-        return "it trains only causal language models" if job.task else "a bare parameter count is not a model"
+    if (limit := task_limit(job)) is not None:
+        return limit
     if plan.backend in ("fsdp1", "fsdp2"):
         return "its configuration cannot describe FSDP: LLaMA-Factory reads that from a file of accelerate"
     if plan.precision == "bf16" and plan.backend == "deepspeed":

@@ -9,16 +9,17 @@ from fsdp_advisor.export.adapters import packages as adapting_packages
 from fsdp_advisor.export.adapters import template_values, weights
 from fsdp_advisor.export.batches import batch_limit
 from fsdp_advisor.export.checkpointing import checkpointing_call, checkpointing_limit, saves_on_host
-from fsdp_advisor.export.constants import AUTO_CLASSES, HEAD_NODE, RENDEZVOUS_PORT, SCRIPT
+from fsdp_advisor.export.constants import HEAD_NODE, RENDEZVOUS_PORT, SCRIPT
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
-from fsdp_advisor.export.limits import optimizer_limit
+from fsdp_advisor.export.limits import NO_MODEL, optimizer_limit
 from fsdp_advisor.export.losses import loss_limit, script_call
 from fsdp_advisor.export.losses import packages as loss_packages
 from fsdp_advisor.export.model_arguments import model_arguments
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target, with_environment
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.tasks import AUTO_CLASSES
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Refusal
 
@@ -29,7 +30,7 @@ def _unsupported(job: Job, backend: str) -> str | None:
     if job.plan.backend != backend:
         return f"it trains only with {'FSDP2' if backend == 'fsdp2' else 'DDP'}"
     if job.task is None:
-        return "a bare parameter count is not a model"
+        return NO_MODEL
     adaptation = job.adaptation
     if adaptation.peft and adaptation.method != "LORA":
         return f"its script makes adapters of LoRA alone, not of {adaptation.method}"

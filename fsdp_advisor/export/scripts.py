@@ -16,7 +16,7 @@ from fsdp_advisor.export import accelerate, deepspeed
 from fsdp_advisor.export.adapters import packages as adapting_packages
 from fsdp_advisor.export.adapters import template_values, weights
 from fsdp_advisor.export.checkpointing import checkpointing_call, is_of_model, saves_on_host
-from fsdp_advisor.export.constants import AUTO_CLASSES, DEEPSPEED_FILE, LINES_FILE, SCRIPT, Consumer
+from fsdp_advisor.export.constants import DEEPSPEED_FILE, LINES_FILE, SCRIPT, Consumer
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import packages as loss_packages
@@ -25,6 +25,7 @@ from fsdp_advisor.export.model_arguments import model_arguments
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.script import COMPUTE
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.tasks import AUTO_CLASSES
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Constructor
 

@@ -15,7 +15,6 @@ from fsdp_advisor.export.batches import FLATTENING_NOTE, batch_limit
 from fsdp_advisor.export.checkpointing import checkpointing_limit, is_of_model, keywords
 from fsdp_advisor.export.constants import (
     ARGUMENTS_FILE,
-    AUTO_CLASSES,
     FSDP1_PREFETCH,
     LEARNING_RATE,
     NVME_NOTE,
@@ -24,12 +23,14 @@ from fsdp_advisor.export.constants import (
 from fsdp_advisor.export.evaluation import evaluation_arguments, evaluation_notes
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.limits import NO_MODEL
 from fsdp_advisor.export.losses import loss_limit, trainer_arguments
 from fsdp_advisor.export.losses import packages as loss_packages
 from fsdp_advisor.export.model_arguments import model_arguments
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.tasks import AUTO_CLASSES
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import NamedOptimizer, Refusal
 
@@ -37,7 +38,7 @@ from fsdp_advisor.policies.optimizers.interface import NamedOptimizer, Refusal
 def unsupported(job: Job) -> str | None:
     """Why the Trainer cannot train the job; None if it can."""
     if job.task is None:
-        return "a bare parameter count is not a model"
+        return NO_MODEL
     limit = checkpointing_limit(job, "reentrant", "every", offloads=("inputs",)) or batch_limit(
         job, padding_free=True, images=True
     )

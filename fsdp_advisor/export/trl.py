@@ -18,6 +18,7 @@ from fsdp_advisor.export.checkpointing import checkpointing_limit
 from fsdp_advisor.export.constants import NVME_NOTE, TRL_FILE
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
+from fsdp_advisor.export.limits import NO_MODEL
 from fsdp_advisor.export.losses import loss_limit
 from fsdp_advisor.export.model_arguments import experts_limit
 from fsdp_advisor.export.script import torchrun_line
@@ -48,11 +49,7 @@ _DATA_SETS: dict[TrainingTask, str] = {
 def unsupported(job: Job) -> str | None:
     """Why TRL cannot train the job; None if it can. TRL trains through the Trainer."""
     if job.task != ("sequence-classification" if job.plan.task == "reward" else "causal-lm"):
-        return (
-            f"its {job.plan.task} script trains only causal language models"
-            if job.task
-            else "a bare parameter count is not a model"
-        )
+        return f"its {job.plan.task} script trains only causal language models" if job.task else NO_MODEL
     if trainer.replicated(job.plan):
         return "its configuration file has no mesh of replicas; use the target trainer"
     return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import may_adapt
 from fsdp_advisor.job.choices import Backend
+from fsdp_advisor.job.conflicts import check_conflicts
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
@@ -45,15 +46,14 @@ def check_fp8(request: EstimateRequest) -> None:
             f"{request.framework} has no recipe {request.fp8}", hint="use --fp8 rowwise, or --framework torch"
         )
     policies = ("none", "full", "selective") if own_models else ("none", "full")
-    lacking = {
+    others = {
         f"--framework {request.framework}": not own_models and request.framework != "torch",
         f"--activation-checkpointing {request.activation_checkpointing}": request.activation_checkpointing not in policies,
         "--activation-offload": request.activation_offload,
         "--use-liger-kernel": request.use_liger_kernel,
         "adapters, quantized or frozen weights": not own_models and may_adapt(request),
     }  # fmt: skip
-    if found := [what for what, is_asked in lacking.items() if is_asked]:
-        raise UsageError(f"fp8 is not modelled with {found[0]}", hint="leave one of the two out")
+    check_conflicts("fp8", others)
 
 
 def fp8_refusal(plan: Plan) -> UsageError | None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.choices import Framework
+from fsdp_advisor.job.conflicts import check_conflicts
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 
@@ -41,14 +42,13 @@ def check_tiled_mlp(request: EstimateRequest) -> None:
             f"{request.framework} has no tiled MLP",
             hint="--framework torch has Liger's and DeepSpeed's, --framework trainer axolotl's",
         )
-    lacking = {
+    others = {
         f"--compile {request.compile}": request.compile != "none",
         f"--fp8 {request.fp8}": request.fp8 != "none",
         f"--wrap {request.wrap}": request.wrap != "layer",
         "--activation-offload": request.activation_offload,
     }  # fmt: skip
-    if found := [what for what, is_asked in lacking.items() if is_asked]:
-        raise UsageError(f"a tiled MLP is not modelled with {found[0]}", hint="leave one of the two out")
+    check_conflicts("a tiled MLP", others)
 
 
 def tiled_mlp_refusal(plan: Plan) -> UsageError | None:

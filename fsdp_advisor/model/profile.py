@@ -244,12 +244,13 @@ class Profile:
         def of(unit: Unit) -> Unit:
             return Unit(unit.kind, kept(unit.parameters), unit.buffers if keeps_buffers else ())
 
-        return replace(
-            self,
-            root=of(self.root),
-            stacks=tuple(replace(stack, units=tuple(map(of, stack.units))) for stack in self.stacks),
-            order=tuple(len(kept(self.root.parameters[:before])) for before in self.order),
-        )
+        order = tuple(len(kept(self.root.parameters[:before])) for before in self.order)
+        return replace(self.with_units(of), order=order)
+
+    def with_units(self, change: Callable[[Unit], Unit]) -> Profile:
+        """The profile with every unit changed."""
+        stacks = tuple(replace(stack, units=tuple(map(change, stack.units))) for stack in self.stacks)
+        return replace(self, root=change(self.root), stacks=stacks)
 
     @cached_property
     def base_parameters(self) -> int:

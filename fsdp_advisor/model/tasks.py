@@ -75,6 +75,20 @@ TASKS: dict[str, Task] = {
 }
 """Every task, by the name that profiles use."""
 
+AUTO_CLASSES = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
+    "image-classification": "AutoModelForImageClassification",
+    "image-text-to-text": "AutoModelForImageTextToText",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "ctc": "AutoModelForCTC",
+    "audio-classification": "AutoModelForAudioClassification",
+}
+"""The transformers class that loads a model for training, by task, in the order in which a recording looks for one."""
+
 _UNKNOWN = Task(words=())
 """The task of a recorded module. The meaning of its sequence length depends on its batches."""
 

@@ -74,8 +74,7 @@ def with_cast_biases(profile: Profile) -> Profile:
         )
         return replace(unit, parameters=tuple(parameters))
 
-    stacks = tuple(replace(stack, units=tuple(cast(unit) for unit in stack.units)) for stack in profile.stacks)
-    return replace(profile, root=cast(profile.root), stacks=stacks)
+    return profile.with_units(cast)
 
 
 def stored_bytes(plan: Plan, parameter: Parameter) -> int:

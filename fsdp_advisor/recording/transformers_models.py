@@ -19,6 +19,7 @@ from torch import nn
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotRecordable, UnreadableConfig
 from fsdp_advisor.model.multimodal import TRAINED_WHOLE
 from fsdp_advisor.model.tape_key import TapeCheckpointing
+from fsdp_advisor.model.tasks import AUTO_CLASSES
 from fsdp_advisor.recording.checkpointing import arguments as checkpointing_arguments
 from fsdp_advisor.recording.inputs import batch_of_task
 from fsdp_advisor.recording.positions import keep_positions, mark_positions
@@ -29,19 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers must not download: 
 import transformers  # after the switch above
 from transformers.initialization import no_init_weights
 
-_AUTO = {
-    "causal-lm": "AutoModelForCausalLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
-    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
-    "image-classification": "AutoModelForImageClassification",
-    "image-text-to-text": "AutoModelForImageTextToText",
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-    "ctc": "AutoModelForCTC",
-    "audio-classification": "AutoModelForAudioClassification",
-}
-TASKS = tuple(_AUTO)
+TASKS = tuple(AUTO_CLASSES)
 _POSITIONS_WITHOUT_BUCKETS = {"prophetnet": 2}
 """Model type -> number of last positions for which its code has no relative positions. Source: prophetnet/modeling_prophetnet.py,
 ProphetNetDecoder.compute_buffered_relative_buckets: of 512 positions it uses 1 to 511, and those of the second stream begin at the 512th.
@@ -114,7 +103,7 @@ class TransformersSource:
         )
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        auto = getattr(transformers, _AUTO[self.task])
+        auto = getattr(transformers, AUTO_CLASSES[self.task])
         with _errors_explained(self.name), torch.device("meta"), no_init_weights():
             config = self._configuration()
             if self._labels is not None:
@@ -278,7 +267,7 @@ def _bind_windows(module: nn.Module, bind: bool) -> None:
 
 def _inputs(config: type, task: str) -> frozenset[str]:
     """The arguments of the forward of transformers' class for this configuration and task; empty if there is none."""
-    found = getattr(transformers, _AUTO[task])._model_mapping.get(config, None)
+    found = getattr(transformers, AUTO_CLASSES[task])._model_mapping.get(config, None)
     kind = found[0] if isinstance(found, (list, tuple)) else found
     return frozenset(inspect.signature(kind.forward).parameters) if kind is not None else frozenset()
 
@@ -288,7 +277,7 @@ def _task(config: Any, values: Mapping[str, Any]) -> str:
     tower, or else the first task that supports its model type.
     """
     named = " ".join(values.get("architectures") or ())
-    trained = {task: getattr(transformers, auto)._model_mapping for task, auto in _AUTO.items()}
+    trained = {task: getattr(transformers, auto)._model_mapping for task, auto in AUTO_CLASSES.items()}
     able = [task for task, models in trained.items() if type(config) in models]
     known = [task for task in able if task not in _NAMED_ALONE]
     hints = {

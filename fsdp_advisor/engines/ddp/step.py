@@ -36,6 +36,7 @@ from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 FIRST_BUCKET_BYTES = 2**20
 BUCKET_BYTES = 25 * 2**20
+"""The sizes of DDP's buckets. Source: torch/nn/parallel/distributed.py (torch 2.13), `dist._DEFAULT_FIRST_BUCKET_BYTES`, bucket_cap_mb."""
 
 
 @lru_cache(maxsize=64)
