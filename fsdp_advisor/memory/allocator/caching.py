@@ -31,6 +31,24 @@ MALLOC, FREE, FREE_LATER, WAIT = range(4)
 instead of a storage.
 """
 
+
+def operation(kind: int, storage: int) -> int:
+    """The number that stands for an operation. The loops over all operations of a step compute it and its parts in place.
+
+    >>> kind_of(operation(FREE, 7)) == FREE, storage_of(operation(FREE, 7))
+    (True, 7)
+    """
+    return storage * 4 + kind
+
+
+def kind_of(operation: int) -> int:
+    return operation & 3
+
+
+def storage_of(operation: int) -> int:
+    return operation >> 2
+
+
 STREAM_MASK = ALIGNMENT - 1
 """A request is its size (a multiple of 512) with the stream's number in the lowest bits."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT
+from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT, kind_of, operation, storage_of
 from fsdp_advisor.model.tape import ROOT, Category, Op, ScoringPhase, Segment, Tape, value_at
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.instructions import (
@@ -88,12 +88,16 @@ def with_evaluation(
     backward follows.
     """
     requests = [*steps.requests, *forward.requests]
-    own = {operation >> 2 for operation in forward.following if operation & 3 == MALLOC}
-    shift = 4 * len(steps.requests)
+    own = {storage_of(op) for op in forward.following if kind_of(op) == MALLOC}
+    shift = operation(MALLOC, len(steps.requests))
     ends = next((at for at, phase, _ in forward.visits if phase == "optimizer"), len(forward.following))
 
     def run(operations: Sequence[int]) -> list[int]:
-        return [op if op & 3 == WAIT else op + shift for op in operations if op & 3 == WAIT or op >> 2 in own]
+        return [
+            op if kind_of(op) == WAIT else op + shift
+            for op in operations
+            if kind_of(op) == WAIT or storage_of(op) in own
+        ]
 
     between: list[int] = []
     alive: list[int] = []
@@ -102,10 +106,10 @@ def with_evaluation(
         if n_bytes < 0:
             number = next(each for each in alive if requests[each] == round_up(-n_bytes))
             alive.remove(number)
-            between.append(number * 4 + FREE)
+            between.append(operation(FREE, number))
             return
         alive.append(len(requests))
-        between.append(len(requests) * 4 + MALLOC)
+        between.append(operation(MALLOC, len(requests)))
         requests.append(round_up(n_bytes))
 
     for n_bytes in before:
@@ -113,7 +117,7 @@ def with_evaluation(
     between += run(forward.following[:ends])
     for n_bytes in after:
         change(n_bytes)
-    between += [*run(forward.following[ends:]), *(number * 4 + FREE for number in alive)]
+    between += [*run(forward.following[ends:]), *(operation(FREE, number) for number in alive)]
     return replace(steps, requests=tuple(requests), between=tuple(between))
 
 
@@ -354,12 +358,12 @@ class _Assembly:
         self._step = list(read.operations)
 
     def operations(self) -> StepOperations:
-        freed = {operation >> 2 for operation in self._step if operation & 3 in (FREE, FREE_LATER)}
+        freed = {storage_of(op) for op in self._step if kind_of(op) in (FREE, FREE_LATER)}
         carried_over = self._end_step(freed)
         not_yet = {number for numbers in self._read.lazily_created.values() for number in numbers}
         setup = self._setup(not_yet)
         first = self._first_step(freed, setup)
-        skipped = {number * 4 + kind for number in not_yet & freed for kind in (FREE, FREE_LATER)}
+        skipped = {operation(kind, number) for number in not_yet & freed for kind in (FREE, FREE_LATER)}
         return StepOperations(
             requests=tuple(self._requests),
             setup=tuple(setup),
@@ -378,13 +382,13 @@ class _Assembly:
         wanted: defaultdict[int, list[int]] = defaultdict(list)
         for number in sorted({number for _, number in self._read.residents} & freed, reverse=True):
             wanted[requests[number]].append(number)
-        allocated = {operation >> 2 for operation in self._step if operation & 3 == MALLOC}
+        allocated = {storage_of(op) for op in self._step if kind_of(op) == MALLOC}
         carried_over = []
         for number in sorted(allocated - freed):
             if wanted[requests[number]]:
                 carried_over.append((number, wanted[requests[number]].pop()))
             else:
-                self._step.append(number * 4 + FREE)
+                self._step.append(operation(FREE, number))
         return carried_over
 
     def _first_step(self, freed: set[int], setup: list[int]) -> list[int]:
@@ -396,13 +400,13 @@ class _Assembly:
         read = self._read
         optimizer = next((at for at, phase, _ in read.visits if phase == "optimizer"), len(self._step))
         inserted = [
-            (read.created_at.get(buffer, optimizer), [n * 4 + MALLOC for n in numbers if n not in freed])
+            (read.created_at.get(buffer, optimizer), [operation(MALLOC, n) for n in numbers if n not in freed])
             for buffer, numbers in reversed(read.lazily_created.items())
         ]
         for at, n_bytes in zip((read.first_layer, read.first_weight), self._workspaces, strict=False):
-            inserted.append((at, [self._new(n_bytes) * 4 + MALLOC]))
+            inserted.append((at, [operation(MALLOC, self._new(n_bytes))]))
         transients = [self._new(round_up(n)) for n in self._program.first_step_transients.each()]
-        inserted.append((0, [number * 4 + kind for number in transients for kind in (MALLOC, FREE)]))
+        inserted.append((0, [operation(kind, number) for number in transients for kind in (MALLOC, FREE)]))
         rebuilt = self._program.rebuilt_buckets
         if rebuilt.exact:
             second = read.second_forward if read.batch and read.second_forward >= 0 else len(self._step)
@@ -418,10 +422,10 @@ class _Assembly:
 
     def _rebuild(self, rebuilt: Storages, setup: list[int]) -> list[int]:
         """Replace the buckets in `setup` by one for all gradients. Return the operations that free it and allocate the rebuilt buckets."""
-        buckets = [n * 4 + MALLOC for account, n in self._read.residents if account == Account.COMMUNICATION]
+        buckets = [operation(MALLOC, n) for account, n in self._read.residents if account == Account.COMMUNICATION]
         at, whole = setup.index(buckets[0]), self._new(round_up(rebuilt.exact))
-        setup[at : at + len(buckets)] = [whole * 4 + MALLOC]
-        return [whole * 4 + FREE, *(self._new(round_up(n)) * 4 + MALLOC for n in rebuilt.each())]
+        setup[at : at + len(buckets)] = [operation(MALLOC, whole)]
+        return [operation(FREE, whole), *(operation(MALLOC, self._new(round_up(n))) for n in rebuilt.each())]
 
     def _setup(self, not_yet: set[int]) -> list[int]:
         """The operations before the first step: the states, without those that a step creates (`not_yet`), and the temporary tensors of
@@ -436,11 +440,11 @@ class _Assembly:
         for one in self._loaded:
             temporaries = [self._new(round_up(n)) for n in one.temporaries.each()]
             kept = [residents[round_up(n)].popleft() for n in one.kept.each()]
-            setup += [number * 4 + MALLOC for number in temporaries]
-            setup += [number * 4 + FREE for number in late]
-            setup += [number * 4 + MALLOC for number in kept]
+            setup += [operation(MALLOC, number) for number in temporaries]
+            setup += [operation(FREE, number) for number in late]
+            setup += [operation(MALLOC, number) for number in kept]
             late = temporaries if one.frees_late else []
-            setup += [number * 4 + FREE for number in temporaries if not one.frees_late]
-        loaded = {operation >> 2 for operation in setup}
+            setup += [operation(FREE, number) for number in temporaries if not one.frees_late]
+        loaded = {storage_of(op) for op in setup}
         left = (number for _, number in self._read.residents if number not in not_yet and number not in loaded)
-        return setup + [number * 4 + MALLOC for number in (*left, *self._read.batch)]
+        return setup + [operation(MALLOC, number) for number in (*left, *self._read.batch)]
