@@ -15,6 +15,7 @@ from torch import nn
 
 from fsdp_advisor.job import generation
 from fsdp_advisor.job.choices import Framework
+from fsdp_advisor.recording.compiled import regions
 from fsdp_advisor.rehearsal.inside import job_facts
 from fsdp_advisor.rehearsal.prediction import NotRecognized, options_of
 from fsdp_advisor.rehearsal.report import RankResult
@@ -169,7 +170,7 @@ def test_what_is_compiled_is_recognized(tmp_path: Path) -> None:
             options(tmp_path, model=JOB["model"] | {"compile": compiled}, framework=framework)
 
 
-def test_regions_are_told_from_layers() -> None:
+def test_regions_are_distinguished_from_layers() -> None:
     def of(compiles: Callable[[nn.Module], object]) -> str:
         layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
         model = nn.ModuleDict({"embedding": nn.Linear(1, 1), "layers": layers, "head": nn.Linear(1, 1)})
@@ -255,3 +256,14 @@ def test_every_framework_is_recognized_in_its_process(monkeypatch: pytest.Monkey
             monkeypatch.setitem(sys.modules, "torchtitan.trainer", module)
         found = module.train("the trainer", job_facts.framework_of)
         assert found == ("torch" if framework == "deepspeed" else framework)
+
+
+def test_the_regions_of_a_recording_are_recognized() -> None:
+    """`job_facts` runs in the script's process and has the rule again, because it imports nothing of the package."""
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(1, 1)) for _ in range(2))
+    mixed = nn.ModuleList([nn.Linear(1, 1), nn.Embedding(1, 1)])
+    inner = nn.ModuleDict({"embedding": nn.Embedding(1, 1), "layers": layers, "mixed": mixed, "norm": nn.LayerNorm(1)})
+    model = nn.ModuleDict({"model": inner, "head": nn.Linear(1, 1)})
+    for region in regions(model, ()):
+        region.compile()
+    assert job_facts.compiled_part(model, model) == "regions"
