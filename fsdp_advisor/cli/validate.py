@@ -17,17 +17,12 @@ from fsdp_advisor.job.batch import divided
 from fsdp_advisor.job.fields import Rule, as_words
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.validation.choices import FAILED, CommandMode, Device
 
 if TYPE_CHECKING:
     from fsdp_advisor.validation.case import Case
     from fsdp_advisor.validation.records import Record
     from fsdp_advisor.validation.run_result import RunResult
-
-FAILED = 3
-"""Exit status of a run that failed."""
-
-Mode = Literal["simulate", "rehearse", "stand-in", "measure"]
-Device = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +30,7 @@ class ValidateOptions(ConfigFileOptions, ReportOptions):
     """Options of `validate` apart from those of the job."""
 
     mode: Annotated[
-        Mode | None,
+        CommandMode | None,
         Rule(
             aliases=("rung",),
             about="how close the run is to a real one; simulate: fake tensors; rehearse: PyTorch's CUDA build on a simulated GPU; "

@@ -8,9 +8,8 @@ from typing import Literal
 
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.validation.records import Mode
+from fsdp_advisor.validation.choices import Device, Mode
 
-Device = Literal["cuda", "cpu"]
 Zero1 = Literal["deepspeed", "torch"]
 """The implementation of ZeRO-1: DeepSpeed, or torch.distributed.optim.ZeroRedundancyOptimizer under DDP."""
 

@@ -19,10 +19,10 @@ from fsdp_advisor.recording.engines import cast_floating
 from fsdp_advisor.recording.host import save_inputs_on_host
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import weights
+from fsdp_advisor.validation.choices import Mode
 from fsdp_advisor.validation.deepspeed_on_cpu import skip_shm_operator
 from fsdp_advisor.validation.engines import optimizer_for
 from fsdp_advisor.validation.failures import ModeUnavailable
-from fsdp_advisor.validation.records import Mode
 from fsdp_advisor.validation.steps import batch_of
 
 

@@ -40,8 +40,8 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Constructor, Refusal
 from fsdp_advisor.recording.wrapping import modules_by_size
+from fsdp_advisor.validation.choices import Mode
 from fsdp_advisor.validation.failures import ModeUnavailable
-from fsdp_advisor.validation.records import Mode
 
 _LEARNING_RATE = 1e-6
 _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}

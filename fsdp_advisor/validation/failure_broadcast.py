@@ -16,8 +16,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+from fsdp_advisor.validation.choices import FAILED
 from fsdp_advisor.validation.failures import is_lost_connection
-from fsdp_advisor.validation.run_result import FAILED, RunResult
+from fsdp_advisor.validation.run_result import RunResult
 
 JOIN_SECONDS = 600.0
 """How long ranks wait for each other at the start, as torchrun's agents do."""

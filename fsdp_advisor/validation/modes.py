@@ -9,8 +9,7 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.validation import machine
-from fsdp_advisor.validation.case import Device
-from fsdp_advisor.validation.records import Mode
+from fsdp_advisor.validation.choices import Device, Mode
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.rows import StepInput, allocator_result, estimate_plan, peak_of_step, timeline_of_step
 from fsdp_advisor.tapes import recorded_gpu_tape
-from fsdp_advisor.validation.records import Mode
+from fsdp_advisor.validation.choices import Mode
 
 WARM_UP_STEPS = 2
 """Steps before the counted ones: the optimizer makes its states, cuBLAS its workspaces, and DDP rebuilds its buckets."""

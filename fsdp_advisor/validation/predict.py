@@ -23,9 +23,9 @@ from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.rows import peak_of_step, timeline_of_step
 from fsdp_advisor.tapes import select_tape
 from fsdp_advisor.validation import machine
-from fsdp_advisor.validation.case import Device
+from fsdp_advisor.validation.choices import Device, Mode
 from fsdp_advisor.validation.on_gpu import GpuPrediction, effective_conf, gpu_run_of, predict_on_gpu
-from fsdp_advisor.validation.records import Mode, downsampled
+from fsdp_advisor.validation.records import downsampled
 
 if TYPE_CHECKING:
     from fsdp_advisor.recording.source import Source

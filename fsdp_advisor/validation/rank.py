@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.validation import machine
-from fsdp_advisor.validation.case import Case, Device, Zero1, uses_zero_redundancy_optimizer
+from fsdp_advisor.validation.case import Case, Zero1, uses_zero_redundancy_optimizer
 from fsdp_advisor.validation.child_process import Send
+from fsdp_advisor.validation.choices import Device
 from fsdp_advisor.validation.failure_broadcast import FailureBroadcaster
 from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.predict import Prediction

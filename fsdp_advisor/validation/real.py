@@ -29,7 +29,8 @@ from fsdp_advisor.recording.host import save_inputs_on_host
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.recording.tiled_mlp import tile_mlps
 from fsdp_advisor.validation import weights
-from fsdp_advisor.validation.case import Device, Zero1, uses_zero_redundancy_optimizer
+from fsdp_advisor.validation.case import Zero1, uses_zero_redundancy_optimizer
+from fsdp_advisor.validation.choices import Device, Mode
 from fsdp_advisor.validation.engines import (
     mesh_of,
     optimizer_for,
@@ -41,7 +42,6 @@ from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.gpu_memory import Baseline, allocator_figures, memory_history
 from fsdp_advisor.validation.meter import CudaMeter, Meter, Phase, StorageMeter
 from fsdp_advisor.validation.on_gpu import COUNTED_STEPS, WARM_UP_STEPS
-from fsdp_advisor.validation.records import Mode
 from fsdp_advisor.validation.steps import TorchTrainer, Trainer, autocast_of, batch_of, layers_of, take_step
 
 WATCHDOG_SECONDS = 0.5

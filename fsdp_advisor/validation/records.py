@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.validation.choices import Mode
 
 SCHEMA_VERSION = 2
 
 WITHOUT_KERNELS = "cuda without kernels"
 """`Record.device` of runs of PyTorch's CUDA build on a machine without a GPU (the package `rehearsal`)."""
 
-Mode = Literal["simulate", "stand-in", "measure"]
-"""How a case is validated: PyTorch's engines on fake tensors; one GPU as rank 0 of any world size; real ranks."""
 Outcome = Literal["ok", "oom", "crash", "timeout", "interrupted", "error"]
 FINAL: frozenset[Outcome] = frozenset({"ok", "oom", "crash", "timeout"})
 """Outcomes that say something about the case. A campaign runs cases with other outcomes again."""

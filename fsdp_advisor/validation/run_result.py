@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fsdp_advisor.errors import AdvisorError, MeasurementError
+from fsdp_advisor.validation.choices import FAILED
 from fsdp_advisor.validation.failures import free_memory, is_host_out_of_memory, is_out_of_memory, read_out_of_memory
 from fsdp_advisor.validation.records import Outcome
 
-FAILED = 3
-"""Exit status of a run that failed."""
 _MESSAGE_CHARACTERS = 600
 _TRACEBACK_CHARACTERS = 4000
 

@@ -15,7 +15,7 @@ import torch
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import Segment
 from fsdp_advisor.recording.source import Source
-from fsdp_advisor.validation.case import Device
+from fsdp_advisor.validation.choices import Device
 from fsdp_advisor.validation.engines import fake_process_group
 from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.gpu_memory import Baseline, measure_baseline
