@@ -15,7 +15,7 @@ transformers 5.
 """
 CPU_RAM_EFFICIENT_LOADING = "fsdp_cpu_ram_efficient_loading: true (with transformers 5 every rank still loads a copy)"
 """The line that sets accelerate's flag. transformers 5 ignores the flag: `from_pretrained` loads a copy on every rank. In a real
-run with two ranks, both held the whole converted model.
+run with two ranks, both had the whole converted model.
 Source: transformers/modeling_utils.py, _load_pretrained_model (5.23); huggingface/transformers#43749.
 """
 

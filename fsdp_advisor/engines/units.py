@@ -46,10 +46,10 @@ def parameters_in_order(profile: Profile) -> Iterator[tuple[UnitId, int, Paramet
     yield from ((AT_ROOT, index, p) for index, p in root[done:])
 
 
-def total(profile: Profile, held: Callable[[Unit], Storages]) -> Storages:
-    """The sum of `held(unit)` over all real units."""
-    by_unit = per_unit(profile, held)
-    return summed(profile, by_unit, lambda storages: storages, [held(part) for part in root_parts(profile)])
+def total(profile: Profile, of: Callable[[Unit], Storages]) -> Storages:
+    """The sum of `of(unit)` over all real units."""
+    by_unit = per_unit(profile, of)
+    return summed(profile, by_unit, lambda storages: storages, [of(part) for part in root_parts(profile)])
 
 
 def summed(

@@ -112,8 +112,8 @@ def _instruction(instruction: Instruction, sizes: Sequence[Size]) -> str:
             return f"alloc {_account(account)}, {size}{on}"
         case Free(account=account, n_bytes=n_bytes, per_batch=per_batch, used_on=used_on):
             size = format_bytes(n_bytes) if per_batch is None else _polynomial(per_batch)
-            held = "" if used_on is None else f" once {STREAM_NAMES[used_on]} is done with it"
-            return f"free {_account(account)}, {size}{held}"
+            when = "" if used_on is None else f" once {STREAM_NAMES[used_on]} is done with it"
+            return f"free {_account(account)}, {size}{when}"
         case Reclassify(n_bytes=n_bytes, before=before, after=after):
             return f"count {format_bytes(n_bytes)} of {_account(before)} as {_account(after)}"
         case Compute(span=span, gradients=gradients):

@@ -162,8 +162,8 @@ class Buffers:
             return NO_STORAGES
         counted = min(elements, NORM_ELEMENTS) if self.sharded else elements
         cast = 0 if self.offload_cast_bytes == self.gradient_bytes else self.offload_cast_bytes * elements
-        held = Storages.of(max(FP64_NORM_BYTES * counted, cast))
-        return held + Storages.of(self.gradient_bytes * elements) if self.sharded else held
+        scratch = Storages.of(max(FP64_NORM_BYTES * counted, cast))
+        return scratch + Storages.of(self.gradient_bytes * elements) if self.sharded else scratch
 
 
 def _moments(

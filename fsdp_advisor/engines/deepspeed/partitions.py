@@ -116,13 +116,13 @@ def persistent(profile: Profile, plan: Plan, settings: Settings) -> Storages:
     Source: zero/parameter_offload.py, mark_persistent_parameters; zero/partition_parameters.py,
     _allgather_params_coalesced.
     """
-    ranks, held = plan.shard_degree, NO_STORAGES
+    ranks, kept = plan.shard_degree, NO_STORAGES
     if ranks == 1 and not offloads_parameters(plan):
-        return held
+        return kept
     for p, n in each_parameter(profile):
         if p.elements <= settings.param_persistence_threshold:
-            held += Storages.of(cast_bytes(plan, p) * ranks * shard_elements(p.elements, ranks), n)
-    return held
+            kept += Storages.of(cast_bytes(plan, p) * ranks * shard_elements(p.elements, ranks), n)
+    return kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

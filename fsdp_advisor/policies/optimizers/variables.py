@@ -50,7 +50,7 @@ class Variables:
         return sum((Storages.of(n_bytes) for n_bytes in self._highest), NO_STORAGES)
 
     def assign(self, name: str, *n_bytes: int) -> None:
-        """Allocate storages, then free those that the variable held."""
+        """Allocate storages, then free those that the variable had."""
         storages = self._allocated(n_bytes)
         self.drop(name)
         self._held[name] = storages
