@@ -12,7 +12,16 @@ from fsdp_advisor.units import GIB, parse_bytes
 
 _SMALLEST_BYTES = GIB
 _LARGEST_BYTES = 1024 * GIB
-_VENDOR_WORDS = re.compile(r"^(?:nvidia|amd|geforce|tesla|quadro|instinct|hgx|dgx)+|generation$")
+_VENDOR_WORDS = re.compile(
+    r"^(?:nvidia|amd|geforce|tesla|quadro|instinct|hgx|dgx)+|(?:generation|(?:workstation)?edition)$"
+)
+_COUNTED = re.compile(
+    r"^(?P<count>\d+)\s*[x\u00d7*]\s*(?P<name>.+)|(?P<name_before>.+?)\s*[x\u00d7*]\s*(?P<count_after>\d+)$",
+    re.IGNORECASE,
+)
+"""A number of GPUs and their name: 8xH100, H100 x 8."""
+_SIMILAR = 0.75
+"""The ratio of difflib from which a name is similar to another: RTX 5900 and RTX 5090 have 0.86."""
 _HINT = "`fsdp-advisor gpus` lists all GPUs; a memory size such as 24GiB also works"
 
 
@@ -94,14 +103,32 @@ def _size(text: str) -> int | None:
 
 
 def _nearest(name: str) -> str:
+    """The hint about an unknown name: the GPUs of similar names, or the options for a number of GPUs.
+
+    >>> _nearest("8x H100")
+    '--gpus 8 --gpu H100-80GB'
+    """
     key = canonical_name(name)[:64]
     if not key:
         return _HINT
+    if (counted := _COUNTED.match(name.strip()[:64])) and (gpu := lookup(counted["name"] or counted["name_before"])):
+        return f"--gpus {counted['count'] or counted['count_after']} --gpu {gpu.name}"
     import difflib  # takes 1 ms to import and is needed only here
 
     by_key = _gpus_by_name()
-    keys = [candidate for candidate in by_key if len(key) > 2 and (candidate in key or key in candidate)]
-    keys += difflib.get_close_matches(key, by_key, n=6, cutoff=0.5)
-    keys.sort(key=lambda candidate: -difflib.SequenceMatcher(None, key, candidate).ratio())
+    likeness = {
+        candidate: difflib.SequenceMatcher(None, key.replace("o", "0"), candidate.replace("o", "0")).ratio()
+        for candidate in by_key
+    }
+    keys = [one for one in by_key if likeness[one] >= _SIMILAR or _same_series(key, one)]
+    keys.sort(key=lambda candidate: -likeness[candidate])
     names = list(dict.fromkeys(by_key[candidate].name for candidate in keys))[:3]
     return f"did you mean {' or '.join(names)}? {_HINT}" if names else _HINT
+
+
+def _same_series(key: str, other: str) -> bool:
+    """Whether one name begins with the other, or both begin with the same four letters or more: TPU v5p and TPU v6e, but not RTX."""
+    if min(len(key), len(other)) < 3:
+        return False
+    letters, others = (re.sub(r"[0-9].*", "", one) for one in (key, other))
+    return key.startswith(other) or other.startswith(key) or (letters == others and len(letters) >= 4)

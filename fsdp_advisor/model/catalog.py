@@ -123,10 +123,10 @@ def by_words(name: str) -> list[Entry]:
     The models whose names have exactly these words; else those whose names begin with them; else, if the words include a number, those
     whose names begin with the first word and contain the others in this order.
 
-    >>> [entry.id for entry in by_words("llama 4 scout")], len(by_words("qwen3.5")) > 1, by_words("bert cased")
+    >>> [entry.id for entry in by_words("llama 4 scout fp8")], len(by_words("qwen3.5")) > 1, by_words("bert cased")
     (['meta-llama/Llama-4-Scout-17B-16E'], True, [])
     """
-    wanted = _tokens(name)
+    wanted = _tokens(without_format(name))
     if "/" in name or not wanted or not wanted[0].isalpha():
         return []
     named = [(e, _words(one)) for e in entries() for one in (e.id, *e.aliases)]
@@ -177,12 +177,12 @@ def _has_in_order(wanted: list[str], tokens: list[str]) -> bool:
 
 
 def _tokens(name: str) -> list[str]:
-    """The words and numbers of a name in lower case. A count of parameters keeps its unit; 4.0 becomes 4, and 3_5 becomes 3.5.
+    """The words and numbers of a name in lower case. A count of parameters keeps its unit; 4.0 becomes 4, 3_5 becomes 3.5, and + plus.
 
-    >>> _tokens("EXAONE-4.0-32B"), _tokens("InternVL3_5-8B")
-    (['exaone', '4', '32b'], ['internvl', '3.5', '8b'])
+    >>> _tokens("EXAONE-4.0-32B"), _tokens("InternVL3_5-8B"), _tokens("Command R+")
+    (['exaone', '4', '32b'], ['internvl', '3.5', '8b'], ['command', 'r', 'plus'])
     """
-    tokens = re.findall(_TOKENS, re.sub(r"(?<=\d)_(?=\d)", ".", name.lower()))
+    tokens = re.findall(_TOKENS, re.sub(r"(?<=\d)_(?=\d)", ".", name.lower().replace("+", " plus")))
     return [re.sub(r"(\.0)+$", "", token) for token in tokens]
 
 
@@ -195,6 +195,9 @@ def nearest(name: str) -> list[str]:
     """Up to three ids or aliases that are similar to `name`, most similar first.
 
     They contain all numbers of `name`, and all its words or similar ones: Qwen2.5-7B is not near Qwen2.5-VL-7B.
+
+    >>> nearest("lamma 4 scout")
+    ['meta-llama/Llama-4-Scout-17B-16E']
     """
     import difflib
 
@@ -204,7 +207,22 @@ def nearest(name: str) -> list[str]:
     found = difflib.get_close_matches(wanted, known, n=9, cutoff=0.6)
     found += [tails[t] for t in difflib.get_close_matches(wanted.rpartition("/")[2], tails, n=9, cutoff=0.6)]
     near = [key for key in dict.fromkeys(found) if _has_words_of(key.rpartition("/")[2], wanted.rpartition("/")[2])]
-    return [known[key] for key in near[:3]]
+    spelled = _spelled(name)
+    return [known[key] for key in near[:3]] or [name_with_words(e, spelled) for e in by_words(spelled)[:3]]
+
+
+def _spelled(name: str) -> str:
+    """The words and numbers of `name`, with each word that no name of the catalog has replaced by the most similar one, if there is one."""
+    import difflib
+
+    known = {word for e in entries() for one in (e.id, *e.aliases) for word in _words(one) if word.isalpha()}
+    words = [
+        word
+        if word in known or not word.isalpha()
+        else next(iter(difflib.get_close_matches(word, known, n=1, cutoff=_SIMILAR)), word)
+        for word in _tokens(name)
+    ]
+    return " ".join(words)
 
 
 def family(name: str) -> list[str]:
@@ -266,7 +284,7 @@ _COPIERS = (
 """Owners who publish others' models under the names that these have, ModelScope's among them, and former names of owners."""
 _FORMATS = re.compile(
     r"([\s._-]+(unsloth|gguf|mlx|bnb|(bnb[\s_-]*)?[3468]bit|bf16|fp16|(nv)?fp[48](-(dynamic|block|hybrid))?|mxfp[48]|dynamic"
-    r"|quantized|w[48]a(8|16|fp8)|int[48]|q[2-8]_(0|1|k|k_[sml])|i1))+$",
+    r"|quantized|unquantized|qat|w[48]a(8|16|fp8)|int[48]|q[2-8]_(0|1|k|k_[sml])|i1))+$",
     re.IGNORECASE,
 )
 _SIMILAR = 0.75

@@ -83,7 +83,8 @@ LACKING = (
             "Llama-Nemotron-Super-49B", "Llama-Nemotron-Ultra-253B", "Nemotron-Super-49B", "Nemotron-Ultra-253B",
         ),
         f"its layers differ in width (model type nemotron-nas), and transformers 5.23 lacks it: {_REMOTE}",
-        "nvidia/Llama-3.1-Nemotron-70B-Instruct-HF and nvidia/Llama-3.1-Nemotron-Nano-8B-v1 have Llama's layers",
+        "nvidia/Llama-3.1-Nemotron-70B-Instruct-HF and nvidia/Llama-3.1-Nemotron-Nano-8B-v1 have Llama's layers;"
+        " nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16 and nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16 are later models",
     ),
     Lacking(
         ("Phi-3.5-vision-instruct", "Phi-3-vision-128k-instruct"),

@@ -20,7 +20,7 @@ _BY_OTHER_NAME = {
     "llava_qwen": "llava_onevision", "minicpm": "minicpm3", "mixformer-sequential": "phi", "nemotron-nas": "llama", "orion": "llama",
     "phi-msft": "phi", "phi3_v": "phi3", "phi3small": "phi3", "phi4mm": "phi4_multimodal", "qwen": "qwen2",
     "refinedweb": "falcon", "refinedwebmodel": "falcon", "stablelm_epoch": "stablelm", "telechat": "llama", "xverse": "llama",
-    "yi": "llama",
+    "yi": "llama", "hf_olmo": "olmo",
 }  # fmt: skip
 """Model type of code in a hub repository -> type of a model in transformers with equal or similar layers."""
 
@@ -30,13 +30,15 @@ def nearest(model_type: str, architectures: Iterable[str]) -> tuple[str, str] | 
 
     >>> nearest("chatglm", ["ChatGLMModel"]), nearest("my_llama", ["LlamaForCausalLM"]), nearest("zzz", [])
     (('glm', 'GlmForCausalLM'), ('llama', 'LlamaForCausalLM'), None)
+    >>> nearest("gla", []), nearest("rwkv7", [])
+    (None, ('rwkv', 'RwkvForCausalLM'))
     """
     classes: dict[str, str] = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     for name in architectures:
         if kinds := [kind for kind, own in classes.items() if own == name]:  # InternLM3 has LlamaForCausalLM, too
             return min(kinds, key=lambda kind: kind.replace("_", "") not in name.lower()), name
     lowered = model_type.lower()
-    found = [_BY_OTHER_NAME.get(lowered, ""), *difflib.get_close_matches(lowered, classes, 1, 0.75)]
+    found = [_BY_OTHER_NAME.get(lowered, ""), *difflib.get_close_matches(lowered, classes, 1, 0.8)]
     return next(((kind, classes[kind]) for kind in found if kind in classes), None)
 
 

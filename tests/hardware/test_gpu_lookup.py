@@ -57,6 +57,8 @@ TYPED = {
     "4060ti 16gb": "RTX-4060-Ti-16GB",
     "rtx pro 6000 max-q": "RTX-PRO-6000-Max-Q",
     "mi350x": "MI350X",
+    "RTX PRO 6000 Server Edition": "RTX-PRO-6000-Server",
+    "rtx pro 6000 workstation edition": "RTX-PRO-6000",
 }
 
 # Output of torch.cuda.get_device_name.
@@ -191,6 +193,34 @@ def test_gib_and_gb_are_distinguished(n: int, unit: str, space: str, change: Cal
 @given(mib=st.integers(1024, 1024 * 1024))
 def test_size_may_be_a_fraction(mib: int) -> None:
     assert find_gpu(f"{mib / 1024:.10f}GiB").memory_bytes == pytest.approx(mib * 2**20, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("typed", "near"),
+    [
+        ("h1oo", "H100-80GB"),
+        ("rtx5900", "RTX-5090"),
+        ("tpu v5p", "TPU-v6e"),
+        ("gaudi2", "Gaudi-3"),
+        ("mi250", "MI250X"),
+        ("ascend 910b", None),
+        ("mac studio", None),
+        ("arc b580", None),
+        ("max 1550", None),
+    ],
+)
+def test_only_near_names_are_suggested(typed: str, near: str | None) -> None:
+    with pytest.raises(UnknownGpu) as unknown:
+        find_gpu(typed)
+    hint = str(unknown.value.hint)
+    assert hint.startswith(f"did you mean {near}") if near else "did you mean" not in hint
+
+
+@pytest.mark.parametrize("typed", ["8xH100", "8 x h100 80GB", "H100 x8", "H100*8"])
+def test_number_of_gpus_is_told_from_their_name(typed: str) -> None:
+    with pytest.raises(UnknownGpu) as unknown:
+        find_gpu(typed)
+    assert unknown.value.hint == "--gpus 8 --gpu H100-80GB"
 
 
 @given(st.text(max_size=40))

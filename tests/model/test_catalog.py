@@ -216,6 +216,7 @@ AS_TYPED = {
     "qwq 32b preview": "Qwen/Qwen2.5-32B",
     "hermes 4.3 36b": "ByteDance-Seed/Seed-OSS-36B-Base",
     "solar 10.7b": "upstage/SOLAR-10.7B-v1.0",
+    "command r+": "CohereLabs/c4ai-command-r-plus",
 }
 
 
@@ -242,6 +243,8 @@ def test_name_of_a_quantized_copy_is_noted_as_ignored_format() -> None:
     shapes = "unsloth/Qwen3.6-27B-GGUF has the shapes of Qwen/Qwen3.5-27B, whose profile is used"
     assert resolve("unsloth/Qwen3.6-27B-GGUF", allow_recording=False).notes[:2] == (shapes, IGNORED_NOTE)
     assert resolve("qwen3 8b fp8", allow_recording=False).notes == (IGNORED_NOTE,)
+    assert resolve("nemotron-3-nano-30b-a3b-fp8", allow_recording=False).notes == (IGNORED_NOTE,)
+    assert IGNORED_NOTE in resolve("gemma 3 27b it qat q4_0", allow_recording=False).notes
     assert resolve("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", allow_recording=False).notes == ()
 
 
@@ -281,6 +284,10 @@ def test_every_model_is_found_without_its_owner() -> None:
         ("Qwen/Qwen2-Audio-7B-Instruct", None),
         ("moonshotai/Kimi-K3", None),
         ("Llama-3.1-9B", None),
+        ("lamma 4 scout", "meta-llama/Llama-4-Scout-17B-16E"),
+        ("nemtron 3 nano", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+        ("devstrall small 2", "mistralai/Devstral-Small-2-24B-Instruct-2512"),
+        ("gemini 2.5", None),
         ("GLM-9", None),
     ],
 )
