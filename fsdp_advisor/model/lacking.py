@@ -44,7 +44,7 @@ LACKING = (
     ),
     Lacking(
         ("Ling-flash-2.0", "Ling-1T", "Ling-lite-1.5", "Ling-plus", "Ring-flash-2.0", "Ring-1T", "Ring-lite"),
-        f"Ling and Ring up to 2.0 have the model type bailing_moe_v2, which transformers 5.23 lacks: {_REMOTE}",
+        f"Ling and Ring up to 2.0 have the model type bailing_moe, which transformers 5.23 lacks: {_REMOTE}",
         "the catalog has inclusionAI/Ling-mini-2.0 of this family; inclusionAI/Ling-3.0-Flash is a later model of another architecture",
     ),
     Lacking(
@@ -74,7 +74,7 @@ LACKING = (
     ),
     Lacking(
         ("Qwen3.8-2.4T-A95B",),
-        f"Qwen3.8-2.4T-A95B has Qwen3.5's mixture of experts; {_NO_SIZES}",
+        f"Qwen3.8-2.4T-A95B is a mixture of experts; {_NO_SIZES}",
         f"{_GIVE}; Qwen/Qwen3.8-27B is the dense model",
     ),
     Lacking(

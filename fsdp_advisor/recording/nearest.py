@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 _BY_OTHER_NAME = {
-    "aquila": "llama", "baichuan": "llama", "chatglm": "glm", "decilm": "llama", "deepseek": "deepseek_v2",
+    "aquila": "llama", "bailing_moe": "glm4_moe", "baichuan": "llama", "chatglm": "glm", "decilm": "llama", "deepseek": "deepseek_v2",
     "deepseek_vl_v2": "deepseek_vl", "dream": "qwen2", "hunyuan": "hunyuan_v1_dense", "internlm": "llama", "internlm2": "llama",
     "internvl_chat": "internvl", "jais": "gpt2", "kimi_vl": "kimi_k25", "llada": "llama", "llava_llama": "llava",
     "llava_qwen": "llava_onevision", "minicpm": "minicpm3", "mixformer-sequential": "phi", "nemotron-nas": "llama", "orion": "llama",

@@ -7,6 +7,7 @@ import copy
 import inspect
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,6 +70,7 @@ class TransformersSource:
         self._model_type = model_type
         with _errors_explained(self.name):
             self._config = self._configuration()
+        _check_class(self.name, self._config, self._values)
         self.task = task or _task(self._config, self._values)
         self._labels = labels
         self._inputs = _inputs(type(self._config), self.task)
@@ -270,6 +272,29 @@ def _inputs(config: type, task: str) -> frozenset[str]:
     found = getattr(transformers, AUTO_CLASSES[task])._model_mapping.get(config, None)
     kind = found[0] if isinstance(found, (list, tuple)) else found
     return frozenset(inspect.signature(kind.forward).parameters) if kind is not None else frozenset()
+
+
+def _check_class(name: str, config: Any, values: Mapping[str, Any]) -> None:
+    """Raise UnreadableConfig if `architectures` names a class that transformers lacks and the configuration is not for transformers' model
+    of the same type: if their names begin differently (Grok-2's file has model_type git), or if values of the language model are not in
+    text_config, where transformers reads them (files of LLaVA's own repository).
+    """
+    begin = re.sub(r"[^a-z]", "", config.model_type.lower())[:3]
+    is_flat = "hidden_size" in values and "text_config" not in values and hasattr(config, "text_config")
+    for named in values.get("architectures") or ():
+        if hasattr(transformers, named):
+            continue
+        lacking = f"{name}: architectures names {named}, which transformers {transformers.__version__} lacks"
+        if not named.lower().startswith(begin):
+            raise UnreadableConfig(
+                f"{lacking}; its {config.model_type} is another model",
+                hint=f"correct model_type; if the layers are those of transformers' {config.model_type}, remove architectures",
+            )
+        if is_flat:
+            raise UnreadableConfig(
+                f"{lacking}; its {config.model_type} reads the language model's sizes from text_config, which is missing",
+                hint="give the config.json of a repository for transformers, such as one of llava-hf",
+            )
 
 
 def _task(config: Any, values: Mapping[str, Any]) -> str:

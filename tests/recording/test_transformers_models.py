@@ -26,6 +26,7 @@ TASKS = [
     ({"model_type": "whisper"}, "speech-seq2seq"),
     ({"model_type": "vit"}, "image-classification"),
     ({"model_type": "llama4", "vision_config": {}}, "image-text-to-text"),
+    ({"model_type": "bailing_hybrid", "architectures": ["BailingMoeV2_5ForCausalLM"]}, "causal-lm"),
     ({"model_type": "llama4", "vision_config": {}, "architectures": ["Llama4ForCausalLM"]}, "causal-lm"),
 ]
 
@@ -41,6 +42,11 @@ BAD = [
     ({"model_type": "llama", "hidden_size": "wide"}, "cannot build it"),
     ({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}, r"hidden size \(100\) .* heads \(7\)"),
     ({"model_type": "encodec"}, "trains no encodec model"),
+    ({"model_type": "git", "architectures": ["Grok1ForCausalLM"]}, "its git is another model"),
+    (
+        {"model_type": "llava", "architectures": ["LlavaQwenForCausalLM"], "hidden_size": 3584},
+        "text_config, which is missing",
+    ),
 ]
 
 
