@@ -121,7 +121,7 @@ def by_words(name: str) -> list[Entry]:
     """The models whose names match the words of `name`.
 
     The models whose names have exactly these words; else those whose names begin with them; else, if the words include a number, those
-    whose names begin with the first word and contain the others in this order.
+    whose names begin with the first word and contain the others in this order. If there is none, the first word may be an owner's.
 
     >>> [entry.id for entry in by_words("llama 4 scout fp8")], len(by_words("qwen3.5")) > 1, by_words("bert cased")
     (['meta-llama/Llama-4-Scout-17B-16E'], True, [])
@@ -132,7 +132,15 @@ def by_words(name: str) -> list[Entry]:
     named = [(e, _words(one)) for e in entries() for one in (e.id, *e.aliases)]
     whole = {e.id: e for e, tokens in named if tokens == wanted}
     begin = {e.id: e for e, tokens in named if tokens[: len(wanted)] == wanted}
-    return list((whole or begin or {e.id: e for e, tokens in named if _has_in_order(wanted, tokens)}).values())
+    found = whole or begin or {e.id: e for e, tokens in named if _has_in_order(wanted, tokens)}
+    if not found and wanted[0] in _owners() - {tokens[0] for _, tokens in named}:
+        return by_words(" ".join(wanted[1:]))
+    return list(found.values())
+
+
+def _owners() -> set[str]:
+    """The first words of owners, such as google and meta."""
+    return {_tokens(e.id.partition("/")[0])[0] for e in entries()}
 
 
 def lacking(name: str) -> Lacking | None:

@@ -156,6 +156,12 @@ def _text_part(config: Config) -> tuple[Config, tuple[str, ...]]:
     """The text part of a multimodal configuration, and notes on what is not estimated. Other configurations are returned whole."""
     notes: tuple[str, ...] = ()
     quantized = config.get("quantization_config")
+    thinker = config.get("thinker_config")
+    if isinstance(thinker, dict) and f"{config.get('model_type')}_thinker" in TRAINED_WHOLE:
+        config = {"model_type": f"{config['model_type']}_thinker", **thinker}
+        notes += (
+            "only the thinker is estimated, the part of the model that transformers trains: not the talker, which makes speech",
+        )
     inner = _language_part(config)
     outer_type = config.get("model_type")
     if inner and (outer_type in TRAINED_WHOLE or outer_type in TRAINED_WITH_IMAGES):

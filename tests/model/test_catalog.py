@@ -217,6 +217,9 @@ AS_TYPED = {
     "hermes 4.3 36b": "ByteDance-Seed/Seed-OSS-36B-Base",
     "solar 10.7b": "upstage/SOLAR-10.7B-v1.0",
     "command r+": "CohereLabs/c4ai-command-r-plus",
+    "google gemma 4 31b": "google/gemma-4-31B",
+    "arcee trinity mini": "arcee-ai/Trinity-Mini",
+    "meta llama 4 scout": "meta-llama/Llama-4-Scout-17B-16E",
 }
 
 
@@ -267,7 +270,9 @@ def test_name_of_a_family_is_no_model(typed: str) -> None:
         resolve(typed, allow_hub=False, allow_recording=False)
 
 
-@pytest.mark.parametrize("typed", ["step 3", "bert cased", "roberta large v3", "model 7b", "3b", "gemma 1"])
+@pytest.mark.parametrize(
+    "typed", ["step 3", "bert cased", "roberta large v3", "model 7b", "3b", "gemma 1", "google 7b", "qwen coder 9"]
+)
 def test_some_words_of_a_name_are_not_its_model(typed: str) -> None:
     assert catalog.by_words(typed) == []
 

@@ -169,6 +169,15 @@ def test_language_model_is_found_under_every_name(key: str) -> None:
     assert notes == ("only the text part (llama) of a multimodal model is estimated",)
 
 
+@pytest.mark.parametrize("outer", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_thinker_of_an_omni_model_is_trained_with_its_towers(outer: str) -> None:
+    thinker = {"text_config": {"hidden_size": 64}, "vision_config": {"depth": 2}, "audio_config": {"d_model": 64}}
+    whole = {"model_type": outer, "thinker_config": thinker, "talker_config": {"hidden_size": 8}}
+    config, notes = trained_part(whole, "x")
+    assert config == {"model_type": f"{outer}_thinker", **thinker}
+    assert notes[0].startswith("only the thinker is estimated")
+
+
 def test_experts_of_the_language_model_are_bounded() -> None:
     outer = {"model_type": "llava", "text_config": LLAMA | {"num_hidden_layers": 1024, "num_local_experts": 4096}}
     with pytest.raises(UnreadableConfig, match="1024 layers x 4096 experts"):
