@@ -122,7 +122,7 @@ def _questions(search: Search) -> list[Node]:
         candidate = None
         if last is None or (last.id, last.answer) == (parent, on):
             candidate = _evaluate(search, question)
-            node = last = replace(node, taken=True, **_answer(candidate))
+            node = last = replace(node, taken=True, **_answer(candidate, question))
         nodes.append(node)
         if question.id == "ddp":
             term = Node(id="term", question="What is too large?", parent="ddp", on=NO)
@@ -267,9 +267,11 @@ def _choices(
 def _evaluate(search: Search, question: _Question) -> Candidate:
     """The simplest choice of a question that fits; if none does, the one that needs least.
 
-    Choices whose lower bound is too large are evaluated only if this is so for all of them, and then only the simplest one.
+    Choices whose lower bound is too large are evaluated only if this is so for all of them, and then only the one with the least.
     """
-    possible = [c for c in question.choices if search.may_fit(c, question.size)] or question.choices[:1]
+    possible = [c for c in question.choices if search.may_fit(c, question.size)]
+    if not possible:
+        return replace(search, choices=question.choices).smallest_footprint(question.size)
     tried: list[Candidate] = []
     for choice in possible:
         candidate = search.candidate(choice, question.size)
@@ -279,11 +281,17 @@ def _evaluate(search: Search, question: _Question) -> Candidate:
     return min(tried, key=lambda c: (c.host_fits is False, c.known_bytes))
 
 
-def _answer(candidate: Candidate) -> dict[str, Any]:
-    """The fields of a node that asks whether a candidate fits."""
+def _answer(candidate: Candidate, question: _Question | None = None) -> dict[str, Any]:
+    """The fields of a node that asks whether a candidate fits. The candidate is named if the question is about several strategies, or if
+    it is not the simplest choice.
+    """
+    plan, because = candidate.plan, candidate.memory_text
+    strategies = {choice.strategy for choice in question.choices} if question else set()
+    if question is not None and (len(strategies) > 1 or candidate.choice != question.choices[0]):
+        because = f"{label(plan.strategy, plan.offload)} ({plan.backend}): {because}"
     return {
         "answer": UNKNOWN if candidate.fits is None else YES if candidate.fits else NO,
-        "because": candidate.memory_text,
+        "because": because,
         "needed_bytes": candidate.known_bytes,
         "available_bytes": candidate.available_bytes,
     }

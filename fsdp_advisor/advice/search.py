@@ -349,12 +349,13 @@ class Search:
             return self.evaluator.candidate(plan).fits is not False
         return self.evaluator.lower_bound(plan) <= self.evaluator.available_bytes
 
-    def smallest_footprint(self) -> Candidate:
-        """The candidate that needs least at the smallest micro-batch, by its lower bound, or by its states if no choice has a tape.
-        Choices for which the host lacks memory come last.
+    def smallest_footprint(self, micro_batch_size: int | None = None) -> Candidate:
+        """The candidate that needs least at this micro-batch (or else the smallest), by its lower bound, or by its states if no choice has
+        a tape. Choices for which the host lacks memory come last.
         """
-        plans = [self.plan(choice, self.batches.smallest) for choice in self.choices]
-        recorded = [self.plan(c, self.batches.smallest) for c in self.choices if self.why_not_recorded(c) is None]
+        size = micro_batch_size or self.batches.smallest
+        plans = [self.plan(choice, size) for choice in self.choices]
+        recorded = [self.plan(c, size) for c in self.choices if self.why_not_recorded(c) is None]
         if self.evaluator.model.profile is None or not recorded:
             by_states = map(self.evaluator.candidate, plans)
             return min(by_states, key=lambda c: (c.host_fits is False, c.known_bytes, c.order))

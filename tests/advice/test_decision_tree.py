@@ -112,6 +112,20 @@ def test_figures_on_the_path_are_those_of_estimate() -> None:
         assert node.because == f"needs {format_gib(row.needed_bytes)}, and {format_gib(available)} are available"
 
 
+def test_offload_that_does_not_fit_is_answered_with_the_choice_that_needs_least() -> None:
+    """ZeRO-1 with optimizer offload, the simplest, needs 12 times as much as ZeRO-3."""
+    job: dict[str, Any] = {"model": "meta-llama/Llama-3.1-405B", "gpus": 8, "gpu": "A100-40GB"}
+    nodes = {node.id: node for node in advise(**job).tree.path}
+    for offload in ("optimizer", "parameters"):
+        [row] = estimate(
+            **job, strategy="zero3", backend="deepspeed", offload=offload, activation_checkpointing="full"
+        ).estimates
+        node = nodes[f"offload_{offload}"]
+        assert (node.answer, node.needed_bytes) == (NO, row.needed_bytes)
+        assert node.because.startswith(f"{row.label} (deepspeed): needs {format_gib(row.needed_bytes or 0)}, ")
+        assert f"{format_gib(row.host_bytes_per_node)} of host memory per node" in node.because
+
+
 def test_the_tree_ends_in_the_recommendation() -> None:
     recommendation = advise(model=LLAMA, gpus=4, gpu="A100-40GB")
     leaf = recommendation.tree.nodes[-1]
