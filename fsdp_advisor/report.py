@@ -69,7 +69,8 @@ class StrategyEstimate:
     and `fails_in` names the phase.
     `states` are the bytes kept from step to step; `at_peak` the bytes alive at the tensors' peak, by account.
     `paged_optimizer_bytes` is optimizer state in CUDA's managed memory. Neither `states` nor `at_peak` contains it: it uses free memory of
-    the GPU and moves to the host when the GPU is full. `host_bytes_per_node` contains all of it.
+    the GPU and moves to the host when the GPU is full. `host_bytes_per_node` contains all of it; it is None if
+    states are offloaded to NVMe, because swap buffers are not modelled.
     `evaluation` is the allocator's result of steps with the Trainer's evaluation between them; None without one.
     `units` describes the FSDP units of a wrap policy other than `layer`. `searches_unused`: whether DDP has to search for parameters that
     get no gradient.
@@ -86,7 +87,7 @@ class StrategyEstimate:
     states: dict[str, int]
     parameter_parts: dict[str, int] | None = None
     at_peak: dict[str, int] | None = None
-    host_bytes_per_node: int
+    host_bytes_per_node: int | None
     paged_optimizer_bytes: int = 0
     host_loading_bytes_per_node: dict[str, int] | None = None
     fused_loss_peak_bytes: int | None = None

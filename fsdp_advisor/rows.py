@@ -211,7 +211,7 @@ def _base_row(
     if step is not None:
         profile = learned(profile, step.tape, plan)
     states = states_of(profile, plan)
-    host = host_memory(profile, plan, step.tape if step else None)
+    host = None if plan.offloads_to_nvme else host_memory(profile, plan, step.tape if step else None).steady
     lacks = list(map(NotModelled, not_modelled(profile, plan)))
     if (why := why_unknown(plan, gpu)) is not None:
         lacks.append(NotModelled(why, TIME_UNKNOWN))
@@ -241,7 +241,7 @@ def _base_row(
         },
         parameter_parts=_parameter_parts(profile, plan, states),
         paged_optimizer_bytes=states.paged.exact,
-        host_bytes_per_node=host.steady,
+        host_bytes_per_node=host,
         host_loading_bytes_per_node={"one_copy": copy, "every_rank": copy * plan.ranks_per_node},
         overhead=overhead,
         job_peaks=job,
@@ -323,6 +323,8 @@ def _with_step(
     )
     if fits and unknown:  # what does not fit without evaluation does not fit with it
         return replace(row, fits=None, needed_bytes=None, headroom_bytes=None)
+    if fits and host_memory_bytes is not None and row.host_bytes_per_node is None:
+        return replace(row, fits=None)
     return row
 
 
@@ -461,7 +463,7 @@ def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:
         plan=plan,
         fits=False if states.total + states.gathered > gpu.memory_bytes else None,
         states={"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer},
-        host_bytes_per_node=states.host_per_node,
+        host_bytes_per_node=None if plan.offloads_to_nvme else states.host_per_node,
         lacks=(
             NotModelled(
                 "a bare parameter count does not tell the sizes of activations, logits, gathered units and buckets",

@@ -11,6 +11,8 @@ from fsdp_advisor.units import format_gib
 def verdict_text(report: Report, estimate: StrategyEstimate, full: Callable[[int], str] = format_gib) -> str:
     """The verdict on a row: `fits, 6.64 GiB free`, `lacks 8.85 GiB`, or which peak is unknown. `full` writes bytes with their unit."""
     if estimate.fits is None:
+        if estimate.needed_bytes is not None:
+            return "fits the GPU, host memory unknown"
         return "peak unknown" if estimate.peak_tensor_bytes is None else "steps fit, peak of evaluation unknown"
     if estimate.needed_bytes is None or estimate.headroom_bytes is None:
         return _lacks_without_peak(report, estimate, full)

@@ -12,6 +12,7 @@ from refusing import MIXTRAL, refusing_autocast
 from fsdp_advisor import estimate
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.render.check_line import check_result
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_gib
 from fsdp_advisor.verdict import verdict_text
@@ -45,6 +46,21 @@ def test_a_gpu_larger_by_what_is_lacking_fits() -> None:
     (lacking,) = map(float, re.findall(r"lacks ([\d.]+) GiB", verdict_text(report, row)))
     _, larger = one(**JOBS["llama"], strategy="zero3", gpu=f"{24 + lacking + 0.01:.2f}GiB")
     assert larger.fits
+
+
+def test_the_host_memory_of_offload_to_nvme_is_unknown() -> None:
+    job: dict[str, Any] = {
+        "model": JOBS["llama"]["model"], "strategy": "zero3", "backend": "deepspeed", "offload": "parameters",
+        "offload_device": "nvme", "activation_checkpointing": "full",
+    }  # fmt: skip
+    _, on_any_host = one(**job, gpu="rtx4090")
+    assert on_any_host.fits and on_any_host.host_bytes_per_node is None
+    report, row = one(**job, gpu="rtx4090", host_memory="64GiB")
+    assert row.fits is None and row.needed_bytes is not None
+    assert verdict_text(report, row) == "fits the GPU, host memory unknown"
+    assert check_result(report)["line"].startswith("unknown: ")
+    _, too_large = one(**job, gpu="4GiB", host_memory="64GiB")
+    assert too_large.fits is False
 
 
 def test_states_that_exceed_the_gpu_are_named_if_the_peak_is_unknown() -> None:

@@ -238,7 +238,7 @@ def _around(found: SweepResult, search: Search) -> SearchResult:
 def _warnings(winner: Candidate | None) -> Iterator[str]:
     """Warnings about reasons why the winner may not run."""
     if winner is not None and winner.host_unusual and winner.host_available_bytes is None:
-        needs, usual = format_gib(winner.host_bytes_per_node), format_gib(winner.host_usual_bytes)
+        needs, usual = format_gib(winner.host_bytes_per_node or 0), format_gib(winner.host_usual_bytes)
         yield f"it takes {needs} of host memory per node, and nodes usually have {usual} or less: give --host-memory to check it"
 
 
@@ -256,8 +256,14 @@ def _notes(request: RecommendRequest, search: Search, result: SearchResult) -> I
     if winner is None and (fixed := _fixed_options(request)):
         yield f"fixed by the request: {fixed}"
     if winner is not None:
-        if winner.plan.offload != "none" and not winner.host_unusual and request.host_memory is None:
-            host = format_gib(winner.host_bytes_per_node)
+        on_host = winner.host_bytes_per_node
+        if (
+            winner.plan.offload != "none"
+            and on_host is not None
+            and not winner.host_unusual
+            and request.host_memory is None
+        ):
+            host = format_gib(on_host)
             yield f"it takes {host} of host memory per node: give --host-memory to check it"
         yield from _numerics(winner, [other.candidate for other in result.runners_up])
     if gpu.lacks_bf16 and request.precision.startswith("bf16"):

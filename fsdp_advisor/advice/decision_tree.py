@@ -379,7 +379,7 @@ def _found(sweep: SweepResult, winner: Candidate) -> Node:
 def _fastest(search: Search, winner: Candidate) -> Node:
     """The node with the last question of a search: which plan is the fastest, or the simplest if the time of a step is unknown."""
     speed = winner.tokens_per_second_per_gpu
-    if winner.fits is None:
+    if winner.needed_bytes is None:
         question = "Which is the simplest choice whose states fit?"
         is_count = search.evaluator.model.profile is None
         because = (

@@ -95,36 +95,38 @@ class Candidate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the estimate fits and leaves the margin; None if only the states are known and fit."""
+        """Whether the estimate fits and leaves the margin; None if the part of its memory that is known does."""
         if self.estimate.fits is False or self.host_fits is False:
             return False
         if self.known_bytes > self.available_bytes and not self.runs_in_available:
             return False
-        return None if self.needed_bytes is None else True
+        return None if self.needed_bytes is None else self.estimate.fits
 
     @property
-    def host_bytes_per_node(self) -> int:
+    def host_bytes_per_node(self) -> int | None:
         return self.estimate.host_bytes_per_node
 
     @property
     def host_peak_bytes_per_node(self) -> int:
-        """Host memory of a node in the phase that needs most: load, steps or save."""
+        """Host memory of a node in the phase that needs most, of those in which it is known: load, steps or save."""
         phases = self.estimate.job_peaks.phases.values() if self.estimate.job_peaks else ()
-        return max([self.host_bytes_per_node, *(phase.host_bytes_per_node or 0 for phase in phases)])
+        return max([self.host_bytes_per_node or 0, *(phase.host_bytes_per_node or 0 for phase in phases)])
 
     @property
     def host_fits(self) -> bool | None:
-        """Whether the host memory of a node is enough for every phase. None if it is unknown and the steps need no more than
-        usual nodes have.
+        """Whether the host memory of a node is enough for every phase. None if what the steps need is unknown, or if the node's memory is
+        unknown and they need no more than usual nodes have.
         """
         if self.host_available_bytes is not None:
-            return self.host_peak_bytes_per_node <= self.host_available_bytes
+            if self.host_peak_bytes_per_node > self.host_available_bytes:
+                return False
+            return None if self.host_bytes_per_node is None else True
         return False if self.host_unusual and not self.host_unlimited else None
 
     @property
     def host_unusual(self) -> bool:
         """Whether the plan needs more host memory than usual nodes have while the memory of this node is unknown."""
-        return self.host_available_bytes is None and self.host_bytes_per_node > self.host_usual_bytes
+        return self.host_available_bytes is None and (self.host_bytes_per_node or 0) > self.host_usual_bytes
 
     @property
     def tokens_per_second_per_gpu(self) -> float | None:
@@ -186,8 +188,10 @@ class Candidate:
             text += f", with PYTORCH_ALLOC_CONF={self.allocator_conf}"
         if self.plan.offload != "none" or self.host_fits is False:
             limit = self.host_available_bytes
+            if self.host_bytes_per_node is None and self.host_fits is None:
+                return f"{text}; its host memory is unknown"
             host = self.host_bytes_per_node if limit is None else self.host_peak_bytes_per_node
-            text += f"; and {format_gib(host)} of host memory per node"
+            text += f"; and {format_gib(host or 0)} of host memory per node"
             if limit is not None:
                 text += f", which has {format_gib(limit)}"
             elif self.host_unusual:
@@ -290,9 +294,11 @@ class Evaluator:
         return self._tensors(plan).largest_within(sizes, limit - device_overhead(self.gpu, plan).middle_bytes)
 
     def host_bytes(self, plan: Plan) -> int:
-        """Host memory per node that the plan's steps need."""
+        """Host memory per node that the plan's steps need, as far as it is known."""
+        if plan.offloads_to_nvme:
+            return 0
         if self.model.profile is None:
-            return self.estimate(plan).host_bytes_per_node
+            return self.estimate(plan).host_bytes_per_node or 0
         return host_memory(self.model.profile, plan).steady
 
     def state_bytes(self, plan: Plan) -> int:

@@ -109,7 +109,7 @@ def next_simpler(
 
 def _why_not(other: Candidate, winner: Candidate) -> str:
     """Why a plan that fits is not the winner."""
-    if other.fits is None:
+    if other.needed_bytes is None:
         return "its states fit too, but it is less simple"
     own, chosen = other.tokens_per_second_per_gpu, winner.tokens_per_second_per_gpu
     if own is None or chosen is None:

@@ -134,7 +134,7 @@ def _with_other_gpus(sweep: Sweep, fits: str) -> Iterator[Remedy]:
 
 
 def _host_text(found: Candidate) -> str:
-    """The host memory that a plan needs; empty if it does not offload."""
-    if found.plan.offload == "none":
+    """The host memory that a plan needs; empty if it does not offload, or if that is unknown."""
+    if found.plan.offload == "none" or found.host_bytes_per_node is None:
         return ""
     return f", and needs {format_gib(found.host_bytes_per_node)} of host memory per node"

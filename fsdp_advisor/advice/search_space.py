@@ -161,8 +161,8 @@ def search_space(request: RecommendRequest, *, gpus: int, nnodes: int) -> tuple[
     """Every choice that the request leaves open on `gpus` ranks, the simplest first.
 
     Left out unless the request names them: HSDP on one node, which equals ZeRO-3; sharding without offload on one GPU, which shards
-    nothing; FSDP1 unless FSDP2 cannot step the optimizer, because `auto` means FSDP2; NVMe without a limit on host memory, because it
-    needs as much of the GPU as offload to the CPU. Also left out is whatever the framework cannot do.
+    nothing; FSDP1 unless FSDP2 cannot step the optimizer, because `auto` means FSDP2; NVMe, because
+    its host memory is unknown. Also left out is whatever the framework cannot do.
     """
     return tuple(
         sorted(
@@ -216,9 +216,7 @@ def _offloads(request: RecommendRequest, policy: Checkpointing) -> tuple[bool, .
 
 
 def _devices(request: RecommendRequest) -> tuple[OffloadDevice, ...]:
-    if request.offload_device != "auto":
-        return (request.offload_device,)
-    return ("cpu",) if request.host_memory is None else DEVICES
+    return ("cpu" if request.offload_device == "auto" else request.offload_device,)
 
 
 def _automatic(optim: OptimizerName, framework: Framework) -> frozenset[Backend]:

@@ -22,7 +22,6 @@ from fsdp_advisor.errors import assert_never
 from fsdp_advisor.hardware.gpu import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.device import DeviceOverhead
-from fsdp_advisor.memory.host import HostMemory
 from fsdp_advisor.memory.live import StepPeak
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.program.accounts import JobPhase
@@ -114,7 +113,7 @@ def job_peaks(
     gpu: Gpu,
     *,
     states: States,
-    host: HostMemory,
+    host: int | None,
     overhead: DeviceOverhead,
     tensors: StepPeak | None,
     evaluation_bytes: int | None = None,
@@ -122,6 +121,7 @@ def job_peaks(
 ) -> JobPeaks:
     """Peaks of the phases of `plan` on `gpu`.
 
+    `host`: bytes that a node's host keeps in steps, None if unknown.
     `tensors`: the peak of a steady step, None if it is unknown. `evaluation_bytes`: the peak of evaluation, None if it is unknown.
     `host_memory_bytes`: memory of one node, None if unlimited. The job saves between two steps, while its states stay in memory.
     """
@@ -133,7 +133,7 @@ def job_peaks(
     save = choose_save_method(
         saves,
         gpu_memory_bytes=available - kept,
-        host_memory_bytes=None if host_memory_bytes is None else host_memory_bytes - host.steady,
+        host_memory_bytes=None if host_memory_bytes is None or host is None else host_memory_bytes - host,
     )
     by_tape_phase = None if tensors is None else tensors.tape_phase_peaks
     on_gpu: dict[JobPhase, int | None] = {
@@ -144,14 +144,17 @@ def job_peaks(
     }
     phases: dict[JobPhase, PhasePeak] = {
         "load": PhasePeak(gpu_bytes=_loading_peak(profile, plan, load), host_bytes_per_node=load.host_bytes_per_node),
-        **{name: PhasePeak(gpu_bytes=n, host_bytes_per_node=host.steady) for name, n in on_gpu.items()},
-        "save": PhasePeak(gpu_bytes=kept + save.gpu_bytes, host_bytes_per_node=host.steady + save.host_bytes_per_node),
+        **{name: PhasePeak(gpu_bytes=n, host_bytes_per_node=host) for name, n in on_gpu.items()},
+        "save": PhasePeak(
+            gpu_bytes=kept + save.gpu_bytes,
+            host_bytes_per_node=None if host is None else host + save.host_bytes_per_node,
+        ),
     }
     merge = merge_method(profile, plan)
     return JobPeaks(
         phases=phases,
         merge=merge,
-        merge_peak=None if merge is None else _merge_peak(merge, plan, kept, host.steady),
+        merge_peak=None if merge is None else _merge_peak(merge, plan, kept, host or 0),
         load_method=load,
         save_method=save,
         load_methods=loads,

@@ -43,7 +43,7 @@ class Job:
     gpu_name: str
     gpu_memory_bytes: int
     peaks: dict[str, int]
-    host_bytes_per_node: int
+    host_bytes_per_node: int | None
     hidden_size: int | None = None
     tokens_per_second_per_gpu: float | None = None
     step_seconds: float | None = None
@@ -133,7 +133,7 @@ class Job:
     @property
     def offloads_to_nvme(self) -> bool:
         """Whether the plan keeps optimizer state or parameters on NVMe."""
-        return self.plan.offload_device == "nvme" and self.plan.offload != "none"
+        return self.plan.offloads_to_nvme
 
 
 def _adaptation(report: Report) -> Adaptation:

@@ -189,6 +189,11 @@ class Plan:
         return self.mesh.world_size
 
     @property
+    def offloads_to_nvme(self) -> bool:
+        """Whether optimizer state or parameters are kept on NVMe."""
+        return self.offload != "none" and self.offload_device == "nvme"
+
+    @property
     def ranks_per_node(self) -> int:
         return self.mesh.ranks_per_node
 

@@ -69,6 +69,8 @@ class Sizes:
         """Bytes without their unit; `?` if unknown."""
         return UNKNOWN if n_bytes is None else self.full(n_bytes).split()[0]
 
-    def bare_or_none(self, n_bytes: int) -> str:
-        """Bytes without their unit; `-` if there are none."""
+    def bare_or_none(self, n_bytes: int | None) -> str:
+        """Bytes without their unit; `-` if there are none, `?` if they are unknown."""
+        if n_bytes is None:
+            return UNKNOWN
         return self.bare(n_bytes) if n_bytes else NONE

@@ -38,7 +38,7 @@ class RowView:
     needed_bytes: int | None
     headroom_bytes: int | None
     states_bytes: int
-    host_bytes_per_node: int
+    host_bytes_per_node: int | None
     throughput: float | None
     parts: PartBytes
     needed_text: str

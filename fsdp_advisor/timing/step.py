@@ -149,7 +149,7 @@ def why_unknown(plan: Plan, gpu: Gpu) -> str | None:
         if gpu.is_memory_size:
             return f"{gpu.name} is known only by its memory: name a GPU for the time of a step"
         return f"the rates that {gpu.name} achieves are not known"
-    if plan.offload != "none" and plan.offload_device == "nvme":
+    if plan.offloads_to_nvme:
         return "the rate of the NVMe drives is not known"
     return None
 

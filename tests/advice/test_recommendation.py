@@ -240,9 +240,11 @@ def test_unsupported_combinations_are_refused() -> None:
 
 
 @in_turn(3, of=4)
-def test_nvme_is_considered_if_the_host_is_too_small() -> None:
-    recommendation = advise(model=LLAMA, gpus=1, gpu="24GiB", host_memory="60GiB")
-    asked = {node.id: node for node in recommendation.tree.path}
-    assert asked["offload_parameters"].answer == "no"
-    assert "which has 55.20 GiB" in asked["offload_parameters"].because
-    assert "offload_nvme" in asked
+def test_whether_the_host_is_large_enough_for_offload_to_nvme_is_unknown() -> None:
+    job: dict[str, Any] = {"model": LLAMA, "gpus": 1, "gpu": "24GiB", "host_memory": "60GiB"}
+    on_cpu, on_nvme = advise(**job), advise(**job, offload_device="nvme")
+    asked = {node.id: node for node in on_cpu.tree.path}
+    assert asked["offload_parameters"].answer == "no" and on_cpu.fits is False
+    assert "of host memory per node, which has 55.20 GiB" in asked["offload_parameters"].because
+    assert on_nvme.fits is None and on_nvme.winner is not None
+    assert on_nvme.winner.memory_text.endswith("its host memory is unknown")

@@ -100,9 +100,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     if stage(plan) == 3 and plan.activation_checkpointing != "none":
         notes.append("ZeRO-3's gathered parameters under activation checkpointing are within a few per cent")
     if plan.offload_device == "nvme":
-        notes.append(
-            "NVMe offload: the host's swap buffers are not counted; the host figure is that of offloading to the CPU"
-        )
+        notes.append("NVMe offload: the host's swap buffers are not modelled, so its memory is unknown")
     if plan.offload == "parameters" and stage(plan) < 3:
         notes.append("DeepSpeed offloads parameters only under ZeRO-3; here only the optimizer is offloaded")
     if plan.precision == "bf16" and offloads_optimizer(plan) and not optimizer.is_cpu_adam:
