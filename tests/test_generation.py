@@ -21,6 +21,12 @@ def row(model: str, **options: Any) -> StrategyEstimate:
     return row_of_trl(**{"model": model, "task": "grpo", "micro_batch_size": 8, "max_completion_length": 16, **options})
 
 
+def flops_per_token(found: StrategyEstimate) -> float:
+    """FLOPs of the model per token, relative to the GPU's rate."""
+    assert found.step is not None
+    return found.step.mfu / found.step.tokens_per_second_per_gpu
+
+
 def phases(found: StrategyEstimate) -> set[str]:
     """The phases of the tape without gradients that the step visits."""
     return {p.where.split(" ")[0] for p in found.timeline if p.phase == "forward" and " " in p.where}
@@ -145,3 +151,9 @@ def test_an_optimizer_step_of_one_prompt_is_warned_of(model: str) -> None:
     (warning,) = (text for text in one.warnings if "completions of one prompt" in text)
     assert "--gradient-accumulation-steps N takes N prompts" in warning
     assert not any("one prompt" in text for text in two.warnings)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2}, {"steps_per_generation": 2}])
+def test_a_token_has_the_same_flops_with_any_accumulation(options: dict[str, Any], model: str) -> None:
+    one, four = (row(model, beta=0.1, gradient_accumulation_steps=n, **options) for n in (2, 8))
+    assert flops_per_token(four) == pytest.approx(flops_per_token(one), rel=1e-6)

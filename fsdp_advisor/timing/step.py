@@ -179,10 +179,11 @@ def step_time(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, betw
     unsure = sum(value * UNCERTAINTY[name] for name, value in breakdown.items())
     unsure += seconds * sum(caveat.extra_uncertainty for caveat in caveats)
     micro_batches = plan.gradient_accumulation_steps
+    scorings = 1 if plan.generates_once else micro_batches
     return StepTime(
         breakdown=breakdown,
         tokens=plan.tokens_per_step,
-        model_flops=work.model_flops * micro_batches,
+        model_flops=work.trained_flops * micro_batches + work.scored_flops * scorings,
         peak_flops=device.peak_flops,
         communication_seconds=sent + optimizer.gather,
         low_seconds=max(seconds - unsure, 0.0),
@@ -203,6 +204,7 @@ def work_of(profile: Profile, program: StepProgram, plan: Plan, device: Device, 
         overlaps_host=plan.offload_code == "trl",
         runs=_runs(plan),
         loss_bytes=_liger_tile_bytes(profile, plan),
+        gradients_in_forward=plan.loss_code in ("liger", "torchtitan"),
     )
     return tape_work(profile, program.layout.tape, b, t, device, options)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
@@ -38,13 +38,14 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TapeWork:
-    """The work of a tape. `by_segment`: the work of each segment. `model_flops`: the FLOPs of one micro-batch without recomputation:
-    those of forward, again as many for the gradients of inputs and for the gradients of trained weights, and those of forwards without
-    gradients.
+    """The work of a tape. `by_segment`: the work of each segment. `trained_flops`: the FLOPs of one micro-batch without recomputation:
+    those of forward, again as many for the gradients of inputs and for the gradients of trained weights. `scored_flops`: those of the
+    forwards without gradients that one visit of them stands for.
     """
 
     by_segment: tuple[Work, ...]
-    model_flops: float
+    trained_flops: float
+    scored_flops: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ class WorkOptions:
     """Bytes that the loss moves in addition to those of the tape."""
     runs: tuple[tuple[str, float], ...] = ()
     """(phase of the tape, number of times that it runs for each visit in the program). Phases that are missing here run once."""
+    gradients_in_forward: bool = False
+    """Whether the loss computes the gradients of the head and of the hidden states in forward, and nothing again in backward."""
 
 
 @lru_cache(maxsize=64)
@@ -102,7 +105,7 @@ def tape_work(
         if segment.phase in times:
             work = Work(*(times[segment.phase] * seconds for seconds in work))
         by_segment.append(work)
-    return TapeWork(tuple(by_segment), _model_flops(profile, tape, b, t, times))
+    return TapeWork(tuple(by_segment), *_flops(profile, tape, b, t, options))
 
 
 def _copies(segment: Segment, b: int, t: int, work: Work, options: WorkOptions) -> float:
@@ -112,8 +115,8 @@ def _copies(segment: Segment, b: int, t: int, work: Work, options: WorkOptions) 
     return max(copied / options.host_bytes_per_s - hidden, 0.0)
 
 
-def _model_flops(profile: Profile, tape: Tape, b: int, t: int, times: Mapping[str, float]) -> float:
-    """`TapeWork.model_flops`. `times`: how often a phase of the tape runs, if not once."""
+def _flops(profile: Profile, tape: Tape, b: int, t: int, options: WorkOptions) -> tuple[float, float]:
+    """(`TapeWork.trained_flops`, `TapeWork.scored_flops`)."""
     layers = list(profile.layers()) or [profile.root]
     trained = sum(u.trainable_elements for u in layers) / max(1, sum(u.elements for u in layers))
 
@@ -124,9 +127,14 @@ def _model_flops(profile: Profile, tape: Tape, b: int, t: int, times: Mapping[st
             for s in segments
         )
 
-    learned = flops(s for s in tape.segments if s.phase == "forward")
+    forwards = [s for s in tape.segments if s.phase == "forward"]
+    whole = []
+    if options.gradients_in_forward:
+        forwards = [s for s in forwards if s.stack != ROOT]
+        whole = [s for s in tape.segments if s.stack == ROOT and s.phase in ("forward", "backward")]
+    times = dict(options.runs)
     scored = sum(times.get(s.phase, 1) * flops([s]) for s in tape.segments if s.phase in get_args(ScoringPhase))
-    return (2 + trained) * learned + scored
+    return (2 + trained) * flops(forwards) + flops(whole), scored
 
 
 def _unit_of(segment: Segment) -> UnitId:

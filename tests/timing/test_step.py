@@ -192,6 +192,19 @@ def test_a_later_micro_batch_adds_its_gradients() -> None:
     assert eight.breakdown["sharding"] == pytest.approx(alone.breakdown["sharding"] * 10 / 6)
 
 
+@pytest.mark.parametrize("loss", ["liger", "cce", "chunked"])
+def test_a_model_has_the_same_flops_with_each_loss(loss: str) -> None:
+    """Liger's loss has the head's three products in forward, cce four in all, chunked loss the head's forward twice."""
+    options: dict[str, Any] = {"model": "meta-llama/Llama-3.1-8B", "gpu": "H100-80GB", "gpus": 8, "strategy": "zero3"}
+
+    def flops(loss: str) -> float:
+        step = estimate(loss=loss, **options).estimates[0].step
+        assert step is not None
+        return step.mfu * step.seconds
+
+    assert flops(loss) == pytest.approx(flops("full"), rel=0.001)
+
+
 def test_earlier_prefetching_in_backward_is_faster() -> None:
     slow = replace(A100, intra_node=replace(A100.intra_node, bytes_per_s=2e10))  # type: ignore[type-var]
     seconds = [time(plan("zero3", "fsdp1", backward_prefetch=p), slow).seconds for p in ("pre", "post", "none")]

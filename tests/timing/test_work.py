@@ -35,4 +35,4 @@ def test_work_covers_the_traffic_and_launches_of_each_segment(model: str, checkp
         if segment.phase == "forward":
             layers = 1 if segment.stack == ROOT else profile.stacks[segment.stack].counts[segment.layer]
             flops += layers * (value_at(segment.matmul_flops, b, t) + value_at(segment.attention_flops, b, t))
-    assert found.model_flops == pytest.approx(3 * flops, rel=1e-12)
+    assert found.trained_flops == pytest.approx(3 * flops, rel=1e-12)
