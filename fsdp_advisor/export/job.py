@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export.constants import ALLOCATOR_VARIABLE, REGIONS_VARIABLE
 from fsdp_advisor.job.adaptation import UNCHANGED, Adaptation, launched
 from fsdp_advisor.job.command_line import options_of
@@ -75,7 +76,7 @@ class Job:
             gpu_memory_bytes=report.gpu_memory_bytes,
             peaks={name: figures[name] for name in PEAKS if figures.get(name) is not None},
             host_bytes_per_node=estimate.host_bytes_per_node,
-            loading=_loading(estimate),
+            loading=_loading(estimate, quantized=bool(_adaptation(report).quantization)),
             hidden_size=report.hidden_size,
             tokens_per_second_per_gpu=figures["tokens_per_second_per_gpu"],
             step_seconds=figures["step_seconds"],
@@ -142,11 +143,34 @@ def _adaptation(report: Report) -> Adaptation:
     return replace(found, peft={**found.peft, **modules}) if found.method == "LORA" else found
 
 
-def _loading(estimate: StrategyEstimate) -> tuple[str, int] | None:
-    """(name of the load method, its host bytes per node). The exported FSDP2 script loads only on rank 0."""
+def _loading(estimate: StrategyEstimate, *, quantized: bool) -> tuple[str, int] | None:
+    """(name of the method with which the exported files load the model, its host bytes per node); None if it is not known."""
     if estimate.job_peaks is None:
         return None
-    by_script = estimate.plan.backend == "fsdp2" and estimate.plan.framework == "torch"
     methods = {method.way: method for method in estimate.job_peaks.load_methods}
-    method = methods.get("rank0", estimate.job_peaks.load_method) if by_script else estimate.job_peaks.load_method
+    way = _load_way(estimate.plan, quantized=quantized)
+    if way == "rank0" and estimate.plan.backend == "ddp":
+        return way, methods["every_rank"].first_rank_host_bytes
+    method = methods.get(way, estimate.job_peaks.load_method)
     return method.way, method.host_bytes_per_node
+
+
+def _load_way(plan: Plan, *, quantized: bool) -> str:
+    """The load method of the exported files.
+
+    PyTorch's script reads the weights on rank 0, except for FSDP1, whose lines shard a loaded model. Files for accelerate, the Trainer,
+    TRL and axolotl switch on `cpu_ram_efficient_loading` under FSDP. Under DDP, the scripts for accelerate and the Trainer name each
+    rank's device, as axolotl does; TRL sets none. Source: trl 1.16, trainer/sft_trainer.py; axolotl 0.19, utils/config/__init__.py.
+    """
+    match plan.backend:
+        case "ddp" if plan.framework == "torch":
+            return "device_map" if quantized else "rank0"
+        case "ddp":
+            return "every_rank" if plan.framework == "trl" and plan.world_size > 1 and not quantized else "device_map"
+        case "fsdp1" | "fsdp2":
+            by_script = "rank0" if plan.backend == "fsdp2" else "every_rank"
+            return "cpu_ram_efficient_loading" if plan.uses_accelerate else by_script
+        case "deepspeed":
+            return "zero_init" if plan.strategy == "zero3" else "every_rank"
+        case _:
+            return assert_never(plan.backend)

@@ -23,8 +23,10 @@ from torch.distributed.run import get_args_parser
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export import TARGETS, Job, export, find
 from fsdp_advisor.export.bundle import bundle, script_limit
+from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.job.adaptation import Adaptation
 from fsdp_advisor.job.choices import TrainingTask
+from fsdp_advisor.job.parsing import make_request
 
 ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 FULL = {"activation_checkpointing": "full", "gradient_accumulation_steps": 4, "micro_batch_size": 2, "seq_len": 1024}
@@ -273,3 +275,25 @@ def test_ddp_searches_for_parameters_that_get_no_gradient(target: str) -> None:
     for searches in (True, False):
         files = files_of(target, replace(of, searches_unused=searches))
         assert any("find_unused_parameters" in text for text in files.values()) == searches
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "way", "call"),
+    [
+        ("accelerate", {}, "device map", 'device_map={"": accelerator.device}'),
+        ("trainer", {}, "device map", 'device_map={"": arguments.device}'),
+        ("trl", {}, "every rank", None),
+        ("ddp", {}, "rank0", None),
+        ("accelerate", {"strategy": "zero3"}, "cpu ram efficient loading", "from_pretrained(args.model, **MODEL_ARGUMENTS)"),
+    ],
+)  # fmt: skip
+def test_host_memory_while_loading_is_that_of_the_written_script(
+    target: str, options: dict[str, str], way: str, call: str | None
+) -> None:
+    """Under DDP, a script that names no device converts the model on the host of every rank."""
+    job = {"model": "openai-community/gpt2", "gpus": "2", "gpu": "H100-80GB", "strategy": "ddp", **options}
+    (row,) = (report := report_for(target, make_request(job))).estimates
+    texts = files_of(target, Job.of(report, row))
+    assert f"while it loads the model ({way})" in texts["README.md"]
+    if call is not None:
+        assert call in texts["train.py"]
