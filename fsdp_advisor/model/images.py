@@ -71,7 +71,9 @@ def layout_of(config: Mapping[str, Any], images: Images) -> Layout:
 
 def _without_tower(model_type: str) -> UsageError:
     return UsageError(
-        f"the configuration of this {model_type} model has no vision encoder", hint="leave --images-per-sample out"
+        f"the configuration of this {model_type} model has no vision encoder",
+        hint="leave --images-per-sample out"
+        + (", or give the config.json of the whole model" if model_type == "gemma3_text" else ""),
     )
 
 

@@ -24,6 +24,14 @@ TRAINED_WITH_IMAGES = frozenset({"blip", "kosmos-2", "kosmos-2.5", "pix2struct",
 """Model types with a `text_config` that are recorded whole with an image in each sample: no token of their text stands for an image."""
 
 
+WITHOUT_TOWER = {"google/gemma-3-4b-pt": 0.42e9, "google/gemma-3-12b-pt": 0.42e9, "google/gemma-3-27b-pt": 0.42e9}
+"""Models of the catalog of which it has only the language model -> parameters of the checkpoint's vision tower and projector. Source:
+safetensors metadata of the hub repositories.
+"""
+TEXT_CHECKPOINTS = frozenset({"google/medgemma-27b-text-it"})
+"""Aliases of these models whose checkpoints have no vision tower."""
+
+
 _PARTS = (
     "visual", "vision_tower", "vision_model", "vision_encoder", "multi_modal_projector", "connector", "mm_projector", "embed_vision",
 )  # fmt: skip
@@ -44,6 +52,20 @@ def is_tower(path: str) -> bool:
     (True, False)
     """
     return any("vis" in name or "audio" in name for name in path.split("."))
+
+
+def without_tower(entry_id: str, name: str) -> str | None:
+    """The note that a model of the catalog is only the language model of the checkpoint `name`; None if it is the whole model.
+
+    transformers 5.23 builds Gemma3ForConditionalGeneration for the checkpoint (models/auto/modeling_auto.py, model type gemma3).
+    """
+    if entry_id not in WITHOUT_TOWER or name.lower() in TEXT_CHECKPOINTS:
+        return None
+    return (
+        f"{name} is estimated as its language model alone. Its checkpoint has {WITHOUT_TOWER[entry_id] / 1e9:.2f}B more parameters, of a"
+        " vision tower and a projector, which AutoModelForCausalLM, exported scripts included, builds and loads too; for the whole model"
+        " give the path of its config.json"
+    )
 
 
 def trained_on_images(model_type: str) -> str:

@@ -12,7 +12,7 @@ from typing import Literal
 from fsdp_advisor.errors import UnknownModel, UsageError
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.lacking import hint
-from fsdp_advisor.model.multimodal import trained_on_text
+from fsdp_advisor.model.multimodal import trained_on_text, without_tower
 from fsdp_advisor.model.quantization import IGNORED_NOTE, packed_checkpoint
 from fsdp_advisor.model.recorders import recorder_for, recording
 from fsdp_advisor.model.resolved import Resolved, renamed, versions_of
@@ -101,6 +101,8 @@ def _catalogued(entry: catalog.Entry, wanted: str, recording_allowed: bool) -> R
         notes += (IGNORED_NOTE,)
     if entry.task == "image-text-to-text":
         notes += (trained_on_text(entry.model_type),)
+    if (alone := without_tower(entry.id, meant)) is not None:
+        notes += (alone,)
     if "embedding" in entry.id.lower():
         notes += (_embeds(entry.id, entry.task),)
     if not entry.has_tapes:

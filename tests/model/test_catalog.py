@@ -480,3 +480,18 @@ def test_every_model_is_found_by_each_of_its_names() -> None:
     for entry in catalog.entries():
         missed = [name for name in (entry.id, *entry.aliases, entry.model_type, entry.task) if entry not in found(name)]
         assert missed == [], entry.id
+
+
+def test_a_catalogued_language_model_says_that_its_checkpoint_has_a_tower() -> None:
+    (note,) = resolve("google/gemma-3-4b-pt").notes
+    assert "0.42B more parameters" in note and "config.json" in note
+    assert (
+        resolve("google/medgemma-4b-it")
+        .notes[-1]
+        .startswith("google/medgemma-4b-it is estimated as its language model alone")
+    )
+    assert not any(
+        "tower" in note
+        for name in ("google/medgemma-27b-text-it", "google/gemma-3-1b-pt")
+        for note in resolve(name).notes
+    )
