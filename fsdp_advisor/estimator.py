@@ -82,6 +82,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
     plans(
         request, seq_len=sequence_length(request, model.profile)[0]
     )  # refuses a job before its adapted model is recorded
+    _check_layer_classes(request, model.profile)
     model = model.adapted(adaptation)
     conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None
     seq_len, length_notes = sequence_length(request, model.profile)
@@ -134,6 +135,23 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
             *ignored_in_estimate(request),
         ),
     )
+
+
+def _check_layer_classes(request: EstimateRequest, profile: Profile | None) -> None:
+    """Raises UsageError for a file that makes FSDP units of a class of layers that the model does not have.
+
+    Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_auto_wrap_policy`; utils/dataclasses.py, `set_auto_wrap_policy`.
+    """
+    if profile is None or request.wrap != "layer" or request.strategy == "ddp":
+        return
+    for reading in request.configs:
+        for name in reading.layer_classes:
+            if name not in profile.layer_classes:
+                raise UsageError(
+                    f"{reading.file}: {profile.name} has no class {name}; accelerate then raises ValueError: Could not find the transformer"
+                    f" layer class {name} in the model",
+                    hint=f"its layer classes: {', '.join(profile.layer_classes) or 'none'}",
+                )
 
 
 def _possible(wanted: Sequence[Plan], profile: Profile | None) -> tuple[list[Plan], list[str]]:

@@ -77,6 +77,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
         options["activation_checkpointing"] = "full"
     elif found.flag("gradient_checkpointing"):
         options["activation_checkpointing"] = "full"
+        found.checkpoints.add("Trainer")
     keywords = found.take("gradient_checkpointing_kwargs")
     if (
         isinstance(keywords, Mapping)

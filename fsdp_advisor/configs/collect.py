@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from reprlib import Repr
-from typing import Any
+from typing import Any, Literal
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.config_reading import ConfigReading
@@ -27,6 +27,7 @@ class Collector:
 
     A reader takes each key that it knows and sets options of a request. `defaults` apply to options that no file sets, and `guesses` to
     options for which no file has a default either. `mixed` and `dtype` are two options that together are a request's precision.
+    `checkpoints`: who checkpoints activations, FSDP's plugin or the Trainer. `layer_classes`: the classes that a setting makes FSDP units.
     `references` are other configuration files that a setting names, by key. The prefix `optional_prefix` of keys may be left out, as the
     consumer allows; reports name keys with it.
     """
@@ -41,6 +42,8 @@ class Collector:
         self.options: dict[str, Any] = {}
         self.defaults: dict[str, tuple[Any, str]] = {}
         self.guesses: dict[str, tuple[Any, str]] = {}
+        self.checkpoints: set[Literal["FSDP", "Trainer"]] = set()
+        self.layer_classes: list[str] = []
         self.references: list[str] = []
         self.missing: list[str] = []
         self._read: list[str] = []
@@ -197,6 +200,7 @@ class Collector:
             refused=tuple(dict.fromkeys(self._refused)),
             assumed=(*self._assumed, *assumed),
             missing=tuple(self.missing),
+            layer_classes=tuple(self.layer_classes),
         )
 
 

@@ -87,6 +87,7 @@ def _checkpoints(found: Collector, prefix: str, version: int) -> None:
     checkpoints, offload = found.flag(f"{prefix}activation_checkpointing"), f"{prefix}activation_checkpointing_offload"
     if checkpoints:
         found.options["activation_checkpointing"] = "full"
+        found.checkpoints.add("FSDP")
     if prefix == OF_ACCELERATE and checkpoints and version == 2:
         if found.flag(offload):
             found.options["activation_offload"] = True
@@ -184,7 +185,8 @@ def _wrap(found: Collector, prefix: str, units: str) -> None:
     if policy in WRAP or (not policy and units == "layer" and f"{prefix}transformer_layer_cls_to_wrap" in found):
         found.take(key)
         classes = found.take(f"{prefix}transformer_layer_cls_to_wrap")
-        found.options["wrap"] = "none" if policy == "no_wrap" else wrap_of(classes)
+        found.options["wrap"] = wrap = "none" if policy == "no_wrap" else wrap_of(classes)
+        found.layer_classes += _names(classes) if wrap == "layer" else []
     elif policy == "size_based_wrap":
         found.take(key)
         least = found.number(f"{prefix}min_num_params") or 0
@@ -198,9 +200,13 @@ def _wrap(found: Collector, prefix: str, units: str) -> None:
 
 def wrap_of(classes: Any) -> str:
     """The wrap policy for classes, as a list or as text with commas: `layer` if they look like a model's layers."""
-    names = classes if isinstance(classes, list) else str(classes or "").split(",")
-    names = [str(name).strip() for name in names if str(name).strip()]
+    names = _names(classes)
     return "layer" if all(name.endswith(("Layer", "Block")) for name in names) else f"class:{','.join(names)}"
+
+
+def _names(classes: Any) -> list[str]:
+    names = classes if isinstance(classes, list) else str(classes or "").split(",")
+    return [str(name).strip() for name in names if str(name).strip()]
 
 
 def read_replicas(found: Collector, replicas: Any, shards: Any) -> None:

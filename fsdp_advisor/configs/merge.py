@@ -52,7 +52,12 @@ class Configuration:
 
 
 def merge(parts: Sequence[Collector]) -> Configuration:
-    """One request's options from all files. A later file wins over an earlier one, and the reading reports it."""
+    """One request's options from all files. A later file wins over an earlier one, and the reading reports it.
+
+    Raises UsageError for files with which the job aborts when it starts.
+    """
+    _check_checkpoints(parts)
+    by_fsdp = any("FSDP" in part.checkpoints for part in parts)
     options: dict[str, Any] = {}
     source: dict[str, Collector] = {}
     for part in parts:
@@ -61,6 +66,8 @@ def merge(parts: Sequence[Collector]) -> Configuration:
                 if _specificity(value) >= _specificity(options.get(name, "torch")):
                     options[name] = value
                 continue
+            if name == "activation_checkpointing" and value == "none" and by_fsdp:
+                continue  # the Trainer leaves it to FSDP
             if name in options and options[name] != value and name not in ("mixed", "dtype"):
                 part.assume(f"{name} {value} as here, not {options[name]} as in {source[name].file}")
             options[name], source[name] = value, part
@@ -82,6 +89,17 @@ def merge(parts: Sequence[Collector]) -> Configuration:
     _resolve_precision(options, parts)
     _resolve_engine(options)
     return Configuration(options=options, readings=_grouped(parts))
+
+
+def _check_checkpoints(parts: Sequence[Collector]) -> None:
+    """Raises UsageError if both FSDP's plugin and the Trainer checkpoint. Source: transformers 5.23, trainer.py, `Trainer.__init__`."""
+    by = {who: part.file for part in parts for who in part.checkpoints}
+    if len(by) == 2:
+        raise UsageError(
+            f"FSDP's activation_checkpointing ({by['FSDP']}) and the Trainer's gradient_checkpointing ({by['Trainer']}) are both on; the"
+            " Trainer then raises ValueError: they can't both be set to True",
+            hint="switch one of them off; TRL switches gradient_checkpointing on if it is not given",
+        )
 
 
 def _resolve_torchtitan(options: dict[str, Any], parts: Sequence[Collector]) -> None:
@@ -168,6 +186,7 @@ def _grouped(parts: Iterable[Collector]) -> tuple[ConfigReading, ...]:
                 assumed=before.assumed + reading.assumed,
                 missing=before.missing + reading.missing,
                 refused=before.refused + reading.refused,
+                layer_classes=before.layer_classes + reading.layer_classes,
             )
         found[reading.file] = reading
     return tuple(found.values())

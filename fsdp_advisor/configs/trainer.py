@@ -229,6 +229,7 @@ def _checkpointing(found: Collector, trl: bool) -> None:
     if trl and found.flag("activation_offloading"):
         found.options["activation_offload"] = True
     if any(asked):
+        found.checkpoints.add("Trainer")
         every = keywords.get("every_n_layers")
         found.options["activation_checkpointing"] = (
             f"every-{every}" if type(every) is int and 1 < every <= MAX_NUMBER else "full"
@@ -244,6 +245,7 @@ def _checkpointing(found: Collector, trl: bool) -> None:
     elif False in asked:
         found.options["activation_checkpointing"] = "none"
     elif trl:
+        found.checkpoints.add("Trainer")
         found.default("activation_checkpointing", "full", "gradient checkpointing, TRL's default")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_advisor import estimate
 from fsdp_advisor.configs import Configuration, complete, from_paths, from_texts
 from fsdp_advisor.errors import UsageError
 
@@ -801,3 +802,37 @@ def test_compiled_layers_of_torchtitan_with_some_checkpointed_are_refused_by_the
         from_texts({"t.toml": text.replace("[compile]", "selective_ac_option='op'\n[compile]")}), {"gpus": 8}
     )
     assert (kept.options["activation_checkpointing"], kept.options["compile"]) == ("selective", "layer")
+
+
+CHECKPOINTED = FSDP2.replace("{fsdp_version", "{fsdp_activation_checkpointing: true, fsdp_version")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"accelerate.yaml": CHECKPOINTED, "train.yaml": TRAINERS + "gradient_checkpointing: true"},
+        {"accelerate.yaml": CHECKPOINTED, "train.yaml": TRAINERS + "use_peft: false"},
+        {"axolotl.yaml": dedent(AXOLOTL.replace("fsdp_offload_params", "activation_checkpointing"))},
+    ],
+    ids=["Trainer", "TRL by default", "axolotl"],
+)
+def test_checkpointing_by_fsdp_and_the_trainer_is_refused_as_the_trainer_does(files: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="can't both be set to True"):
+        from_texts(files)
+
+
+def test_checkpointing_by_fsdp_stays_if_the_trainer_does_not_checkpoint() -> None:
+    found = from_texts({"accelerate.yaml": CHECKPOINTED, "train.yaml": TRAINERS + "gradient_checkpointing: false"})
+    assert found.options["activation_checkpointing"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("named", "model"), [("LamaDecoderLayer", "meta-llama/Llama-3.1-8B"), ("LlamaDecoderLayer", "gpt2")]
+)
+def test_a_layer_class_that_the_model_lacks_is_refused(named: str, model: str, tmp_path: Path) -> None:
+    section = f"{{fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_transformer_layer_cls_to_wrap: {named}}}"
+    file = tmp_path / "fsdp.yaml"
+    file.write_text(f"distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {section}\n")
+    with pytest.raises(UsageError, match=f"no class {named}.*Could not find") as caught:
+        estimate(model=model, gpu="H100-80GB", config_file=file)
+    assert ("LlamaDecoderLayer" if "Llama" in model else "GPT2Block") in str(caught.value.hint)
