@@ -44,7 +44,6 @@ DORA_MODELS = (
 """The models of MODELS that are also recorded with DoRA."""
 TOWERS = {
     "Qwen/Qwen2.5-VL-3B-Instruct": "visual", "Qwen/Qwen2.5-VL-7B-Instruct": "visual", "Qwen/Qwen3-VL-8B-Instruct": "visual",
-    "google/gemma-3-4b-pt": "vision_tower",
 }  # fmt: skip
 """Vision-language model -> name of its vision tower, which is often frozen."""
 LORA: dict[str, Any] = {"use_peft": True}

@@ -182,7 +182,11 @@ def advice_view(advice: Advice) -> AdviceView:
         training=_training(r),
         warnings=(*r.warnings, *(r.estimate.warnings if r.estimate is not None else ())),
         not_modelled=_not_modelled(r.estimate),
-        methods=(*(_method(method, task) for method in r.methods), *_why_qlora_needs_more(r.methods)),
+        methods=(
+            *(_method(method, task) for method in r.methods),
+            *_why_qlora_needs_more(r.methods),
+            *([_OTHER_METHODS] if r.methods else ()),
+        ),
         savings=tuple(map(_saving, r.savings)),
         savings_title=f"What saves memory at micro-batch {winner.plan.micro_batch_size}" if winner else "",
         remedies=tuple(
@@ -326,6 +330,11 @@ def _heading(r: Recommendation) -> str:
     plan, steps = winner.plan, winner.plan.gradient_accumulation_steps
     accumulation = f"accumulation {steps}" if steps > 1 else "no accumulation"
     return f"Recommended: {winner.label}, micro-batch {plan.micro_batch_size}, {accumulation}, global batch {plan.global_batch_size}"
+
+
+_OTHER_METHODS = (
+    "for the launch files of LoRA or QLoRA, give --use-peft, or --use-peft --load-in-4bit, instead of --method any"
+)
 
 
 def _method(method: Method, task: Task) -> str:

@@ -8,7 +8,7 @@ import zipfile
 from typing import Any
 
 import pytest
-from matrix import in_turn
+from matrix import in_turn, of_today
 
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.job.adaptation import adaptation_of
@@ -17,6 +17,7 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model import cache, catalog
 from fsdp_advisor.model.adapted_catalog import PATH, adapted_profile
+from fsdp_advisor.model.store import load
 from fsdp_advisor.recording.adapted_catalog import MODELS
 from fsdp_advisor.rows import peak_of_step
 from fsdp_advisor.tapes import tape_key_of
@@ -118,6 +119,19 @@ def test_every_shipped_profile_is_of_a_catalog_model() -> None:
         shipped = {name.partition("/")[0] for name in archive.namelist()}
     assert len(shipped) >= 20 and shipped <= names
     assert PATH.stat().st_size + catalog.PATH.stat().st_size <= 12e6
+
+
+@pytest.mark.slow
+def test_shipped_profiles_equal_those_that_are_built_now() -> None:
+    """Otherwise a step that the archive lacks, such as one with images, cannot be recorded."""
+    from fsdp_advisor.model.recorders import build_recorder
+
+    with zipfile.ZipFile(PATH) as archive:
+        vision = [name for name in archive.namelist() if "-VL-" in name]
+        for name in [*of_today(vision, 3), *of_today(archive.namelist(), 60)]:
+            shipped = load(archive.read(name))
+            built = build_recorder(json.dumps(shipped.config, sort_keys=True), shipped.name, shipped.task).profile
+            assert (built.root, built.stacks) == (shipped.root, shipped.stacks), name
 
 
 @pytest.mark.slow
