@@ -210,6 +210,15 @@ class StrategyEstimate:
         return "evaluate" if evaluates else self.job_peaks.worst_outside_steps
 
     @property
+    def only_evaluation_lacks(self) -> bool:
+        """Whether the job does not fit because of its evaluation: the steps alone fit."""
+        device = self.peak_device_bytes
+        if device is None or self.needed_bytes is None or self.headroom_bytes is None:
+            return False
+        available = self.needed_bytes + self.headroom_bytes
+        return self.needed_bytes > available >= device and self.worst_outside_steps == "evaluate"
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes that stay on the GPU from step to step."""
         return sum(self.states.values())

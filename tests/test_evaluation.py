@@ -6,12 +6,14 @@ import sys
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
-from fsdp_advisor import estimate
+from fsdp_advisor import estimate, recommend
 from fsdp_advisor.engines.evaluation import kept_logits
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.model import cache
 from fsdp_advisor.render.check_line import check_result
+from fsdp_advisor.render.view import report_view
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.verdict import verdict_text
 
@@ -54,6 +56,34 @@ def row(model: str, **options: Any) -> StrategyEstimate:
 def test_evaluations_that_are_not_modelled_are_refused(options: dict[str, Any], message: str, model: str) -> None:
     with pytest.raises(UsageError, match=message):
         row(model, **options)
+
+
+QWEN: dict[str, Any] = {
+    "model": "Qwen/Qwen2.5-7B", "gpus": 4, "gpu": "A100-80GB", "strategy": "zero3", "framework": "trainer",
+    "activation_checkpointing": "full", "micro_batch_size": 1, "seq_len": 4096, "eval_strategy": "steps", "per_device_eval_batch_size": 16,
+}  # fmt: skip
+
+
+def test_steps_that_fit_name_a_smaller_evaluation() -> None:
+    report = estimate(**QWEN)
+    assert report.estimates[0].only_evaluation_lacks and not report.any_fits
+    assert report_view(report).way_out.startswith(
+        "The steps fit, but evaluation does not. Options that save memory: --per-device-eval-batch-size (less than 16). "
+    )
+    assert not estimate(**QWEN | {"gpu": "24GiB"}).estimates[0].only_evaluation_lacks
+
+
+@in_turn(1, of=4)
+def test_a_search_names_the_largest_evaluation_that_fits() -> None:
+    job: dict[str, Any] = QWEN | {"offload": "none"}
+    remedy, *others = recommend(**job).recommendation.remedies
+    size = remedy.options["per_device_eval_batch_size"]
+    assert not any("loss" in other.options for other in others)
+    fits = {
+        n: estimate(**job | {"per_device_eval_batch_size": n, "gpu": "72.82GiB"}).any_fits
+        for n in (size, 2 * int(size))
+    }
+    assert fits == {size: True, 2 * int(size): False}
 
 
 def test_a_framework_without_evaluation_names_those_that_have_one(model: str) -> None:

@@ -12,7 +12,9 @@ from fsdp_advisor.advice.open_choices import open_choices
 from fsdp_advisor.advice.result import Remedy
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.sweeps import Sweep
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.choices import Loss
+from fsdp_advisor.job.evaluation import evaluation_of
 from fsdp_advisor.job.losses import losses_without_logits
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.model.liger import LIGER_LOSSES
@@ -30,6 +32,7 @@ def remedies(sweep: Sweep) -> Iterator[Remedy]:
     profile = search.evaluator.model.profile
     fits = "fits" if profile is not None else "may fit"  # without a profile only the states are known
     checkpointing, offload = {"activation_checkpointing": "full"}, {"offload": "parameters"}
+    yield from _with_smaller_evaluation(sweep)
     saving = [
         *_without_fixed(sweep, checkpointing, f"it {fits} with activation checkpointing"),
         *_with_fused_loss(search),
@@ -49,6 +52,33 @@ def remedies(sweep: Sweep) -> Iterator[Remedy]:
                 yield from _with_fused_loss(wider, change)
     yield from _with_a_larger_host(sweep, fits)
     yield from _with_other_gpus(sweep, fits)
+
+
+def _with_smaller_evaluation(sweep: Sweep) -> Iterator[Remedy]:
+    """The remedy of fewer sequences per forward of evaluation, if the steps fit: without offload, or else with it."""
+    base, every, request = sweep.search.base, sweep.search.choices, sweep.request
+    if base.evaluation is None:
+        return
+    steps = replace(base, evaluation=None)
+    searches = [replace(sweep.search, choices=c) for c in (tuple(c for c in every if c.offload == "none"), every) if c]
+    search = next((search for search in searches if replace(search, base=steps).any_fit() is not None), None)
+    if search is None:
+        return
+    size = request.per_device_eval_batch_size
+    while size > 1:
+        size = 1 << (size - 1).bit_length() - 1  # the next lower power of two
+        try:
+            smaller = evaluation_of(request.but(per_device_eval_batch_size=size).as_estimate)
+        except UsageError:  # GRPO evaluates whole groups of completions
+            continue
+        found = replace(search, base=replace(base, evaluation=smaller)).any_fit()
+        if found is not None:
+            because = (
+                f"it fits with {size} instead of {request.per_device_eval_batch_size} sequences per forward of evaluation"
+                + _host_text(found)
+            )
+            yield Remedy(options={"per_device_eval_batch_size": size}, because=because)
+            return
 
 
 def _opened(sweep: Sweep, options: Mapping[str, str]) -> Search | None:
@@ -83,6 +113,8 @@ def _with_fused_loss(search: Search, change: Mapping[str, str] | None = None) ->
         smallest = replace(search, choices=choices).smallest_footprint()
         row = estimate_plan(evaluator.model, smallest.plan, evaluator.gpu, explain=True)
         if row.peak_tensor_bytes is None or row.fused_loss_peak_bytes is None or smallest.host_fits is False:
+            continue
+        if row.only_evaluation_lacks:
             continue
         saved = row.peak_tensor_bytes - row.fused_loss_peak_bytes
         least = row.fused_loss_peak_bytes + device_overhead(evaluator.gpu, smallest.plan).middle_bytes

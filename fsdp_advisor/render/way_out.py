@@ -8,6 +8,7 @@ from fsdp_advisor.assumptions import SHARDED_STORAGE, stores_frozen_base_in_fp32
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.compatibility import OFFLOADS
 from fsdp_advisor.job.losses import losses_without_logits
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_gib
 
@@ -25,6 +26,8 @@ def way_out(report: Report) -> str:
     if not known or report.model_source == "count" or any(row.fits and row.plan.offload == "none" for row in known):
         return ""
     request = report.request
+    if any(row.only_evaluation_lacks for row in known):
+        return _answer("The steps fit, but evaluation does not", _smaller_evaluation(request))
     options = []
     if stores_frozen_base_in_fp32(request):
         options.append("--dtype bfloat16 (half the frozen base)")
@@ -44,9 +47,23 @@ def way_out(report: Report) -> str:
         what = "Only offload fits"
     else:
         return ""  # only rows with offload were requested
+    return _answer(what, options)
+
+
+def _answer(what: str, options: Sequence[str]) -> str:
     together = ", alone or together" if len(options) > 1 else ""
     less = f" Options that save memory{together}: {', '.join(options)}." if options else ""
     return f"{what}.{less} fsdp-advisor recommend, with the same options, searches for the fastest plan that fits."
+
+
+def _smaller_evaluation(request: EstimateRequest) -> list[str]:
+    """The options with which evaluation needs less memory."""
+    options, size = [], request.per_device_eval_batch_size
+    if size > 1:
+        options.append(f"--per-device-eval-batch-size (less than {size})")
+    if request.compute_metrics and not request.prediction_loss_only and request.eval_accumulation_steps != 1:
+        options.append("--eval-accumulation-steps 1 (logits of one batch)")
+    return options
 
 
 def _loss(report: Report, known: Sequence[StrategyEstimate]) -> list[str]:
