@@ -52,6 +52,11 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
             f"{FRAMEWORK_NAMES[request.framework]}'s launcher sets PYTORCH_ALLOC_CONF={request.allocator_conf}; for a run without it"
             " set allocator_conf to expandable_segments:False"
         )
+    if FRAMEWORKS[request.framework].captures_graphs and not request.disable_cuda_graphs:
+        notes.append(
+            f"{FRAMEWORK_NAMES[request.framework]} captures forward and backward as a CUDA graph, which keeps its memory and the gradients"
+            " from step to step; disable_cuda_graphs is for a run without it"
+        )
     if "bnb_4bit_quant_storage" in request.assumed:
         notes.append(
             f"the weights in 4 bits are stored as {request.bnb_4bit_quant_storage}, which FSDP shards; bnb_4bit_quant_storage changes it"

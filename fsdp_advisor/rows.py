@@ -30,6 +30,7 @@ from fsdp_advisor.memory.allocator import (
     simulate_allocator,
     step_operations,
     with_evaluation,
+    with_graph,
 )
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import cublas_workspace_bytes
@@ -422,6 +423,8 @@ def _operations(
         workspace_bytes=[workspace] * plan.facts.threads,
         loaded=loading.transfers if loading else (),
     )
+    if plan.captures_graph:
+        operations = with_graph(operations)
     if evaluation is None:
         return operations
     kept = kept_logits(step.profile, plan)

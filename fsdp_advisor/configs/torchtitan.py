@@ -49,9 +49,10 @@ def is_option(name: str) -> bool:
 
 
 def read(file: str, keys: Mapping[str, Any]) -> Collector:
-    """The settings of a TOML file for torchtitan 0.2. Its loss uses whole logits."""
+    """The settings of a TOML file for torchtitan 0.2. Its loss uses whole logits, and it captures no CUDA graphs."""
     found = _sections(file, keys, selective_option="2")
     found.options["loss"] = "full"
+    found.options["disable_cuda_graphs"] = True
     if "activation_checkpoint" not in keys:
         found.default(
             "activation_checkpointing", "every-2", "every second layer is checkpointed, torchtitan 0.2's default"
@@ -154,6 +155,8 @@ def _training(found: Collector) -> None:
     found.take("training.mixed_precision_reduce")
     if found.flag("training.enable_cpu_offload"):
         options["offload"] = "parameters"
+    if found.flag("training.disable_cuda_graphs"):
+        options["disable_cuda_graphs"] = True
 
 
 def _loss(found: Collector) -> None:

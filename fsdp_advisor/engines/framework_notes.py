@@ -16,15 +16,10 @@ default.
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     """Notes on what an estimate under accelerate, the Trainer or torchtitan leaves out or assumes."""
     if plan.facts.own_models:
-        graphs = (
-            "CUDA graphs, which torchtitan 0.3 makes unless --training.disable_cuda_graphs is given: a graph keeps its memory, and "
-            "gradients then stay from step to step"
-        )
         if plan.compile != "none":
-            return [graphs]
+            return []
         return [
             "torch.compile, which torchtitan 0.3 leaves off unless --compile.enable is given (--compile layer)",
-            graphs,
             "FlexAttention's masks of blocks, a few bytes per token, and the queries, keys and values of its first call, which "
             "torch.compile keeps",
         ]

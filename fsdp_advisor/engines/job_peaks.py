@@ -182,11 +182,11 @@ def _loading_peak(profile: Profile, plan: Plan, load: LoadMethod) -> int:
 
 
 def bytes_between_steps(plan: Plan, states: States) -> int:
-    """Bytes that a rank keeps on the GPU between two steps. DeepSpeed never frees its gradient buffers."""
+    """Bytes that a rank keeps on the GPU between two steps. DeepSpeed and CUDA graphs never free their gradients."""
     kept = states.parameters + states.optimizer + states.communication + states.buffers
     match plan.backend:
         case "ddp" | "fsdp1" | "fsdp2":
-            return kept.rounded
+            return (kept + states.gradients if plan.captures_graph else kept).rounded
         case "deepspeed":
             return (kept + states.gradients).rounded
         case _:

@@ -78,6 +78,7 @@ def torchtitan_line(plan: Plan) -> str:
         "parallelism.fsdp_reshard_after_forward": resharded,
     }
     words = " ".join(f"--{name} {value}" for name, value in options.items())
+    words += " --training.disable_cuda_graphs" * (not plan.captures_graph)
     start = f"torchrun --nnodes {plan.nnodes} --nproc-per-node {plan.ranks_per_node} -m torchtitan.train"
     return f"{start} --module MODULE --config CONFIG {words}"
 

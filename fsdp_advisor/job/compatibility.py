@@ -9,7 +9,7 @@ from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload, Strategy, Wrap
-from fsdp_advisor.job.compilation import COMPILING, check_compile, compile_refusal
+from fsdp_advisor.job.compilation import COMPILING, check_compile, check_graphs, compile_refusal
 from fsdp_advisor.job.evaluation import evaluation_of
 from fsdp_advisor.job.fp8 import CONVERTING, check_fp8, fp8_refusal
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS, TORCHTITAN_CHUNKS
@@ -86,6 +86,7 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
     check_batch(request)
     check_projection(request.optim, request.optim_args, request.optim_target_modules)
     check_compile(request)
+    check_graphs(request)
     check_fp8(request)
     check_tiled_mlp(request)
     if request.strategy != "all":
@@ -344,7 +345,8 @@ _OF_THE_REQUEST = (
     "precision", "optim", "optim_args", "optim_target_modules", "attention", "backward_prefetch", "framework", "wrap",
     "forward_prefetch", "reshard_after_forward",
     "save_only_model", "dtype", "ignored_labels", "packing", "padding_free", "padding_fraction", "task", "activation_offload",
-    "use_liger_kernel", "experts_implementation", "expert_imbalance", "compile", "memory_budget", "fp8", "tiled_mlp",
+    "use_liger_kernel", "experts_implementation", "expert_imbalance", "compile", "memory_budget",
+    "disable_cuda_graphs", "fp8", "tiled_mlp",
 )  # fmt: skip
 """The fields of a plan that have the same name and value in its request."""
 

@@ -28,6 +28,15 @@ def compiled_text(job: EstimateRequest | Plan) -> str:
     return f"{layers if job.compile == 'layer' else 'model'} compiled{budget}"
 
 
+def check_graphs(request: EstimateRequest) -> None:
+    """Raises UsageError if CUDA graphs are switched off for a framework that captures none."""
+    if request.disable_cuda_graphs and not FRAMEWORKS[request.framework].captures_graphs:
+        raise UsageError(
+            f"framework {request.framework} captures no CUDA graphs",
+            hint="leave --disable-cuda-graphs out, or use --framework torchtitan",
+        )
+
+
 def check_compile(request: EstimateRequest) -> None:
     """Raises UsageError for a job that is not modelled with compiled layers under any strategy."""
     if request.compile == "none":

@@ -68,6 +68,8 @@ class FrameworkFacts:
     - `own_models`: it trains its own model classes, not transformers'.
     - `allocator_conf`: the PYTORCH_ALLOC_CONF that its launcher sets. Source: torchtitan 0.3.0, run_train.sh; axolotl 0.19.0,
       utils/__init__.py, `set_pytorch_cuda_alloc_conf`, which cli/main.py calls.
+    - `captures_graphs`: forward and backward are captured as a CUDA graph unless that is switched off, and gradients then stay from step to
+      step. Source: torchtitan 0.3.0, trainer.py, `zero_grad(set_to_none=...)`; distributed/cudagraph.py.
     - `names_sequences`: a padding-free batch also contains the boundaries of its sequences. Source: trl 1.16, sft_trainer.py,
       `DataCollatorForLanguageModeling`.
     """
@@ -100,6 +102,7 @@ class FrameworkFacts:
     threads: int = 2
     own_models: bool = False
     allocator_conf: str | None = None
+    captures_graphs: bool = False
     names_sequences: bool = False
 
 
@@ -162,6 +165,7 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
         checkpointing="selective",
         own_models=True,
         allocator_conf=EXPANDABLE_SEGMENTS,
+        captures_graphs=True,
     ),
 }
 """The facts of each framework. `torch` stands for each engine by itself, including DeepSpeed's own loop."""

@@ -156,6 +156,14 @@ MemoryBudget = Annotated[
         le=1,
     ),
 ]
+DisableCudaGraphs = Annotated[
+    bool,
+    Rule(
+        about="torchtitan captures no CUDA graph of forward and backward (--training.disable_cuda_graphs), and gradients are freed "
+        "after each step",
+        group=GROUP,
+    ),
+]
 Fp8Option = Annotated[
     Fp8,
     Rule(

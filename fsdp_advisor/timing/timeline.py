@@ -63,6 +63,7 @@ class Rates:
     host_bytes_per_s: float
     host_updates_per_s: Mapping[HostKernel, float]
     hooks_s: float
+    replays_graph: bool
 
 
 def rates_of(plan: Plan, gpu: Gpu, between: Link, device: Device) -> Rates:
@@ -73,6 +74,7 @@ def rates_of(plan: Plan, gpu: Gpu, between: Link, device: Device) -> Rates:
         host_bytes_per_s=host_bytes_per_s(gpu),
         host_updates_per_s=HOST_UPDATES_PER_S,
         hooks_s=HOOKS_S[plan.backend],
+        replays_graph=plan.captures_graph,
     )
 
 
@@ -242,12 +244,13 @@ class _Walk:
             self._run(visit, instructions, due + sum(shares))
 
     def _run(self, visit: Visit, instructions: tuple[Timed, ...], share: float) -> None:
-        """Run a share of the visit's compute and copies. The GPU waits if the CPU takes longer to launch them."""
+        """Run a share of the visit's compute and copies. The GPU waits if the CPU takes longer to launch them, which a CUDA graph saves."""
         work = Work() if visit.segment is None else self.work[visit.segment]
         copied = sum(i.n_bytes for i in instructions if isinstance(i, Copy))
         copies = copied / self.rates.device.eager_bytes_per_s
         hooks = sum(isinstance(i, PythonHooks) for i in instructions)
-        on_gpu, on_cpu = share * (work.gpu + copies), share * (work.cpu + hooks * self.rates.hooks_s)
+        on_gpu = share * (work.gpu + copies)
+        on_cpu = 0.0 if self.rates.replays_graph else share * (work.cpu + hooks * self.rates.hooks_s)
         self.time.copies += share * copies
         self.time.launch += max(on_cpu - on_gpu, 0.0)
         self.time.work(max(on_gpu, on_cpu), self.needed, f"{visit.phase} {visit.name}")

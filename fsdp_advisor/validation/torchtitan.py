@@ -27,6 +27,7 @@ class TorchtitanTrainer:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batch: dict[str, torch.Tensor]
+    keeps_gradients: bool
 
     def forward(self) -> torch.Tensor:
         return self.source.loss(self.model, self.batch)
@@ -40,7 +41,7 @@ class TorchtitanTrainer:
         self.optimizer.step()
 
     def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
 
 
 def torchtitan_trainer(
@@ -55,4 +56,4 @@ def torchtitan_trainer(
     fsdp.apply_fsdp_to_decoder(
         model, mesh, computes, torch.float32, pp_enabled=False, reshard_after_forward_policy=policy
     )
-    return TorchtitanTrainer(source, model, optimizer_for(model, plan), batch)
+    return TorchtitanTrainer(source, model, optimizer_for(model, plan), batch, plan.captures_graph)

@@ -257,7 +257,7 @@ def test_the_configuration_function_that_a_command_of_torchtitan_names_is_read(t
     folder.mkdir(parents=True)
     (folder / "config_registry.py").write_text(
         "def llama3_8b():\n    return Trainer.Config(loss=ChunkedLossWrapper.Config(), activation_checkpoint=FullAC.Config(),\n"
-        "        training=TrainingConfig(local_batch_size=1, seq_len=8192))\n"
+        "        training=TrainingConfig(local_batch_size=1, seq_len=8192, disable_cuda_graphs=True))\n"
     )
     (tmp_path / "run.sh").write_text(
         "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b\n"
@@ -268,6 +268,7 @@ def test_the_configuration_function_that_a_command_of_torchtitan_names_is_read(t
         "seq_len": 8192,
         "activation_checkpointing": "full",
         "micro_batch_size": 1,
+        "disable_cuda_graphs": True,
     }
     assert options.items() >= expected.items()
 

@@ -401,9 +401,9 @@ def _axolotl(row: Measurement) -> Mapped:
 
 
 # torchao, docs/source/workflows/training.md: torchtitan's Llama 3 8B on eight GPUs, each layer compiled, with its policy of selective
-# checkpointing; `max_reserved` of torchtitan's log. These commits of torchtitan compute the loss from all logits; only 0.0.2 does not
-# compile it. run_train.sh sets expandable segments, which ROCm 6.4 does not have. The H100s are the ones with 96 GB, at 2.4 TB/s
-# (torchao/testing/training/roofline_utils.py, "custom to Meta's H100 variant"); the B200s' power was limited.
+# checkpointing; `max_reserved` of torchtitan's log. These commits of torchtitan compute the loss from all logits and capture no CUDA
+# graphs; only 0.0.2 does not compile the loss. run_train.sh sets expandable segments, which ROCm 6.4 does not have. The H100s are the ones
+# with 96 GB, at 2.4 TB/s (torchao/testing/training/roofline_utils.py, "custom to Meta's H100 variant"); the B200s' power was limited.
 # Assumed: nothing.
 
 _TORCHAO_GPUS = {"H100": "H100-96GB", "MI300X": "MI300X", "B200": "B200"}
@@ -429,6 +429,7 @@ def _torchao(row: Measurement) -> Mapped | Unmapped:
             "micro_batch_size": row.job["batch_size"],
             "seq_len": row.job["seq_len"],
             "allocator_conf": f"expandable_segments:{gpu != 'MI300X'}",
+            "disable_cuda_graphs": True,
         },
         compares_speed=gpu == "H100",
         why_not_speed="the boards' power was limited" if gpu == "B200" else "CDNA 3's rates are chosen on this run",

@@ -24,34 +24,48 @@ CONFIGS: dict[str, dict[str, Any]] = {
     }
     for name, head_dim in (("llama", 64), ("qwen3", 128))
 }  # fmt: skip
-Job = tuple[str, bool, str, int, int, str]
+Job = tuple[str, bool, str, int, int, str, bool]
 CASES: dict[str, tuple[str, Job]] = dict(
     taken(
         [
-            ("llama, selective", ("llama", ("selective", False, "bf16-mixed", 4, 8192, "none"))),
-            ("llama, selective, compiled", ("llama", ("selective", True, "bf16-mixed", 4, 8192, "none"))),
-            ("qwen3, full, compiled", ("qwen3", ("full", True, "bf16-mixed", 2, 8192, "none"))),
-            ("qwen3, selective, compiled, fp8", ("qwen3", ("selective", True, "bf16-mixed", 4, 8192, "rowwise"))),
-            ("llama, selective, fp8", ("llama", ("selective", False, "bf16-mixed", 4, 8192, "rowwise"))),
+            ("llama, selective", ("llama", ("selective", False, "bf16-mixed", 4, 8192, "none", False))),
+            ("llama, selective, compiled", ("llama", ("selective", True, "bf16-mixed", 4, 8192, "none", False))),
+            ("qwen3, full, compiled", ("qwen3", ("full", True, "bf16-mixed", 2, 8192, "none", False))),
+            (
+                "qwen3, selective, compiled, fp8",
+                ("qwen3", ("selective", True, "bf16-mixed", 4, 8192, "rowwise", False)),
+            ),
+            ("llama, full, as a graph", ("llama", ("full", False, "bf16-mixed", 4, 8192, "none", True))),
+            ("llama, selective, fp8", ("llama", ("selective", False, "bf16-mixed", 4, 8192, "rowwise", False))),
         ],
         [
-            ("llama", ("llama", ("none", False, "bf16-mixed", 4, 8192, "none"))),
-            ("llama, full", ("llama", ("full", False, "bf16-mixed", 4, 8192, "none"))),
-            ("qwen3, selective", ("qwen3", ("selective", False, "bf16-mixed", 2, 8192, "none"))),
-            ("llama, compiled", ("llama", ("none", True, "bf16-mixed", 4, 8192, "none"))),
-            ("llama, full, compiled", ("llama", ("full", True, "bf16-mixed", 4, 8192, "none"))),
-            ("llama, compiled, in half precision", ("llama", ("selective", True, "bf16", 3, 8192, "none"))),
-            ("llama, compiled, in fp32", ("llama", ("selective", True, "fp32", 2, 4096, "none"))),
-            ("qwen3, compiled", ("qwen3", ("none", True, "bf16-mixed", 2, 8192, "none"))),
-            ("qwen3, selective, compiled", ("qwen3", ("selective", True, "bf16-mixed", 2, 8192, "none"))),
-            ("llama, selective, compiled, fp8", ("llama", ("selective", True, "bf16-mixed", 4, 8192, "rowwise"))),
-            ("llama, full, compiled, fp8", ("llama", ("full", True, "bf16-mixed", 4, 8192, "rowwise"))),
-            ("llama, compiled, fp8", ("llama", ("none", True, "bf16-mixed", 4, 8192, "rowwise"))),
+            ("llama, selective, as a graph", ("llama", ("selective", False, "bf16-mixed", 4, 8192, "none", True))),
+            (
+                "qwen3, selective, compiled, as a graph",
+                ("qwen3", ("selective", True, "bf16-mixed", 2, 8192, "none", True)),
+            ),
+            ("llama", ("llama", ("none", False, "bf16-mixed", 4, 8192, "none", False))),
+            ("llama, full", ("llama", ("full", False, "bf16-mixed", 4, 8192, "none", False))),
+            ("qwen3, selective", ("qwen3", ("selective", False, "bf16-mixed", 2, 8192, "none", False))),
+            ("llama, compiled", ("llama", ("none", True, "bf16-mixed", 4, 8192, "none", False))),
+            ("llama, full, compiled", ("llama", ("full", True, "bf16-mixed", 4, 8192, "none", False))),
+            ("llama, compiled, in half precision", ("llama", ("selective", True, "bf16", 3, 8192, "none", False))),
+            ("llama, compiled, in fp32", ("llama", ("selective", True, "fp32", 2, 4096, "none", False))),
+            ("qwen3, compiled", ("qwen3", ("none", True, "bf16-mixed", 2, 8192, "none", False))),
+            ("qwen3, selective, compiled", ("qwen3", ("selective", True, "bf16-mixed", 2, 8192, "none", False))),
+            (
+                "llama, selective, compiled, fp8",
+                ("llama", ("selective", True, "bf16-mixed", 4, 8192, "rowwise", False)),
+            ),
+            ("llama, full, compiled, fp8", ("llama", ("full", True, "bf16-mixed", 4, 8192, "rowwise", False))),
+            ("llama, compiled, fp8", ("llama", ("none", True, "bf16-mixed", 4, 8192, "rowwise", False))),
         ],
         days=5,
     )
 )
-"""The model, and its checkpointing, whether it is compiled, the precision, the micro-batch, the length and the recipe in fp8."""
+"""The model, and its checkpointing, whether it is compiled, the precision, the micro-batch, the length, the recipe in fp8, and whether
+its step is captured as a CUDA graph.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +92,10 @@ def peaks(run: Callable[..., dict[str, int]], packages: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_torchtitans_step_needs_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
-    model, (checkpointing, compiles, precision, batch, length, fp8) = CASES[name]
+    model, (checkpointing, compiles, precision, batch, length, fp8, captures) = CASES[name]
     row = row_of(
         tmp_path, CONFIGS[model], framework="torchtitan", gpus=2, strategy="zero3", precision=precision, micro_batch_size=batch,
         seq_len=length, activation_checkpointing=checkpointing, compile="layer" if compiles else "none", fp8=fp8,
+        disable_cuda_graphs=not captures,
     )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-3)

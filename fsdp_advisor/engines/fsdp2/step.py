@@ -72,6 +72,8 @@ class Fsdp2Step(StepHooks):
 
     def begin_step(self, step: StepBuilder) -> None:
         step.alloc(Account.PARAMETERS, self.states.parameters)
+        if self._plan.captures_graph:
+            step.alloc_in_first_step(Account.GRADIENTS, self.states.gradients)
         step.alloc_in_first_step(Account.OPTIMIZER, self.states.optimizer)
         step.alloc(Account.OTHER, self.states.buffers)
 
@@ -216,7 +218,7 @@ class Fsdp2Step(StepHooks):
             step.free(last)
         if self._offload:
             step.free(output)
-        elif not self._is_first and not self._plan.defers_reduction:
+        elif self._plan.captures_graph or not (self._is_first or self._plan.defers_reduction):
             step.add(Copy(unit, ADDED_TENSORS * sizes.gradients.exact))
             if self._plan.replica_degree > 1 and reduced == NO_BUFFER:  # the output itself is all-reduced
                 step.reclassify(Account.COMMUNICATION, output)

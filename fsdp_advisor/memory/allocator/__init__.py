@@ -6,7 +6,7 @@ reads `PYTORCH_ALLOC_CONF`. May import `program`, `model` and `errors`.
 
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
 from fsdp_advisor.memory.allocator.conf import AllocatorConf
-from fsdp_advisor.memory.allocator.operations import StepOperations, step_operations, with_evaluation
+from fsdp_advisor.memory.allocator.operations import StepOperations, step_operations, with_evaluation, with_graph
 from fsdp_advisor.memory.allocator.simulation import AllocatorResult, Verdict, completes, simulate_allocator
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "simulate_allocator",
     "step_operations",
     "with_evaluation",
+    "with_graph",
 ]

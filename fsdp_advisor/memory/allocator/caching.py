@@ -368,6 +368,12 @@ class CachingAllocator:
                     kept.append((pool, key, age))
             left = kept
 
+    def keep_pools(self, stream: int) -> None:
+        """Keep the free blocks of a stream for good: nothing can use or release the pools of a captured graph."""
+        for pool in (2 * stream, 2 * stream + 1):
+            for key in list(self.free_blocks.keys[pool]):
+                self.free_blocks.take(pool, key)
+
     # Snapshots
 
     def segments(self) -> Iterator[Segment]:

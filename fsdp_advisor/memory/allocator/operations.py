@@ -44,7 +44,8 @@ class StepOperations:
 
     `setup` precedes the first step; `first` and `following` are steps. `carried_over` are the storages that stay alive from one step
     to the next: (number when allocated, number in the next step). `visits` are (first operation, phase, name). `between` runs once after
-    the first steps, between two of them.
+    the first steps, between two of them. `captured`: forward and backward that a CUDA graph captures once after the first step, in pools of
+    the stream `GRAPH`; later steps allocate only what `following` has.
     """
 
     requests: tuple[int, ...]
@@ -54,6 +55,11 @@ class StepOperations:
     carried_over: tuple[tuple[int, int], ...]
     visits: tuple[tuple[int, str, str], ...]
     between: tuple[int, ...] = ()
+    captured: tuple[int, ...] = ()
+
+
+SIDE, GRAPH = 8, 16
+"""Added to the numbers of streams: for the side stream of a graph's warm-up, and for a graph's own pools."""
 
 
 def step_operations(
@@ -88,16 +94,12 @@ def with_evaluation(
     backward follows.
     """
     requests = [*steps.requests, *forward.requests]
-    own = {storage_of(op) for op in forward.following if kind_of(op) == MALLOC}
+    own = _allocated(forward.following)
     shift = operation(MALLOC, len(steps.requests))
     ends = next((at for at, phase, _ in forward.visits if phase == "optimizer"), len(forward.following))
 
     def run(operations: Sequence[int]) -> list[int]:
-        return [
-            op if kind_of(op) == WAIT else op + shift
-            for op in operations
-            if kind_of(op) == WAIT or storage_of(op) in own
-        ]
+        return [op if kind_of(op) == WAIT else op + shift for op in operations if _concerns(op, own)]
 
     between: list[int] = []
     alive: list[int] = []
@@ -119,6 +121,35 @@ def with_evaluation(
         change(n_bytes)
     between += [*run(forward.following[ends:]), *(operation(FREE, number) for number in alive)]
     return replace(steps, requests=tuple(requests), between=tuple(between))
+
+
+def with_graph(steps: StepOperations) -> StepOperations:
+    """The operations of steps whose forward and backward are captured as a CUDA graph in the second step.
+
+    The first step runs them on a side stream. Capturing empties the cache and allocates in pools of the graph, which keep their memory.
+    Source: torchtitan 0.3.0, distributed/cudagraph.py, `CUDAGraphWrapper.__call__`; torch 2.13, cuda/graphs.py, `graph.__enter__`.
+    """
+    ends = next(at for at, phase, _ in steps.visits if phase == "optimizer")
+    body, rest = steps.following[:ends], steps.following[ends:]
+    own = _allocated(body)
+    shift = operation(MALLOC, len(steps.requests))
+    requests = [request + SIDE if number in own else request for number, request in enumerate(steps.requests)]
+    return replace(
+        steps,
+        requests=(*requests, *(request + GRAPH for request in steps.requests)),
+        captured=tuple(op if kind_of(op) == WAIT else op + shift for op in body if _concerns(op, own)),
+        following=tuple(op for op in rest if kind_of(op) == WAIT or storage_of(op) not in own),
+    )
+
+
+def _allocated(operations: Sequence[int]) -> set[int]:
+    """The storages that the operations allocate."""
+    return {storage_of(op) for op in operations if kind_of(op) == MALLOC}
+
+
+def _concerns(operation: int, storages: set[int]) -> bool:
+    """Whether an operation is a wait, or concerns one of the storages."""
+    return kind_of(operation) == WAIT or storage_of(operation) in storages
 
 
 class _Reader:

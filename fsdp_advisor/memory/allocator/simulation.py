@@ -15,7 +15,8 @@ from typing import Literal
 
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory
 from fsdp_advisor.memory.allocator.conf import AllocatorConf
-from fsdp_advisor.memory.allocator.operations import StepOperations
+from fsdp_advisor.memory.allocator.operations import GRAPH, StepOperations
+from fsdp_advisor.program.accounts import Stream
 
 MAX_STEPS = 16
 """The maximum number of simulated steps, if the allocator's state does not repeat."""
@@ -140,6 +141,8 @@ class _Run:
             before = allocator.retries
             allocator.run(operations.first if number == 1 else operations.following)
             allocator.begin_step(operations.carried_over)
+            if number == 1 and operations.captured:
+                self._capture()
             self.retries_per_step = allocator.retries - before
             retrying = retrying + 1 if self.retries_per_step else 0
             state = (allocator.driver.calls, *(allocator.address[known] for _, known in operations.carried_over))
@@ -149,6 +152,14 @@ class _Run:
                 self.steady_after = seen[state]
                 return
             seen[state] = number
+
+    def _capture(self) -> None:
+        """Capture a graph: empty the cache, then run the captured operations in pools that keep their memory."""
+        self.allocator.release_cached()
+        self.allocator.run(self.operations.captured)
+        self.allocator.begin_step()
+        for stream in Stream:
+            self.allocator.keep_pools(GRAPH + stream)
 
     @property
     def verdict(self) -> Verdict:

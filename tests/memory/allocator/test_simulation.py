@@ -16,6 +16,7 @@ from fsdp_advisor.memory.allocator import (
     CachingAllocator,
     StepOperations,
     simulate_allocator,
+    with_graph,
 )
 from fsdp_advisor.memory.allocator.caching import FREE, MALLOC
 from fsdp_advisor.model.profile import Profile
@@ -111,6 +112,24 @@ def test_expandable_segments_retry_although_they_would_map_less_than_they_ask_fo
     roomy, tight = (simulate_allocator(operations, conf=EXPANDABLE, limit_bytes=n * MIB) for n in (280, 250))
     assert roomy.reserved_peak_bytes == 220 * MIB
     assert tight.reserved_peak_bytes == 180 * MIB  # the hole is released before the second tensor is mapped
+
+
+def test_a_captured_graph_keeps_its_memory() -> None:
+    activation, temporary = (number * 4 for number in range(2))
+    step = (activation + MALLOC, activation + FREE, temporary + MALLOC, temporary + FREE)
+    operations = StepOperations(
+        requests=(100 * MIB, 60 * MIB),
+        setup=(),
+        first=step,
+        following=step,
+        carried_over=(),
+        visits=((0, "forward", "layer"), (2, "optimizer", "step")),
+    )
+    plain, captured = (simulate_allocator(steps) for steps in (operations, with_graph(operations)))
+    assert plain.reserved_peak_bytes == 100 * MIB  # the optimizer uses the memory of the activation
+    assert captured.reserved_peak_bytes == 160 * MIB
+    tight = simulate_allocator(with_graph(operations), limit_bytes=150 * MIB)
+    assert tight.verdict == "does_not_fit"
 
 
 def test_expandable_segments_help_against_fragmentation() -> None:

@@ -1,8 +1,8 @@
 """Peaks of steps of torchtitan 0.3 by its own model, FlexAttention, checkpointing, compilation, sharding, loss and clipping.
 
 Arguments: a folder with its package, the model's configuration, and for each job its checkpointing, whether it is compiled, the precision,
-the micro-batch, the length and the recipe of torchao (`none` without), as JSON. The step is that of torchtitan's `Trainer.train_step`,
-without CUDA graphs.
+the micro-batch, the length, the recipe of torchao (`none` without) and whether forward and backward are captured as a CUDA graph, as JSON.
+The step is that of torchtitan's `Trainer.train_step`.
 """
 
 from __future__ import annotations
@@ -90,14 +90,15 @@ def prepared(model: Any, checkpointing: str, compiles: Any, precision: str, mesh
     return model
 
 
-def measured(folder: str, config: dict[str, Any], job: tuple[str, bool, str, int, int, str]) -> int:
+def measured(folder: str, config: dict[str, Any], job: tuple[str, bool, str, int, int, str, bool]) -> int:
     sys.path.insert(0, folder)
-    checkpointing, compiles, precision, batch, length, fp8 = job
+    checkpointing, compiles, precision, batch, length, fp8, captures = job
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from torch.nn.attention.flex_attention import flex_attention
     from torchtitan.components.loss import ChunkedLossWrapper
     from torchtitan.config import CompileConfig
     from torchtitan.distributed import utils
+    from torchtitan.distributed.cudagraph import wrap_with_cuda_graph
     from torchtitan.models.common.attention import FlexAttention
 
     for name in ("precompile", "run"):
@@ -116,22 +117,28 @@ def measured(folder: str, config: dict[str, Any], job: tuple[str, bool, str, int
     loss_of.set_lm_head(model.lm_head)
     model._skip_lm_head = True
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def forward_backward(tokens: Any, labels: Any, valid: Any, more: dict[str, Any]) -> Any:
+        hidden = model(tokens, **more)
+        loss, _ = loss_of(hidden, labels, valid, positions=more["positions"])
+        del hidden
+        loss.backward()
+        return loss.detach()
+
+    run = wrap_with_cuda_graph(forward_backward) if captures else forward_backward
     peak = 0
-    for step in range(4):
+    for step in range(3):
         gc.collect()  # the compiler's cycles of references keep tensors
         torch.cuda.reset_peak_memory_stats()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=not captures)
         valid = torch.full((), batch * length * RANKS, device="cuda")
         tokens, labels, positions = (torch.zeros(batch, length, dtype=torch.long, device="cuda") for _ in range(3))
         masks = model.get_attention_masks(positions)
-        hidden = model(tokens, positions=positions, attention_masks=masks)
-        loss, _ = loss_of(hidden, labels, valid, positions=positions)
-        del hidden
-        loss.backward()
+        loss = run(tokens, labels, valid, {"positions": positions, "attention_masks": masks})
         utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
         optimizer.step()
         del loss
-        peak = max(peak, torch.cuda.max_memory_allocated()) if step > 1 else 0
+        peak = max(peak, torch.cuda.max_memory_allocated()) if step else 0
     return peak
 
 
