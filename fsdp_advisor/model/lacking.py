@@ -65,12 +65,12 @@ LACKING = (
     Lacking(
         ("Molmo-7B-D-0924", "Molmo-7B-O-0924", "Molmo-72B-0924"),
         f"Molmo is a vision-language model whose model type transformers 5.23 lacks: {_REMOTE}",
-        "for its successor Molmo2, which transformers has, give its hub id or config.json",
+        "allenai/Molmo2-8B is its successor",
     ),
     Lacking(
-        ("Molmo2-8B", "Molmo2-4B", "Molmo2-O-7B"),
-        f"Molmo2 is a vision-language model, which transformers 5.23 has; {_NO_SIZES}",
-        _GIVE,
+        ("Molmo2-4B", "Molmo2-O-7B"),
+        f"of Molmo2 the catalog has the 8B model; {_NO_SIZES}",
+        f"{_GIVE}; allenai/Molmo2-8B is in the catalog",
     ),
     Lacking(
         ("Qwen3.8-2.4T-A95B",),
@@ -95,11 +95,6 @@ LACKING = (
         ("MiniCPM-V-4_5", "MiniCPM-V-2_6", "MiniCPM-o-4_5", "MiniCPM-o-2_6", "MiniCPM4.1-8B", "MiniCPM4-8B"),
         f"transformers 5.23 lacks this MiniCPM: {_REMOTE}",
         "transformers has MiniCPM3 and MiniCPM-V 4.6 and 4.7 (minicpm3, minicpmv4_6, minicpmv4_7), whose config.json is recorded",
-    ),
-    Lacking(
-        ("GLM-5.3-Flash", "GLM-5.3-Flash-BF16"),
-        "GLM-5.3-Flash is a mixture of experts with vision tower, by the defaults of transformers' class 314B parameters",
-        f"{_GIVE} in half a minute; a config.json with model_type glm5_next alone has these defaults",
     ),
     Lacking(
         ("Kimi-K3",),
