@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.adaptation import may_adapt
-from fsdp_advisor.job.choices import Backend, Framework
+from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.choices import Backend, Framework, TrainingTask
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
@@ -18,6 +20,8 @@ Trainer (`torch_compile`) and accelerate compile the model, in DDP's wrapper or 
 Source: torchtitan 0.3.0, distributed/compile.py and, in components/loss.py, `_maybe_compile`; accelerate 1.15, accelerator.py,
 prepare_model and _prepare_fsdp2.
 """
+COMPILING_TASKS: tuple[TrainingTask, ...] = ("sft", "dpo", "reward")
+"""The trainers of TRL whose compiled steps were compared with their own code."""
 
 
 def compiled_text(job: EstimateRequest | Plan) -> str:
@@ -54,19 +58,24 @@ def check_compile(request: EstimateRequest) -> None:
     policies = ("none", "full", "selective") if own_models else ("none", "full")
     lacking = {
         f"--framework {request.framework}": request.framework not in COMPILING_FRAMEWORKS,
-        f"--task {request.task}": request.task != "sft",
+        f"--task {request.task}": request.task not in COMPILING_TASKS,
         f"--attention {request.attention}": request.attention != "sdpa",
         f"--activation-checkpointing {request.activation_checkpointing}": request.activation_checkpointing not in policies,
         "--activation-offload": request.activation_offload,
         "--use-liger-kernel": request.use_liger_kernel,
         f"--wrap {request.wrap}": request.wrap != "layer",
         "packed or padded batches": request.padding_free or request.packing == "bfd" or request.padding_fraction > 0,
-        "adapters, quantized or frozen weights": not own_models and may_adapt(request),
+        "adapters, quantized or frozen weights": not own_models and _adapts(request),
     }  # fmt: skip
     if found := [what for what, is_asked in lacking.items() if is_asked]:
         raise UsageError(
             f"--compile {request.compile} is not modelled with {found[0]}", hint="leave one of the two out"
         )
+
+
+def _adapts(request: EstimateRequest) -> bool:
+    """Whether the job changes the model otherwise than by the head of a reward model."""
+    return bool(replace(adaptation_of(request), in_one_graph=False, reward_head=False))
 
 
 def compile_refusal(plan: Plan) -> UsageError | None:

@@ -173,7 +173,8 @@ Fp8Option = Annotated[
         synonyms={"tensor": "tensorwise", "axiswise": "rowwise", "row": "rowwise"},
         not_modelled=("rowwise_with_gw_hp", "blockwise", "delayed", "nvfp4"),
         elsewhere={
-            "mxfp8": "torchao 0.18 has MXFP8 only in its prototype (mx_formats, moe_training), which is not modelled"
+            "mxfp8": "torchao 0.18 has MXFP8 only in its prototype (mx_formats, moe_training), for GPUs of capability 10.0 or more, "
+            "which is not modelled; rowwise is the nearest that is"
         },
     ),
 ]

@@ -47,7 +47,7 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
     ("options", "said"),
     [
         ({"framework": "axolotl"}, "--framework axolotl"),
-        ({"framework": "trl", "task": "dpo"}, "--task dpo"),
+        ({"framework": "trl", "task": "kto"}, "--task kto"),
         (
             {
                 "framework": "accelerate",

@@ -115,6 +115,12 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
             ("TRL, sharded", ({"library": "trl", "fsdp": True}, SHARDED)),
             ("regions in TRL, an MoE, sharded", ({"model": "qwen3_moe", **OF_TRL, "fsdp": True}, SHARDED)),
             ("regions in TRL, an MoE, checkpointed", ({"model": "qwen3_moe", **OF_TRL, "checkpointing": True}, {})),
+            ("DPO by regions", ({**OF_TRL, "task": "dpo"}, {})),
+            (
+                "DPO, sharded and checkpointed",
+                ({"library": "trl", "task": "dpo", "fsdp": True, "checkpointing": True}, SHARDED),
+            ),
+            ("a reward model", ({"library": "trl", "task": "reward"}, {})),
             ("TRL, an MoE, checkpointed", ({"model": "qwen3_moe", "library": "trl", "checkpointing": True}, {})),
         ],
         [
@@ -147,16 +153,20 @@ def test_trainers_that_compile_on_two_ranks_need_what_is_predicted(
     name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
 ) -> None:
     settings, options = TRAINERS[name]
-    usual = {"model": "llama", "library": "trainer", "fsdp": False, "checkpointing": False, "regions": False}
+    usual = {
+        "model": "llama", "library": "trainer", "task": "sft", "fsdp": False, "checkpointing": False, "regions": False,
+    }  # fmt: skip
     job = {**usual, **settings}
     config, _, precision, _, batch, length = _job(job["model"], "trainer", "bf16-mixed", length=8000)
     job |= {"batch": batch, "length": length}
     if job["library"] == "trl":  # more than one tile of its loss
         config |= {"vocab_size": 40_000}
+    if job["task"] != "sft":  # a step has two sequences per example, or two batches
+        batch, length = job["batch"], job["length"] = 2, 4000
     found = run_on_ranks("compiled_trainers.py", json.dumps(config), json.dumps(job), gpus=2)
     row = row_of(
         tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, gpus=2,
-        compile="layer" if job["regions"] else "model",
+        compile="layer" if job["regions"] else "model", task=job["task"],
         **{"framework": job["library"], "activation_checkpointing": "full" if job["checkpointing"] else "none", **options},
     )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(found["peak"], rel=1e-3)

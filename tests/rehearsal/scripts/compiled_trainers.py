@@ -1,11 +1,13 @@
 """The peak of compiled steps of transformers' Trainer, of TRL's, or of a loop with accelerate, on each of several ranks, in bf16-mixed.
 
-Arguments as JSON: the model's configuration, and the job: `library` (`trainer`, `trl` or `accelerate`), `fsdp` (FSDP2 instead of DDP),
+Arguments as JSON: the model's configuration, and the job: `library` (`trainer`, `trl` or `accelerate`), `task` (of TRL), `fsdp` (FSDP2
+instead of DDP),
 `checkpointing` (the Trainer's `gradient_checkpointing`), `regions` (accelerate's regional compilation), `batch` and `length`.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -19,7 +21,13 @@ from accelerate.utils import TorchDynamoPlugin
 from compiled import launch_nothing
 from datasets import Dataset
 from training import SteadyPeak, tokenizer, usual_arguments
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 
 def arguments_of(model: Any, job: dict[str, Any]) -> dict[str, Any]:
@@ -64,9 +72,25 @@ def label_all_tokens() -> None:
     trace_rules._recompile_re()
 
 
+def of_preferences(model: Any, job: dict[str, Any]) -> int:
+    from preferences import TRAINERS, examples
+
+    found = SteadyPeak()
+    configuration, trainer_class = TRAINERS[job["task"]]
+    models = [model] if job["task"] == "reward" else [model, copy.deepcopy(model).eval()]
+    arguments = configuration(**arguments_of(model, job), max_length=job["length"])
+    data = Dataset.from_dict(examples(job["task"], 16 * job["batch"], job["length"]))
+    trainer = trainer_class(*models, args=arguments, train_dataset=data, processing_class=tokenizer())
+    trainer.add_callback(found)
+    trainer.train()
+    return found.peak
+
+
 def of_trl(model: Any, job: dict[str, Any]) -> int:
     from trl import SFTConfig, SFTTrainer
 
+    if job["task"] != "sft":
+        return of_preferences(model, job)
     found = SteadyPeak()
     arguments = SFTConfig(**arguments_of(model, job), max_length=job["length"])
     trainer = SFTTrainer(
@@ -115,7 +139,11 @@ def main() -> None:
     if job["library"] == "trl":
         label_all_tokens()
     os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(job["regions"])  # as accelerate's launcher does
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    settings = AutoConfig.for_model(**config)
+    if job["task"] == "reward":
+        settings.num_labels = 1
+    auto = AutoModelForSequenceClassification if job["task"] == "reward" else AutoModelForCausalLM
+    model = auto.from_config(settings, dtype=torch.float32)
     peak = {"trainer": of_trainer, "trl": of_trl, "accelerate": of_accelerate}[job["library"]](model, job)
     print(json.dumps({"rank": int(os.environ["RANK"]), "peak": peak}))
 
