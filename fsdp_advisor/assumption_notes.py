@@ -54,8 +54,8 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
         )
     if FRAMEWORKS[request.framework].captures_graphs and not request.disable_cuda_graphs:
         notes.append(
-            f"{FRAMEWORK_NAMES[request.framework]} captures forward and backward as a CUDA graph, which keeps its memory and the gradients"
-            " from step to step; disable_cuda_graphs is for a run without it"
+            f"{FRAMEWORK_NAMES[request.framework]} captures forward and backward as a CUDA graph (not with offload), which keeps its memory"
+            " and the gradients from step to step; disable_cuda_graphs is for a run without it"
         )
     if "bnb_4bit_quant_storage" in request.assumed:
         notes.append(

@@ -4,7 +4,7 @@ The driver supplies segments, which are divided into blocks without gaps. The al
 (small: requests up to 1 MiB; large: all others), sorted by size and address.
 
 Source: c10/cuda/CUDACachingAllocator.cpp, DeviceCachingAllocator (torch 2.13); each rule names its function there.
-Not modelled: private pools of CUDA graphs, `MemPool`, callbacks that free memory.
+Not modelled: private pools other than those of one captured step (`keep_pools`), `MemPool`, callbacks that free memory.
 """
 
 from __future__ import annotations
