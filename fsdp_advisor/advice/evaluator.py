@@ -47,7 +47,7 @@ class Candidate:
     `available_bytes` is the GPU's memory less the margin. `runs_in_available`: the plan's `needed_bytes` exceed that only because the
     allocator keeps a cache; the plan also completes within that memory, perhaps with allocator retries.
     `allocator_conf` is the value of PYTORCH_ALLOC_CONF that the estimate assumes (None: PyTorch's defaults). `host_available_bytes` is
-    a node's memory less the margin if it is known, else None; `host_usual_bytes` is the usual memory of nodes with this GPU;
+    a node's memory if it is known, else None; `host_usual_bytes` is the usual memory of nodes with this GPU;
     `host_unlimited` allows plans that need more. `step_seconds` is None if
     the time of a step is unknown. `numerics_gain` is the factor by which the plan would be faster in 16 bits throughout, as FSDP and
     DeepSpeed compute; 1 unless it runs under autocast.
@@ -233,7 +233,7 @@ class Candidate:
 class Evaluator:
     """Evaluates plans of one model on one GPU type; each plan once.
 
-    `margin` is the share of the memory of GPU and host that stays free. `host_unlimited`: plans may need more host memory than
+    `margin` is the share of the GPU's memory that stays free. `host_unlimited`: plans may need more host memory than
     usual nodes have. `known` are rows of a report, under the same `allocator_conf` and `host_memory_bytes`.
     `timer` replaces the time model.
     """
@@ -259,15 +259,10 @@ class Evaluator:
         return usual_host_bytes(self.gpu)
 
     @cached_property
-    def host_available_bytes(self) -> int | None:
-        """A node's memory less the margin; None if it is unknown."""
-        return None if self.host_memory_bytes is None else int(self.host_memory_bytes * (1 - self.margin))
-
-    @cached_property
     def host_limit_bytes(self) -> int | None:
         """The host memory per node that a plan's steps may need; None if there is no limit."""
-        if self.host_available_bytes is not None:
-            return self.host_available_bytes
+        if self.host_memory_bytes is not None:
+            return self.host_memory_bytes
         return None if self.host_unlimited else self.host_usual_bytes
 
     def on(self, gpu: Gpu) -> Evaluator:
@@ -407,7 +402,7 @@ class Evaluator:
             gpu=self.gpu.name,
             available_bytes=self.available_bytes,
             allocator_conf=allocator_conf,
-            host_available_bytes=self.host_available_bytes,
+            host_available_bytes=self.host_memory_bytes,
             host_usual_bytes=self.host_usual_bytes,
             host_unlimited=self.host_unlimited,
             step_seconds=seconds,

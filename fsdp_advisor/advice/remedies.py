@@ -143,7 +143,7 @@ def _with_a_larger_host(sweep: Sweep, fits: str) -> Iterator[Remedy]:
     unlimited = replace(search.evaluator, host_memory_bytes=None, host_unlimited=True, known=None, _estimates={})
     found = replace(search, evaluator=unlimited).any_fit()
     if found is not None and found.plan.offload != "none":
-        needs = int(found.host_peak_bytes_per_node / (1 - unlimited.margin))
+        needs = found.host_peak_bytes_per_node
         yield Remedy(
             options={"host_memory": f"{-(-needs // 2**30)}GiB"},
             because=f"it {fits} as {found.label} with {format_gib(needs)} of host memory per node",

@@ -54,7 +54,7 @@ AllocatorConf = Annotated[
 HostMemory = Annotated[
     int | None,
     Rule(
-        about="the host memory of one node with its unit, such as 512GiB",
+        about="the host memory that the job may use on one node, with its unit, such as 512GiB",
         group=GROUP,
         metavar="SIZE",
         default="unlimited",

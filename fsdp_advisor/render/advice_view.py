@@ -318,7 +318,7 @@ def _host_limit(r: Recommendation) -> str:
     host = r.request.host_memory
     if host is None:
         return ""
-    return f", and in {format_gib(int(host * (1 - r.request.margin)))} of a node's {format_gib(host)} of host memory"
+    return f", and in a node's {format_gib(host)} of host memory"
 
 
 def _heading(r: Recommendation) -> str:

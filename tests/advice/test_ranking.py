@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from searches import LLAMA, advise, search_of
 
+from fsdp_advisor import estimate
 from fsdp_advisor.advice.evaluator import Candidate, is_round
 from fsdp_advisor.advice.ranking import OFFLOAD_RESOLUTION, SPEED_RESOLUTION, choose, faster, may_win, next_simpler
 from fsdp_advisor.hardware import Gpu
@@ -143,6 +145,24 @@ def test_a_plan_that_only_caches_too_much_leaves_the_margin() -> None:
     assert "are enough with less cache" in advice.winner.memory_text
 
 
-def test_a_margin_of_the_host_memory_stays_free() -> None:
-    search = search_of(model=GPT2, gpus=2, gpu="24GiB", host_memory="100GiB", margin=0.1)
-    assert search.evaluator.host_available_bytes == 90 * 2**30
+def test_a_search_judges_the_host_memory_as_an_estimate_does() -> None:
+    """The margin is of the GPU's memory only."""
+    job: dict[str, Any] = {
+        "model": GPT2,
+        "gpus": 2,
+        "gpu": "24GiB",
+        "strategy": "zero3",
+        "backend": "deepspeed",
+        "offload": "parameters",
+    }
+    [row] = estimate(**job).estimates
+    assert row.job_peaks is not None
+    least = max(phase.host_bytes_per_node or 0 for phase in row.job_peaks.phases.values())
+    for host_memory, fits in ((least, True), (least - 2**20, False)):
+        given = job | {
+            "host_memory": f"{host_memory / 2**20}MiB",
+            "activation_checkpointing": "none",
+            "micro_batch_size": 1,
+        }
+        assert estimate(**given).any_fits is fits
+        assert (search_of(**given).result.winner is not None) is fits

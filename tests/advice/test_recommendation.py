@@ -245,6 +245,6 @@ def test_whether_the_host_is_large_enough_for_offload_to_nvme_is_unknown() -> No
     on_cpu, on_nvme = advise(**job), advise(**job, offload_device="nvme")
     asked = {node.id: node for node in on_cpu.tree.path}
     assert asked["offload_parameters"].answer == "no" and on_cpu.fits is False
-    assert "of host memory per node, which has 55.20 GiB" in asked["offload_parameters"].because
+    assert "of host memory per node, which has 60.00 GiB" in asked["offload_parameters"].because
     assert on_nvme.fits is None and on_nvme.winner is not None
     assert on_nvme.winner.memory_text.endswith("its host memory is unknown")

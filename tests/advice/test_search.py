@@ -136,7 +136,7 @@ def test_limited_host_memory_rules_offload_out() -> None:
     large, small = (search_of(**job, host_memory=size).result for size in ("4TiB", "100GiB"))
     assert any(c.plan.offload == "parameters" for c in large.feasible)
     assert not any(c.plan.offload == "parameters" for c in small.feasible)
-    assert any("of host memory per node, which has 92.00 GiB" in rejection.reason for rejection in small.rejected)
+    assert any("of host memory per node, which has 100.00 GiB" in rejection.reason for rejection in small.rejected)
 
 
 def test_expandable_segments_are_used_only_if_fragmentation_decides() -> None:
