@@ -17,7 +17,7 @@ from fsdp_advisor.diagnosis.changes import Facts, changes
 from fsdp_advisor.diagnosis.error_text import errors_in, library_error_in
 from fsdp_advisor.diagnosis.facts import Category, Diagnosis, Moment, OutOfMemory
 from fsdp_advisor.diagnosis.pickle_reader import PickleRefused
-from fsdp_advisor.diagnosis.prediction import Job, predicted
+from fsdp_advisor.diagnosis.prediction import Job, on_gpu_of_error, predicted
 from fsdp_advisor.diagnosis.replay import Alive, alive_at, lifetimes, moment_of, rounded, segments_of
 from fsdp_advisor.diagnosis.snapshot import ALLOC, NO_STACK, OOM, NotASnapshot, Snapshot, Trace, read_snapshot
 from fsdp_advisor.diagnosis.stacks import classify, site_of
@@ -66,6 +66,8 @@ def diagnose_text(text: str, job: Job | None = None, *, name: str = "text") -> D
     if len(errors) > 1:
         where = f"rank {error.rank}" if error.rank is not None else "the one with most memory allocated"
         notes.append(f"{len(errors)} errors were found; the diagnosis is of {where}")
+    if job is not None:
+        job = on_gpu_of_error(job, error)
     facts = Facts(error=error, moment=at, memory=memory, holdings=(), checkpointed=False, expandable=False)
     return Diagnosis(
         file=name,

@@ -10,6 +10,7 @@ from fsdp_advisor.comparison import best_row
 from fsdp_advisor.diagnosis.facts import Category, Difference, Holding, Moment, OutOfMemory, Prediction
 from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.hardware import list_gpus
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.live import step_moments
@@ -18,7 +19,7 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.program.accounts import ACCOUNTS, Phase
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.tapes import gpu_tape, tape_of_row
-from fsdp_advisor.units import format_gib, format_gpus
+from fsdp_advisor.units import GIB, format_gib, format_gpus
 
 _SMALL_SHARE = 0.01
 """Differences below this share of the larger total (rounding, workspaces) are not reported."""
@@ -67,6 +68,19 @@ def job_of(request: EstimateRequest, model: Resolved | None = None) -> Job:
     request, model = settled(request), model or resolve(request.model)
     report = estimate_resolved(request, model)
     return Job(request=request, model=model, report=report, row=best_row(report))
+
+
+def on_gpu_of_error(job: Job, error: OutOfMemory) -> Job:
+    """The job on a GPU with the memory in the error, if its request names no GPU and the assumed one has other memory."""
+    total = error.total_bytes
+    if total is None or job.request.gpu is not None or _is_same_gpu(total, job.report.gpu_memory_bytes):
+        return job
+    same = [gpu.name for gpu in list_gpus() if format_gib(gpu.memory_bytes) == format_gib(total)]
+    return job_of(job.request.but(gpu=same[0] if len(same) == 1 else f"{total / GIB:.2f}GiB"), job.model)
+
+
+def _is_same_gpu(measured_bytes: int, gpu_bytes: int) -> bool:
+    return abs(measured_bytes - gpu_bytes) <= _SAME_GPU * gpu_bytes
 
 
 def predicted(
@@ -181,7 +195,7 @@ def _contradictions(job: Job, error: OutOfMemory | None) -> Iterator[str]:
     if error is None:
         return
     plan, gpu_bytes = job.plan, job.report.gpu_memory_bytes
-    if error.total_bytes is not None and abs(error.total_bytes - gpu_bytes) > _SAME_GPU * gpu_bytes:
+    if error.total_bytes is not None and not _is_same_gpu(error.total_bytes, gpu_bytes):
         yield (
             f"the GPU of the error has {format_gib(error.total_bytes)}, and {job.report.gpu_name} of the estimate has "
             f"{format_gib(gpu_bytes)}: name the GPU of the run"

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import fsdp_advisor
-from fsdp_advisor.diagnosis import CATEGORIES, Diagnosis, diagnose_file
+from fsdp_advisor.diagnosis import CATEGORIES, Diagnosis, diagnose_file, diagnose_text, job_of
+from fsdp_advisor.job.parsing import make_request
 
 DATA = Path(__file__).parent / "data"
 NAMES = sorted(path.name.removesuffix(".pickle.gz") for path in DATA.glob("*.pickle.gz"))
@@ -253,3 +254,15 @@ def test_a_diagnosis_prints_itself() -> None:
     found = diagnosed("loss_oom")
     assert "Moment: loss" in str(found)
     assert found.to_markdown().startswith("```text")
+
+
+@pytest.mark.parametrize(("total", "gpu"), [("39.39", "A100-40GB"), ("37.41", "37.41GiB")])
+def test_a_job_without_a_gpu_is_estimated_on_one_with_the_memory_in_the_error(total: str, gpu: str) -> None:
+    text = f"CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of {total} GiB of which 0.50 GiB is free."
+    options: dict[str, Any] = {"model": "meta-llama/Llama-3.1-8B", "gpus": 8, "strategy": "zero3"}
+    found = diagnose_text(text, job_of(make_request(options)))
+    assert found.prediction is not None and f"8 x {gpu}," in found.prediction.job
+    assert not any("the GPU of the error has" in note for note in found.prediction.notes)
+    asked = diagnose_text(text, job_of(make_request(options | {"gpu": "H100"}))).prediction
+    assert asked is not None and "8 x H100-80GB," in asked.job
+    assert any("the GPU of the error has" in note for note in asked.notes)
