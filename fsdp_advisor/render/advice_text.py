@@ -14,7 +14,7 @@ from fsdp_advisor.render.terminal import Column, Screen, bar, draw, fitting, leg
 from fsdp_advisor.render.terminal import wrap as fill
 
 RUNNERS_UP = 5
-RULES_TITLE = "Rules of thumb by parameter count would choose"
+RULES_TITLE = "By parameter count, introductions to FSDP would choose"
 BAR_WIDTHS = (10, 60)
 FRONTIER_BAR_WIDTH = 24
 _UNITS = ("GiB", "tokens/s", "images/s", "%")
