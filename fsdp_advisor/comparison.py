@@ -117,10 +117,11 @@ def _cure(a: Side, b: Side, found: list[Difference], models: dict[str, Resolved]
 
 
 def best_row(report: Report) -> StrategyEstimate:
-    """The row to judge a job by: on one GPU plain PyTorch (DDP's row) if it fits, else the fastest that fits, else the one that needs
-    least.
+    """The row to judge a job by: on one GPU plain PyTorch (DDP's row) if it fits, else the fastest that fits (one that offloads only if no
+    other fits), else the one that needs least.
     """
     fitting = [row for row in report.estimates if row.fits]
+    fitting = [row for row in fitting if row.offload == "none"] or fitting
     plain = next((row for row in fitting if row.plan.strategy == "ddp" and row.plan.world_size == 1), None)
     if plain is not None:
         return plain

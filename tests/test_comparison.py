@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fsdp_advisor.comparison import best_row, compare
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.render.check_line import check_result
 from fsdp_advisor.render.comparison_text import comparison_text
+from fsdp_advisor.units import format_gib
 
 BASE = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 8, "gpu": "A100-40GB", "strategy": "zero3", "backend": "fsdp2"}
 CHECKPOINTED = {**BASE, "activation_checkpointing": "full"}
@@ -92,6 +96,19 @@ def test_a_comparison_says_why_a_peak_is_unknown_and_nothing_about_options_not_g
     text = comparison_text(found)
     assert "which has 39.39 GiB: peak unknown (a bare parameter count does not tell the sizes of activations" in text
     assert not any("experts" in note for side in (found.a, found.b) for note in side.report.notes)
+
+
+def test_a_row_that_offloads_is_judged_only_if_no_other_fits() -> None:
+    from fsdp_advisor import estimate
+
+    job: dict[str, Any] = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4}
+    tight = estimate(**job, gpu="A100-40GB")
+    assert any(row.fits and row.offload != "none" for row in tight.estimates)
+    assert best_row(tight).offload == "none" and "host memory" not in check_result(tight)["line"]
+    offloading = estimate(**job, gpu="24GiB")
+    row, found = best_row(offloading), check_result(offloading)
+    assert row.fits and row.offload != "none" and found["host_bytes_per_node"] == row.host_bytes_per_node
+    assert f" and {format_gib(row.host_bytes_per_node or 0)} of host memory per node, " in found["line"]
 
 
 def test_one_gpu_is_judged_by_plain_pytorch_if_it_fits() -> None:

@@ -25,10 +25,11 @@ def check_result(report: Report) -> dict[str, Any]:
     omitted = [item for reading in report.request.configs for item in reading.not_modelled]
     verdict = {True: "fits", False: "does not fit", None: "unknown"}[row.fits]
     nodes = f" on {plan.nnodes} nodes" if plan.nnodes > 1 else ""
+    host = f" and {sizes.full(row.host_bytes_per_node)} of host memory per node" if row.host_bytes_per_node else ""
     needs = (
         ""
         if row.needed_bytes is None
-        else f"needs {sizes.full(row.needed_bytes)} of {sizes.full(report.gpu_memory_bytes)}, "
+        else f"needs {sizes.full(row.needed_bytes)} of {sizes.full(report.gpu_memory_bytes)}{host}, "
     )
     line = (
         f"{verdict}: {report.model_name}, {row.label} ({plan.backend}), {plan.world_size} x {report.gpu_name}{nodes}: "
@@ -43,5 +44,6 @@ def check_result(report: Report) -> dict[str, Any]:
         "line": line,
         "needed_bytes": row.needed_bytes,
         "headroom_bytes": row.headroom_bytes,
+        "host_bytes_per_node": row.host_bytes_per_node,
         "not_modelled": omitted,
     }

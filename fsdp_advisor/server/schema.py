@@ -191,6 +191,7 @@ class Check(BaseModel):
     line: Annotated[str, Field(description="The verdict in words")]
     needed_bytes: Bytes | None
     headroom_bytes: int | None
+    host_bytes_per_node: Bytes | None
     not_modelled: Annotated[list[str], Field(description="Settings of the configuration files that no figure contains")]
 
 
