@@ -280,8 +280,8 @@ def test_ddp_searches_for_parameters_that_get_no_gradient(target: str) -> None:
 @pytest.mark.parametrize(
     ("target", "options", "way", "call"),
     [
-        ("accelerate", {}, "device map", 'device_map={"": accelerator.device}'),
-        ("trainer", {}, "device map", 'device_map={"": arguments.device}'),
+        ("accelerate", {}, "device map", 'device = {"": accelerator.device}'),
+        ("trainer", {}, "device map", 'device = {"": arguments.device}'),
         ("trl", {}, "every rank", None),
         ("ddp", {}, "rank0", None),
         ("accelerate", {"strategy": "zero3"}, "cpu ram efficient loading", "from_pretrained(args.model, **MODEL_ARGUMENTS)"),
