@@ -17,6 +17,7 @@ from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_experts, set_optimizer
 from fsdp_advisor.configs.trainer import read_embedded, read_words
 from fsdp_advisor.job.tiled_mlp import AXOLOTL_WITH_FSDP2
+from fsdp_advisor.job.unknown_options import TASKS_OF_TRL
 
 ADAPTER_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 """Switches of axolotl's own code for adapters. If a file has none of them, the code is on (utils/schemas/config.py,
@@ -95,7 +96,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
         found.lacks_active(topic, *names)
     for key in ("rl", "reward_model", "process_reward_model"):
         if active(found.peek(key)):
-            found.refuses(f"{key}: {found.take(key)} (preference and reinforcement learning)")
+            found.refuses(f"{key}: {found.take(key)} (preference and reinforcement learning)", TASKS_OF_TRL)
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.config_reading import ConfigReading
-from fsdp_advisor.job.unknown_options import topic_of
+from fsdp_advisor.job.unknown_options import DATA_PARALLEL, topic_of
 
 INACTIVE: tuple[Any, ...] = (None, False, "", "none", "None", "no", "false", "auto", "default", 0, 1, [], {})
 """Values with which a key switches nothing on. 1 is the degree of an unused parallelism."""
@@ -49,7 +49,7 @@ class Collector:
         self._read: list[str] = []
         self._ignored: list[str] = []
         self._not_modelled: list[str] = []
-        self._refused: list[str] = []
+        self._refused: dict[str, str] = {}  # sentence -> hint
         self._assumed: list[str] = []
 
     def __contains__(self, key: str) -> bool:
@@ -147,12 +147,12 @@ class Collector:
             text = f"{self._written(key)}: {brief(value)} ({what})"
             self._not_modelled.append(text)
             if "parallelism" in what and has_degree(value):
-                self._refused.append(text)
+                self._refused[text] = DATA_PARALLEL
 
-    def refuses(self, sentence: str) -> None:
-        """Report a setting with which the job is another one than any that is modelled."""
+    def refuses(self, sentence: str, hint: str) -> None:
+        """Report a setting with which the job is another one than any that is modelled. `hint`: what is possible."""
         self._not_modelled.append(sentence)
-        self._refused.append(sentence)
+        self._refused[sentence] = hint
 
     def lacks_active(self, what: str, *keys: str) -> None:
         """Report those of the keys as not modelled that the file switches on. `what` names their subject in the message."""
@@ -187,7 +187,7 @@ class Collector:
             elif topic is not None and active(value):
                 self._not_modelled.append(f"{self._written(key)}: {brief(value)} ({topic})")
                 if "parallelism" in topic and has_degree(value):
-                    self._refused.append(self._not_modelled[-1])
+                    self._refused[self._not_modelled[-1]] = DATA_PARALLEL
             else:
                 self._ignored.append(self._written(key))
         self._pending = {}
@@ -197,7 +197,7 @@ class Collector:
             read=tuple(self._read),
             ignored=tuple(self._ignored),
             not_modelled=tuple(dict.fromkeys(self._not_modelled)),
-            refused=tuple(dict.fromkeys(self._refused)),
+            refused=tuple(self._refused.items()),
             assumed=(*self._assumed, *assumed),
             missing=tuple(self.missing),
             layer_classes=tuple(self.layer_classes),

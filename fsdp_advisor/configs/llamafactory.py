@@ -14,6 +14,7 @@ from fsdp_advisor.configs.collect import Collector, truth
 from fsdp_advisor.configs.names import set_attention
 from fsdp_advisor.configs.trainer import read_into
 from fsdp_advisor.job.images import square_of
+from fsdp_advisor.job.unknown_options import TASKS_OF_TRL
 
 _OWN = {
     "finetuning_type",
@@ -50,7 +51,7 @@ def read(file: str, keys: Mapping[str, Any], *, replaces: bool = False) -> Colle
     if stage in (None, "sft", "pt"):
         found.take("stage")
     else:
-        found.refuses(f"stage: {found.take('stage')} (preference and reinforcement learning)")
+        found.refuses(f"stage: {found.take('stage')} (preference and reinforcement learning)", TASKS_OF_TRL)
     found.number("cutoff_len", "seq_len")
     found.default("seq_len", 2048, "2048 tokens, LLaMA-Factory's default of cutoff_len")
     set_attention(found, "flash_attn")

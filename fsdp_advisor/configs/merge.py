@@ -196,14 +196,8 @@ def _grouped(parts: Iterable[Collector]) -> tuple[ConfigReading, ...]:
 def _check_modelled(readings: Sequence[ConfigReading]) -> None:
     """Raises UsageError for a file with a setting whose option is refused, too: its figures would be those of another job."""
     for reading in readings:
-        if reading.refused:
-            one = "parallelism" in reading.refused[0]
-            raise UsageError(
-                f"{reading.file}: {reading.refused[0]} is not modelled yet",
-                hint="possible are data parallelism and its sharding: DDP, ZeRO-1 to ZeRO-3, HSDP"
-                if one
-                else "--task has dpo, kto, reward and grpo, with --framework torch or trl",
-            )
+        for what, hint in reading.refused:
+            raise UsageError(f"{reading.file}: {what} is not modelled yet", hint=hint)
 
 
 def _check_compiled(found: Configuration, options: Mapping[str, Any]) -> None:
@@ -226,44 +220,58 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
     instead.
     """
     _check_modelled(found.readings)
-    options = dict(found.options)
-    if {"strategy", "backend"} & set(given):
-        options.pop("strategy", None)
-        backend = options.pop("backend", None)
-        if "backend" not in given and backend in BACKENDS.get(given["strategy"], ()):
-            options["backend"] = backend
-        if given.get("strategy", "all") not in ("all", *OFFLOADS[options.get("offload", "none")]):
-            options.pop("offload")
-    if "gpus" in given:
-        options.pop("nnodes", None)
-    if "global_batch_size" in given and "gradient_accumulation_steps" not in given:
-        options.pop("gradient_accumulation_steps", None)
+    options = _without_replaced(found.options, given)
     _check_compiled(found, {**options, **given})
     readings = found.readings
     dropped = [name for name in searched if name in options and name not in given]
     if dropped:
         why = f"searched, not kept: {', '.join(dropped)}"
         options, batch = _without(options, dropped, given)
-        first = replace(readings[0], assumed=(*readings[0].assumed, f"{why}; {batch}" if batch else why))
-        readings = (first, *readings[1:])
+        readings = _noted(readings, assumed=[f"{why}; {batch}" if batch else why])
     if {**options, **given}.get("gpus", 1) == 1 and any(reading.format in _UNSHARDED_ALONE for reading in readings):
         options |= {"strategy": "ddp", "backend": "ddp"} if "strategy" in options else {}
     if given.get("backend", options.get("backend", "auto")) not in ("auto", *_backends(options)):
         options.pop("framework")
         options.pop("disable_cuda_graphs", None)
         if _drops_compile(options):
-            readings = (replace(readings[0], not_modelled=(*readings[0].not_modelled, UNCOMPILED)), *readings[1:])
+            readings = _noted(readings, not_modelled=[UNCOMPILED])
     if _uses_llamafactory_cli(readings, {**options, **given}):
         options["allocator_conf"] = EXPANDABLE_SEGMENTS
         said = f"PYTORCH_ALLOC_CONF={EXPANDABLE_SEGMENTS}, which llamafactory-cli sets for several GPUs"
-        readings = (replace(readings[0], assumed=(*readings[0].assumed, said)), *readings[1:])
+        readings = _noted(readings, assumed=[said])
     if "compile" in options and "compile" not in given:
         reason = "a search does not compile" if searched else _why_uncompiled({**options, **given})
         if reason is not None:
             options = {name: value for name, value in options.items() if name not in ("compile", "memory_budget")}
             said = f"torch.compile: {reason}; the estimate is of steps that are not compiled"
-            readings = (replace(readings[0], not_modelled=(*readings[0].not_modelled, said)), *readings[1:])
+            readings = _noted(readings, not_modelled=[said])
     return Configuration(options={**options, **given}, readings=readings)
+
+
+def _without_replaced(options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The files' options without those that given ones replace."""
+    kept = dict(options)
+    if {"strategy", "backend"} & set(given):
+        kept.pop("strategy", None)
+        backend = kept.pop("backend", None)
+        if "backend" not in given and backend in BACKENDS.get(given["strategy"], ()):
+            kept["backend"] = backend
+        if given.get("strategy", "all") not in ("all", *OFFLOADS[kept.get("offload", "none")]):
+            kept.pop("offload")
+    if "gpus" in given:
+        kept.pop("nnodes", None)
+    if "global_batch_size" in given and "gradient_accumulation_steps" not in given:
+        kept.pop("gradient_accumulation_steps", None)
+    return kept
+
+
+def _noted(
+    readings: Sequence[ConfigReading], *, assumed: Sequence[str] = (), not_modelled: Sequence[str] = ()
+) -> tuple[ConfigReading, ...]:
+    """The readings with notes added to the first one."""
+    first, *others = readings
+    added = replace(first, assumed=(*first.assumed, *assumed), not_modelled=(*first.not_modelled, *not_modelled))
+    return (added, *others)
 
 
 def _uses_llamafactory_cli(readings: Sequence[ConfigReading], options: Mapping[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.evaluation import OPTIONS as EVALUATION_OPTIONS
 from fsdp_advisor.job.generation import OF_COLOCATED
 from fsdp_advisor.job.generation import OPTIONS as GENERATION_OPTIONS
+from fsdp_advisor.job.unknown_options import DATA_PARALLEL, TASKS_OF_TRL
 
 KEYS = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir", "num_train_epochs", "learning_rate", "bf16", "fp16",
@@ -83,7 +84,7 @@ def read_task(found: Collector, task: str | None) -> None:
     if task in (None, "sft"):
         return
     if task not in get_args(TrainingTask):
-        found.refuses(f"trl {task} (preference and reinforcement learning)")
+        found.refuses(f"trl {task} (preference and reinforcement learning)", TASKS_OF_TRL)
         return
     found.options["task"] = task
     if task == "grpo":
@@ -326,7 +327,7 @@ def mesh(found: Collector, keys: Mapping[str, Any]) -> None:
     read_replicas(found, keys.get("dp_replicate_size"), keys.get("dp_shard_size"))
     for key in ("tp_size", "cp_size", "sp_size"):
         if int(keys.get(key) or 1) > 1:
-            found.refuses(f"{key}: {keys[key]} (tensor and other parallelism)")
+            found.refuses(f"{key}: {keys[key]} (tensor and other parallelism)", DATA_PARALLEL)
 
 
 def _adapters(found: Collector) -> None:

@@ -13,7 +13,8 @@ class ConfigReading:
     `read` are its settings that the job follows, `ignored` its keys that change neither memory nor time as far as is known, and
     `not_modelled` its settings whose effect no figure contains. Every key of the file is in one of these three. `assumed` are assumptions
     that the job makes because no file gives a value. `missing` are files that it names and that were not found. `refused` are those of
-    `not_modelled` that make it another job than any that is modelled. `layer_classes` are the classes of layers that it makes FSDP units.
+    `not_modelled` that make it another job than any that is modelled, each with a hint. `layer_classes` are the classes of layers
+    that it makes FSDP units.
     """
 
     file: str
@@ -23,7 +24,7 @@ class ConfigReading:
     not_modelled: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
     layer_classes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:

@@ -9,32 +9,33 @@ from fsdp_advisor.errors import InvalidOption
 from fsdp_advisor.job.fields import list_words
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 
-_DATA_PARALLEL = "possible are data parallelism and its sharding: DDP, ZeRO-1 to ZeRO-3, HSDP"
+DATA_PARALLEL = "possible are data parallelism and its sharding: DDP, ZeRO-1 to ZeRO-3, HSDP"
+TASKS_OF_TRL = "--task has dpo, kto, reward and grpo, with --framework trl"
 _CLIPPING = tuple(framework for framework, facts in FRAMEWORKS.items() if facts.clips_gradients)
 
 _TOPICS: dict[str, tuple[str, str]] = {
     "tensor parallelism is": (
         "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size",
-        _DATA_PARALLEL,
+        DATA_PARALLEL,
     ),
     "context and sequence parallelism are": (
         "cp cp_size context_parallel context_parallel_size context_parallel_degree sequence_parallel "
         "sequence_parallel_size ulysses ring_attention",
-        _DATA_PARALLEL,
+        DATA_PARALLEL,
     ),
     "pipeline parallelism is": (
         "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_parallel_degree pipeline_model_parallel_size",
-        _DATA_PARALLEL,
+        DATA_PARALLEL,
     ),
     "expert parallelism is": (
         "ep ep_size expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size",
-        _DATA_PARALLEL,
+        DATA_PARALLEL,
     ),
     "precisions below FP8 are": (
         "fp4 mxfp8 nvfp4 mxfp4",
         "possible are fp32, bf16, bf16-mixed and fp16-mixed, and fp8 products of linear layers by torchao",
     ),
-    "ORPO and PPO are": ("orpo ppo rlhf", "--task has dpo, kto, reward and grpo"),
+    "ORPO and PPO are": ("orpo ppo rlhf", TASKS_OF_TRL),
     "inference is": ("inference generate kv_cache vllm", "the figures are only of training"),
     "gradient clipping apart from the framework's is": (
         "clip_grad gradient_clipping max_grad_norm clip_grad_norm",

@@ -761,6 +761,9 @@ def test_accelerates_checkpoints_in_host_memory(version: int, offloads: bool | N
     assert ("accelerate refuses it" in said(found, "not_modelled")) == is_said
 
 
+TASKS = ("rl: ipo", "stage: dpo", "trl orpo")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said_of"),
     [
@@ -776,8 +779,10 @@ def test_accelerates_checkpoints_in_host_memory(version: int, offloads: bool | N
     ],
 )  # fmt: skip
 def test_a_file_of_a_job_that_is_not_modelled_is_refused_as_the_option_is(name: str, text: str, said_of: str) -> None:
-    with pytest.raises(UsageError, match=f"{re.escape(name)}: .*{re.escape(said_of)}.*is not modelled yet"):
+    with pytest.raises(UsageError, match=f"{re.escape(name)}: .*{re.escape(said_of)}.*is not modelled yet") as refused:
         complete(from_texts({name: text}), {"gpus": 8})
+    possible = "--task has dpo, kto, reward and grpo, with --framework trl" if said_of in TASKS else "data parallelism"
+    assert possible in (refused.value.hint or "")
 
 
 def test_unused_parallelism_is_not_refused() -> None:
