@@ -8,17 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload, OffloadDevice, OptimizerName, Strategy
-from fsdp_advisor.job.compatibility import OFFLOADS, combination_refusal, label, mesh_of, shared_fields
+from fsdp_advisor.job.compatibility import OFFLOADS, check_request, combination_refusal, label, mesh_of, shared_fields
 from fsdp_advisor.job.frameworks import FRAMEWORKS
-from fsdp_advisor.job.generation import check_generation
 from fsdp_advisor.job.losses import LossCode, loss_code, loss_words
 from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.projection import check_projection
 from fsdp_advisor.job.search_request import RecommendRequest
-from fsdp_advisor.job.training_task import check_task
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 """The policies that a search chooses from, the fastest first."""
@@ -139,10 +135,7 @@ class StrategyChoice:
 
 def base_plan(request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int) -> Plan:
     """The part of a job that all its plans share, as a DDP plan; `StrategyChoice.plan` replaces the rest."""
-    check_task(request)
-    check_generation(request, seq_len)
-    check_batch(request)
-    check_projection(request.optim, request.optim_args, request.optim_target_modules)
+    check_request(request, seq_len)
     return Plan(
         strategy="ddp",
         backend="ddp",

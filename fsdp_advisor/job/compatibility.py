@@ -79,12 +79,17 @@ def mesh_of(strategy: Strategy, gpus: int, nnodes: int) -> Mesh:
             assert_never(strategy)
 
 
-def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
-    """One plan per row of the answer. Raises UsageError if no backend supports the request."""
+def check_request(request: EstimateRequest, seq_len: int) -> None:
+    """Raises UsageError for options that contradict each other, whatever the plan."""
     check_task(request)
     check_generation(request, seq_len)
     check_batch(request)
     check_projection(request.optim, request.optim_args, request.optim_target_modules)
+
+
+def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
+    """One plan per row of the answer. Raises UsageError if no backend supports the request."""
+    check_request(request, seq_len)
     check_compile(request)
     check_graphs(request)
     check_fp8(request)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.choices import Backend, Framework, TrainingTask
+from fsdp_advisor.job.conflicts import check_conflicts
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
@@ -56,7 +57,7 @@ def check_compile(request: EstimateRequest) -> None:
     if own_models and request.compile == "model":
         raise UsageError(f"framework {request.framework} does not compile the whole model", hint="use --compile layer")
     policies = ("none", "full", "selective") if own_models else ("none", "full")
-    lacking = {
+    others = {
         f"--framework {request.framework}": request.framework not in COMPILING_FRAMEWORKS,
         f"--task {request.task}": request.task not in COMPILING_TASKS,
         f"--attention {request.attention}": request.attention != "sdpa",
@@ -67,10 +68,7 @@ def check_compile(request: EstimateRequest) -> None:
         "packed or padded batches": request.padding_free or request.packing == "bfd" or request.padding_fraction > 0,
         "adapters, quantized or frozen weights": not own_models and _adapts(request),
     }  # fmt: skip
-    if found := [what for what, is_asked in lacking.items() if is_asked]:
-        raise UsageError(
-            f"--compile {request.compile} is not modelled with {found[0]}", hint="leave one of the two out"
-        )
+    check_conflicts(f"--compile {request.compile}", others)
 
 
 def _adapts(request: EstimateRequest) -> bool:
