@@ -187,12 +187,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"host_memory": "512"},
         "host_memory must be at least 1 GiB, not 512 bytes",
-        "it is the host memory of one node with its unit, such as 512GiB",
+        "it is the host memory that the job may use on one node, with its unit, such as 512GiB",
     ),
     (
         {"host_memory": "lots"},
         "host_memory must be a value such as 512GiB, not lots",
-        "it is the host memory of one node with its unit, such as 512GiB",
+        "it is the host memory that the job may use on one node, with its unit, such as 512GiB",
     ),
     (
         {"model": "x" * 5000},
