@@ -47,6 +47,7 @@ def test_the_job_line_names_the_task(model: str) -> None:
         ({"task": "reward", "precompute_ref_log_probs": True}, "no reference model"),
         ({"task": "reward", "ignored_labels": 0.5}, "no labels"),
         ({"task": "reward", "model": "google/flan-t5-small"}, "made of a causal language model"),
+        ({"model": "google-bert/bert-base-uncased"}, "not of masked-lm models"),
     ],
 )
 def test_impossible_tasks_are_refused(options: dict[str, Any], message: str, model: str) -> None:

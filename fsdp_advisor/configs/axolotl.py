@@ -87,6 +87,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     ):
         set_reentrant(found)
     _batches(found)
+    _evaluation(found)
     _images(found)
     _sharding(found)
     _loss(found)
@@ -142,6 +143,20 @@ def _batches(found: Collector) -> None:
     flattens = found.take("batch_flattening")
     if flattens and (flash or flattens != "auto") and "packing" not in found.options:
         found.options["padding_free"] = True
+
+
+def _evaluation(found: Collector) -> None:
+    """Set when and with which batches axolotl evaluates. Without `compute_metrics`, which axolotl does not pass, only losses are kept.
+
+    Source: core/builders/base.py, `_configure_save_and_eval_strategy`; utils/config/__init__.py, `normalize_config`.
+    """
+    sets = [found.take(key) for key in ("val_set_size", "test_datasets")]
+    strategies = [found.take(key) for key in ("eval_strategy", "evaluation_strategy")]
+    times = [found.take(key) for key in ("eval_steps", "evals_per_epoch")]
+    strategy = next(filter(None, strategies), "steps" if any(times) else "no")
+    batch_size = found.number("eval_batch_size") or found.options.get("micro_batch_size", 1)
+    if any(sets) and strategy in ("steps", "epoch"):
+        found.options |= {"eval_strategy": strategy, "per_device_eval_batch_size": batch_size}
 
 
 def _images(found: Collector) -> None:

@@ -345,9 +345,7 @@ def _adapters(found: Collector) -> None:
     for key, keyword in (("load_in_4bit", "load_in_4bit"), ("load_in_8bit", "load_in_8bit")):
         if not found.flag(key):
             continue
-        found.omits(
-            "TRL keeps adapters on a quantized base in bf16 and does not store other weights in fp32, as estimated"
-        )
+        found.assume("adapters on the quantized base in bf16, and its other weights not converted to fp32, as TRL does")
         config = {keyword: True, "bnb_4bit_quant_type": found.take("bnb_4bit_quant_type") or "nf4"}
         config["bnb_4bit_use_double_quant"] = found.flag("use_bnb_nested_quant")
         config["bnb_4bit_quant_storage"] = found.take("bnb_4bit_quant_storage")

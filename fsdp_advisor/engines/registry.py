@@ -90,7 +90,12 @@ def states_of(profile: Profile, plan: Plan) -> States:
 
 
 def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
-    """Why the plan's engine cannot train the model; None if it can."""
+    """Why the plan's trainer or engine cannot train the model; None if it can."""
+    if plan.task in ("dpo", "kto", "grpo") and profile.task not in ("causal-lm", "image-text-to-text"):
+        return UsageError(
+            f"TRL compares log-probabilities of causal language models, not of {profile.task} models",
+            hint="use --task sft",
+        )
     if profile.shares_between_layers and (plan.backend in ("fsdp1", "fsdp2") or plan.strategy == "zero3"):
         return UsageError(
             f"layers of the model share trained matrices, and {plan.backend} with a unit per layer is not modelled with them",

@@ -43,11 +43,11 @@ class Task:
         >>> task_of("image-classification").of_length(197)
         'images of 197 tokens'
         >>> task_of("image-text-to-text").of_length(2048, images=1)
-        '2048 tokens of text and 1 image'
+        '2048 tokens, 1 image included'
         """
         words = self.sample.replace("{}", str(seq_len))
         if images:
-            words = words.replace("of text", f"of text and {images} image{'s' if images > 1 else ''}")
+            words = words.replace(" of text", f", {images} image{'s' if images > 1 else ''} included")
         return words.replace(" tokens", " token") if seq_len == 1 else words
 
 

@@ -54,9 +54,11 @@ def units_to_record(source: Source, profile: Profile, key: TapeKey) -> Units | N
         return None
     units = units_of(profile, key.wrap)
     if key.checkpointing != "none" and units.modules and not (policy.kind == "peft" and key.checkpointing == "full"):
+        by_peft = policy.kind == "peft"
+        units_within = "the Trainer makes FSDP units of the adapters" if by_peft else f"--wrap {key.wrap} makes units"
         raise NotRecordable(
-            f"--wrap {key.wrap} makes units within checkpointed layers, whose recomputation is not modelled",
-            hint="use --wrap layer or --activation-checkpointing none",
+            f"{units_within} within checkpointed layers, whose recomputation is not modelled",
+            hint=f"use {'' if by_peft else '--wrap layer or '}--activation-checkpointing none",
         )
     if policy.kind in ("size", "peft"):
         model = source.build(torch.float32)

@@ -841,3 +841,27 @@ def test_a_layer_class_that_the_model_lacks_is_refused(named: str, model: str, t
     with pytest.raises(UsageError, match=f"no class {named}.*Could not find") as caught:
         estimate(model=model, gpu="H100-80GB", config_file=file)
     assert ("LlamaDecoderLayer" if "Llama" in model else "GPT2Block") in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("val_set_size: 0.05\nevals_per_epoch: 4\neval_batch_size: 16", ("steps", 16)),
+        ("val_set_size: 1\neval_strategy: epoch", ("epoch", 2)),
+        ("test_datasets: [{path: a/b}]\neval_steps: 10", ("steps", 2)),
+        ("val_set_size: 0\nevals_per_epoch: 4\neval_batch_size: 16", (None, None)),
+        ("val_set_size: 0.05\neval_batch_size: 16", (None, None)),
+    ],
+)
+def test_axolotl_evaluates_a_set_at_the_times_that_the_file_names(
+    text: str, options: tuple[str | None, int | None]
+) -> None:
+    found = read("axolotl.yaml", dedent(AXOLOTL) + text)
+    assert (found.options.get("eval_strategy"), found.options.get("per_device_eval_batch_size")) == options
+    assert "eval" not in said(found, "ignored")
+
+
+def test_a_quantized_base_of_trl_is_an_assumption() -> None:
+    found = read("sft.yaml", TRAINERS + "use_peft: true\nload_in_4bit: true\n")
+    assert "adapters on the quantized base in bf16" in said(found, "assumed")
+    assert "quantized base" not in said(found, "not_modelled")

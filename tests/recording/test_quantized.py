@@ -404,3 +404,14 @@ def test_a_packed_checkpoint_stays_packed_under_adapters(tmp_path: Path):
         export("accelerate", model=str(path), gpus=2, strategy="zero3", seq_len=64, use_peft=True)
     with pytest.raises(UsageError, match="does not support DoRA"):
         estimate(model=str(path), gpus=2, strategy="ddp", use_peft=True, use_dora=True)
+
+
+def test_units_of_adapters_that_cannot_be_recorded_are_named_without_an_option(tmp_path: Path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    (row,) = estimate(
+        model=str(path), gpus=2, strategy="zero3", seq_len=64, use_peft=True, load_in_4bit=True, bnb_4bit_quant_storage="bfloat16",
+        framework="axolotl", activation_checkpointing="reentrant",
+    ).estimates  # fmt: skip
+    reasons = " ".join(item.reason for item in row.lacks)
+    assert "the Trainer makes FSDP units of the adapters" in reasons and "--wrap" not in reasons
