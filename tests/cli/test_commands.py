@@ -83,7 +83,7 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
     (
         ("estimate", *MODEL, "--host-memory", "lots"),
         "host_memory must be a value such as 512GiB, not lots",
-        "it is the host memory of one node with its unit, such as 512GiB",
+        "it is the host memory that the job may use on one node, with its unit, such as 512GiB",
     ),
     (
         ("estimate", *MODEL, "--strategy", "zero4"),
