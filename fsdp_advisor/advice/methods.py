@@ -15,7 +15,8 @@ FULL, LORA, QLORA = "full fine-tuning", "LoRA", "QLoRA"
 
 
 def advice_of_methods(request: RecommendRequest, advise: Callable[[RecommendRequest], Advice]) -> Advice:
-    """The advice for the first method that fits (or else for the last one), with the results of all methods in its `methods`.
+    """The advice for the first method that fits without offload to a host whose memory is unknown, or else for the first that fits, or
+    else for the last one. Its `methods` has the results of all.
 
     `advise` answers a request whose method is fixed. A method that cannot be answered (PEFT has no default targets for the
     architecture) is listed with the reason. Raises the error of full fine-tuning if that cannot be answered.
@@ -37,8 +38,19 @@ def advice_of_methods(request: RecommendRequest, advise: Callable[[RecommendRequ
             continue
         answered.append(advice)
         methods.append(Method(name=name, advice=advice, reason=None))
-    chosen = next((advice for advice in answered if advice.recommendation.fits), answered[-1])
-    return replace(chosen, recommendation=replace(chosen.recommendation, methods=tuple(methods)))
+    fitting = [advice for advice in answered if advice.recommendation.fits]
+    chosen = next((advice for advice in fitting if not _relies_on_host(advice)), (fitting or answered[-1:])[0])
+    found = chosen.recommendation
+    notes: tuple[str, ...] = ()
+    if request.use_peft and not found.request.use_peft:
+        notes = ("method any compares full fine-tuning, too: use_peft is an option of LoRA and QLoRA only",)
+    return replace(chosen, recommendation=replace(found, methods=tuple(methods), notes=(*notes, *found.notes)))
+
+
+def _relies_on_host(advice: Advice) -> bool:
+    """Whether the plan offloads to a host whose memory is unknown."""
+    found = advice.recommendation
+    return found.winner is not None and found.winner.plan.offload != "none" and found.request.host_memory is None
 
 
 def _requests(request: RecommendRequest) -> Iterator[tuple[str, RecommendRequest]]:

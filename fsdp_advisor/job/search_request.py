@@ -51,8 +51,8 @@ class RecommendRequest(EstimateRequest):
     method: Annotated[
         TrainingMethod,
         Rule(
-            about="the training method: fixed is what the other options say; any compares full fine-tuning, LoRA and QLoRA,"
-            " and recommends the first that fits",
+            about="the training method: fixed is what the other options say; any compares full fine-tuning, LoRA and QLoRA, whatever"
+            " use_peft and load_in_4bit say, and recommends the first that fits, if possible without offload to a host of unknown memory",
             group="Search",
         ),
     ] = "fixed"

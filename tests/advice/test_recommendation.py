@@ -248,3 +248,16 @@ def test_whether_the_host_is_large_enough_for_offload_to_nvme_is_unknown() -> No
     assert "of host memory per node, which has 60.00 GiB" in asked["offload_parameters"].because
     assert on_nvme.fits is None and on_nvme.winner is not None
     assert on_nvme.winner.memory_text.endswith("its host memory is unknown")
+
+
+@in_turn(2, of=4)
+def test_methods_that_need_a_host_of_unknown_memory_come_last() -> None:
+    job: dict[str, Any] = {"model": "meta-llama/Llama-3.1-8B", "gpus": 1, "gpu": "rtx4090", "method": "any"}
+    unknown = recommend(**job).recommendation
+    full = unknown.methods[0].advice
+    assert full is not None and full.recommendation.winner is not None
+    assert full.recommendation.winner.plan.offload != "none"
+    assert unknown.winner is not None and unknown.winner.plan.offload == "none" and unknown.request.use_peft
+    known = recommend(**job, host_memory="256GiB", use_peft=True).recommendation
+    assert known.winner is not None and known.winner.plan.offload != "none" and not known.request.use_peft
+    assert any("use_peft is an option of LoRA and QLoRA only" in note for note in known.notes)
