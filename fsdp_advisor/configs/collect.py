@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from reprlib import Repr
 from typing import Any, Literal
 
+from fsdp_advisor.configs.known_keys import is_unknown, known_keys
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.unknown_options import DATA_PARALLEL, topic_of
@@ -17,6 +18,9 @@ INACTIVE: tuple[Any, ...] = (None, False, "", "none", "None", "no", "false", "au
 
 MISSPELT = 0.92
 """The least similarity (difflib's ratio) with which an unread key is taken for a misspelling of a key that a reader knows."""
+
+LIKE = 0.85
+"""The least similarity with which an unknown key, which is reported in any case, is taken for a misspelling of a key of the consumer."""
 
 UNRESOLVED = re.compile(r"\$[\w{@*]")
 """Matches the beginning of a variable with unknown value, in a shell script or in YAML."""
@@ -48,6 +52,7 @@ class Collector:
         self.missing: list[str] = []
         self._read: list[str] = []
         self._ignored: list[str] = []
+        self._unknown: list[str] = []
         self._not_modelled: list[str] = []
         self._refused: dict[str, str] = {}  # sentence -> hint
         self._assumed: list[str] = []
@@ -175,7 +180,9 @@ class Collector:
             self.references.append(name)
 
     def reading(self, assumed: tuple[str, ...] = ()) -> ConfigReading:
-        """The result of the reading. Keys that were not read are reported as not modelled if `topic_of` knows them, else as ignored."""
+        """The result of the reading. Keys that were not read are reported as not modelled if `topic_of` knows them, as unknown if the
+        consumer does not have them, else as ignored.
+        """
         for key, value in self._pending.items():
             if key in self._asked and self.is_unknown(key):
                 self._not_modelled.append(f"{self._written(key)}: {brief(value)} (a variable whose value is not known)")
@@ -188,6 +195,9 @@ class Collector:
                 self._not_modelled.append(f"{self._written(key)}: {brief(value)} ({topic})")
                 if "parallelism" in topic and has_degree(value):
                     self._refused[self._not_modelled[-1]] = DATA_PARALLEL
+            elif is_unknown(self.format, key):
+                like = near or difflib.get_close_matches(key, self._asked | known_keys(self.format), n=1, cutoff=LIKE)
+                self._unknown.append(self._written(key) + (f" (did you mean {like[0]}?)" if like else ""))
             else:
                 self._ignored.append(self._written(key))
         self._pending = {}
@@ -196,6 +206,7 @@ class Collector:
             format=self.format,
             read=tuple(self._read),
             ignored=tuple(self._ignored),
+            unknown=tuple(self._unknown),
             not_modelled=tuple(dict.fromkeys(self._not_modelled)),
             refused=tuple(self._refused.items()),
             assumed=(*self._assumed, *assumed),

@@ -188,6 +188,7 @@ def _grouped(parts: Iterable[Collector]) -> tuple[ConfigReading, ...]:
                 missing=before.missing + reading.missing,
                 refused=before.refused + reading.refused,
                 layer_classes=before.layer_classes + reading.layer_classes,
+                unknown=before.unknown + reading.unknown,
             )
         found[reading.file] = reading
     return tuple(found.values())

@@ -11,7 +11,8 @@ class ConfigReading:
     """One configuration file of another tool.
 
     `read` are its settings that the job follows, `ignored` its keys that change neither memory nor time as far as is known, and
-    `not_modelled` its settings whose effect no figure contains. Every key of the file is in one of these three. `assumed` are assumptions
+    `not_modelled` its settings whose effect no figure contains; `unknown` are keys that the tool does not have: misspelt, or arguments of
+    the script. Every key of the file is in one of these four. `assumed` are assumptions
     that the job makes because no file gives a value. `missing` are files that it names and that were not found. `refused` are those of
     `not_modelled` that make it another job than any that is modelled, each with a hint. `layer_classes` are the classes of layers
     that it makes FSDP units.
@@ -26,6 +27,7 @@ class ConfigReading:
     missing: tuple[str, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     layer_classes: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The reading as JSON."""
@@ -34,6 +36,7 @@ class ConfigReading:
             "format": self.format,
             "read": list(self.read),
             "ignored": list(self.ignored),
+            "unknown": list(self.unknown),
             "not_modelled": list(self.not_modelled),
             "assumed": list(self.assumed),
             "missing": list(self.missing),
@@ -47,6 +50,7 @@ class ConfigReading:
             ("not modelled", self.not_modelled, "; "),
             ("assumed", self.assumed, "; "),
             ("not found (give it with --config-file)", self.missing, ", "),
+            ("unknown (misspelt, of another version, or of the script)", self.unknown, ", "),
             ("ignored", self.ignored, ", "),
         )
         return (f"{self.file} ({self.format})", *(f"  {name}: {by.join(found)}" for name, found, by in kinds if found))

@@ -23,6 +23,7 @@ def check_result(report: Report) -> dict[str, Any]:
     row, sizes = best_row(report), Sizes.of(report)
     plan = row.plan
     omitted = [item for reading in report.request.configs for item in reading.not_modelled]
+    unknown = [key for reading in report.request.configs for key in reading.unknown]
     verdict = {True: "fits", False: "does not fit", None: "unknown"}[row.fits]
     nodes = f" on {plan.nnodes} nodes" if plan.nnodes > 1 else ""
     host = f" and {sizes.full(row.host_bytes_per_node)} of host memory per node" if row.host_bytes_per_node else ""
@@ -39,6 +40,8 @@ def check_result(report: Report) -> dict[str, Any]:
         line += f" ({why_unknown(row)})"
     if omitted:
         line += f"; not modelled: {'; '.join(omitted)}"
+    if unknown:
+        line += f"; unknown keys: {', '.join(unknown)}"
     return {
         "fits": row.fits,
         "line": line,
@@ -46,4 +49,5 @@ def check_result(report: Report) -> dict[str, Any]:
         "headroom_bytes": row.headroom_bytes,
         "host_bytes_per_node": row.host_bytes_per_node,
         "not_modelled": omitted,
+        "unknown": unknown,
     }

@@ -160,6 +160,7 @@ class ConfigReading(BaseModel):
     format: str
     read: list[str]
     ignored: list[str]
+    unknown: list[str]
     not_modelled: list[str]
     assumed: list[str]
     missing: list[str]

@@ -38,7 +38,7 @@ def test_any_values_are_read_or_refused_and_every_key_is_accounted_for(keys: dic
         assert error.hint
         return
     (reading,) = found.readings
-    items = (*reading.read, *reading.ignored, *reading.not_modelled)
+    items = (*reading.read, *reading.ignored, *reading.unknown, *reading.not_modelled)
     accounted = {re.split(r"[:. ]", item)[0] for item in items}
     missing = {key.partition(".")[0] for key in keys} - accounted
     assert all(isinstance(keys.get(key), dict) for key in missing), "only a section's own name may be left out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -9,10 +10,14 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
+from transformers import TrainingArguments
 
 from fsdp_advisor import estimate
 from fsdp_advisor.configs import Configuration, complete, from_paths, from_texts
+from fsdp_advisor.configs.known_keys import known_keys
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.render.check_line import check_result
 
 
 def read(name: str, text: str, **more: str) -> Configuration:
@@ -366,7 +371,7 @@ def test_misspelt_keys_and_strategies_are_named() -> None:
     found = read("fsdp.yaml", f"distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {{{keys}}}")
     assert "did you mean FULL_SHARD?" in said(found, "not_modelled")
     assert "chekpointing: True (did you mean fsdp_activation_checkpointing?)" in said(found, "not_modelled")
-    assert "fsdp_state_dict_typ" in said(found, "ignored")
+    assert said(found, "unknown") == "fsdp_state_dict_typ (did you mean fsdp_state_dict_type?)"
 
 
 def test_keys_of_a_section_are_reported_as_the_file_writes_them() -> None:
@@ -865,3 +870,29 @@ def test_a_quantized_base_of_trl_is_an_assumption() -> None:
     found = read("sft.yaml", TRAINERS + "use_peft: true\nload_in_4bit: true\n")
     assert "adapters on the quantized base in bf16" in said(found, "assumed")
     assert "quantized base" not in said(found, "not_modelled")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "unknown"),
+    [
+        ("fsdp.yaml", FSDP2 + "fsdp_ofload_params: false\ntpu_env: []\n", "fsdp_ofload_params (did you mean fsdp_offload_params?)"),
+        ("train.yaml", TRAINERS + "lora_enable: true\nlogging_steps: 5\n", "lora_enable"),
+        ("axolotl.yaml", dedent(AXOLOTL) + "wandb_projct: x\n", "wandb_projct (did you mean wandb_project?)"),
+    ],
+)  # fmt: skip
+def test_unknown_keys_are_not_among_those_without_effect(name: str, text: str, unknown: str) -> None:
+    found = read(name, text)
+    assert said(found, "unknown") == unknown
+    assert unknown.split(" ")[0] not in said(found, "ignored").split()
+
+
+def test_a_check_names_unknown_keys(tmp_path: Path) -> None:
+    file = tmp_path / "train.yaml"
+    file.write_text(TRAINERS + "lora_enable: true\n")
+    found = check_result(estimate(model="gpt2", gpu="H100-80GB", strategy="ddp", config_file=file))
+    assert "unknown keys: lora_enable" in found["line"] and found["unknown"] == ["lora_enable"]
+
+
+def test_known_keys_are_those_of_the_libraries() -> None:
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= known_keys("Trainer arguments")
+    assert {action.dest for action in launch_command_parser()._actions} <= known_keys("accelerate")
