@@ -16,7 +16,7 @@ from fsdp_advisor.export.adapters import lora, lora_limit
 from fsdp_advisor.export.batches import axolotl_keys as batch_keys
 from fsdp_advisor.export.batches import axolotl_limit
 from fsdp_advisor.export.checkpointing import checkpointing_limit
-from fsdp_advisor.export.constants import AXOLOTL_FILE, LEARNING_RATE, NVME_NOTE, WRAP_POLICY
+from fsdp_advisor.export.constants import AXOLOTL_FILE, NVME_NOTE, WRAP_POLICY
 from fsdp_advisor.export.evaluation import evaluation_limit
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
@@ -89,7 +89,7 @@ def _config(job: Job) -> dict[str, Any]:
         "micro_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "num_epochs": 1,
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": job.learning_rate,
         **_optimizer(plan),
         **PRECISION[plan.precision],
         "tf32": False,

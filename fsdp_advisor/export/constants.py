@@ -47,7 +47,6 @@ HEAD_NODE = "HEAD_NODE"
 """Placeholder for the host name of the first node."""
 ACCELERATE_PORT = 29500
 RENDEZVOUS_PORT = 29400
-LEARNING_RATE = 1e-5
 NVME_PATH = "/local_nvme"
 NVME_NOTE = f"nvme_path is {NVME_PATH}: replace it with the mount point of a local NVMe drive"
 

@@ -19,7 +19,6 @@ from fsdp_advisor.export.checkpointing import checkpointing_limit, checkpointing
 from fsdp_advisor.export.constants import (
     DEEPSPEED_FILE,
     HOST_FILE,
-    LEARNING_RATE,
     NVME_NOTE,
     NVME_PATH,
     SCRIPT,
@@ -64,7 +63,7 @@ def host_optimizer_limit(plan: Plan) -> str | None:
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
     """The configuration, and notes on what it cannot set."""
-    optimizer = _optimizer(job.plan)
+    optimizer = _optimizer(job.plan, job.learning_rate)
     section = {} if isinstance(optimizer, Refusal) else optimizer
     config = {**_batch(job), **engine(job), **section}
     notes: list[str] = []
@@ -172,7 +171,7 @@ def _place(plan: Plan) -> dict[str, Any]:
     return place
 
 
-def _optimizer(plan: Plan) -> dict[str, Any] | Refusal:
+def _optimizer(plan: Plan, learning_rate: float = 0.0) -> dict[str, Any] | Refusal:
     """The optimizer section; empty if the training loop creates the optimizer, a Refusal if DeepSpeed cannot create it.
 
     AdamW on the host is DeepSpeedCPUAdam. accelerate and the Trainer create the optimizer, except for bf16 master weights on
@@ -187,7 +186,7 @@ def _optimizer(plan: Plan) -> dict[str, Any] | Refusal:
     named = optimizer.deepspeed if plan.offload == "none" else optimizer.deepspeed_offloaded
     if isinstance(named, Refusal):
         return named
-    return {"optimizer": {"type": named.name, "params": {"lr": LEARNING_RATE, **named.options}}}
+    return {"optimizer": {"type": named.name, "params": {"lr": learning_rate, **named.options}}}
 
 
 def _usage(job: Job, file: str) -> str:

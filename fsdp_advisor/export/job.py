@@ -110,6 +110,11 @@ class Job:
         )
 
     @property
+    def learning_rate(self) -> float:
+        """A usual learning rate: of adapters, or of whole models. Source: LLaMA-Factory, examples/train_lora and examples/train_full."""
+        return 1e-4 if self.adaptation.method else 1e-5
+
+    @property
     def margin(self) -> float | None:
         """The fraction of the GPU's memory that stays free at the predicted peak; negative if the job does not fit."""
         return None if self.peak is None else 1 - self.peaks[self.peak] / self.gpu_memory_bytes

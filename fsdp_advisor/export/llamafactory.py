@@ -14,7 +14,7 @@ from fsdp_advisor.export import accelerate, deepspeed, trainer
 from fsdp_advisor.export.adapters import lora, lora_limit, weights
 from fsdp_advisor.export.batches import llamafactory_keys, llamafactory_limit
 from fsdp_advisor.export.checkpointing import checkpointing_limit
-from fsdp_advisor.export.constants import LEARNING_RATE, LLAMAFACTORY_FILE, NVME_NOTE
+from fsdp_advisor.export.constants import LLAMAFACTORY_FILE, NVME_NOTE
 from fsdp_advisor.export.evaluation import evaluation_limit
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
@@ -96,7 +96,7 @@ def _config(job: Job) -> dict[str, Any]:
         "output_dir": "./outputs",
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": job.learning_rate,
         "optim": optimizer.name,
         **({"optim_args": ",".join(f"{k}={v}" for k, v in optimizer.options.items())} if optimizer.options else {}),
         **({"optim_target_modules": optimizer.targets} if optimizer.targets else {}),

@@ -69,6 +69,7 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         reshard=plan.post_forward_ranks or plan.reshards,
         offload=plan.offload == "parameters",
         weights=weights(job),
+        learning_rate=job.learning_rate,
         model_arguments=model_arguments(job),
         compute=COMPUTE.get(plan.precision),
         scaled=plan.precision == "fp16-mixed",

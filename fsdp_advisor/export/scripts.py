@@ -70,6 +70,7 @@ def _values(job: Job, consumer: Consumer) -> dict[str, Any]:
         "auto": AUTO_CLASSES[job.task],
         "task": job.task,
         "weights": weights(job),
+        "learning_rate": job.learning_rate,
         "onto_device": plan.backend == "ddp" and not job.adaptation.quantization,
         **template_values(job),
         "predicted": job.peaks.get(job.allocated or ""),

@@ -16,7 +16,6 @@ from fsdp_advisor.export.checkpointing import checkpointing_limit, is_of_model, 
 from fsdp_advisor.export.constants import (
     ARGUMENTS_FILE,
     FSDP1_PREFETCH,
-    LEARNING_RATE,
     NVME_NOTE,
     WRAP_POLICY,
 )
@@ -87,7 +86,7 @@ def arguments(job: Job) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": job.learning_rate,
         "optim": optimizer.name,
         **trainer_arguments(job),
         **evaluation_arguments(job),

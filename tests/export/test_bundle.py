@@ -297,3 +297,12 @@ def test_host_memory_while_loading_is_that_of_the_written_script(
     assert f"while it loads the model ({way})" in texts["README.md"]
     if call is not None:
         assert call in texts["train.py"]
+
+
+@pytest.mark.parametrize("target", ["accelerate", "trainer", "trl", "axolotl", "llamafactory", "ddp"])
+def test_the_learning_rate_is_a_usual_one_of_adapters_or_of_whole_models(target: str) -> None:
+    adapters = Adaptation(peft={"peft_type": "LORA", "r": 8, "target_modules": ["c_attn"]})
+    of = job(plan("ddp", "ddp", framework=find(target).framework or "torch"))
+    for rate, changed in ((1e-4, replace(of, adaptation=adapters)), (1e-5, of)):
+        texts = " ".join(files_of(target, changed).values())
+        assert set(map(float, re.findall(r"(?:learning_rate\W+|--lr\W.*default=)([\d.e-]+)", texts))) <= {rate}
