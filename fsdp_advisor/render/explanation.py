@@ -218,6 +218,7 @@ def _time_lines(step: StepTime | None, row: RowView, unit: str) -> list[str]:
         if seconds >= _SMALL_SHARE * step.seconds
     )
     return [
-        f"Step: {format_seconds(step.seconds)} ({ends}), {row.throughput_text} {unit} per GPU, MFU {step.mfu:.0%}",
+        f"Step: {format_seconds(step.seconds)} ({ends}), {row.throughput_text} {unit} per GPU, MFU {step.mfu:.0%}"
+        " (attention and padding count in full)",
         f"Time by cause: {'; '.join(shares)}",
     ]
