@@ -437,6 +437,8 @@ def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
         return ()
     helps = "; PYTORCH_ALLOC_CONF=expandable_segments:True avoids it" if allocator.expandable_segments_help else ""
     if allocator.verdict == "fits_with_retries":
+        if not allocator.retries_per_step:
+            return (f"the allocator frees its cache and allocates again in some steps, which takes time{helps}",)
         times = "once" if allocator.retries_per_step == 1 else f"{allocator.retries_per_step} times"
         return (
             f"the allocator frees its cache and allocates again {times} per step; the step time includes this{helps}",

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from refusing import MIXTRAL, refusing_autocast
 
-from fsdp_advisor import estimate
+from fsdp_advisor import estimate, rows
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.memory.allocator import AllocatorResult
 from fsdp_advisor.render.check_line import check_result
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_gib
@@ -106,3 +107,15 @@ def test_allocator_retries_are_named_with_their_cost() -> None:
 def test_an_unknown_peak_is_named() -> None:
     report, row = one(model="7e9", gpus=64, strategy="zero3", gpu="H100")
     assert verdict_text(report, row) == "peak unknown"
+
+
+def test_retries_in_some_steps_are_not_called_zero_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = rows.allocator_result
+
+    def irregular(*args: Any, **options: Any) -> AllocatorResult:
+        return replace(simulated(*args, **options), verdict="fits_with_retries", retries_per_step=0)
+
+    monkeypatch.setattr(rows, "allocator_result", irregular)
+    _, row = one(**JOBS["gpt2"], strategy="ddp", gpu="H100")
+    [warning] = [text for text in row.warnings if "allocates again" in text]
+    assert "in some steps" in warning and "per step" not in warning
