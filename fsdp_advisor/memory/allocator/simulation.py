@@ -31,7 +31,8 @@ class AllocatorResult:
     """The result of the simulation. Bytes.
 
     `verdict` says whether the steps run within the limit: `fits`, `fits_with_retries` (every steady step frees the cache and
-    asks the driver again, or some steps do), `does_not_fit`. The peaks are those within the limit if the steps fit, else those without a limit.
+    asks the driver again, or some steps do), `does_not_fit`.
+    The peaks are those within the limit if the steps fit, else those without a limit.
     `allocated_peak_bytes` is `max_memory_allocated`, `reserved_peak_bytes` `max_memory_reserved`,
     `requested_peak_bytes` `requested_bytes.all.peak`, which only tests read. `steps_until_steady` is None if the state never repeated.
     `expandable_segments_help`: whether that setting ends the retries or makes the job fit; None if it was not tried.
