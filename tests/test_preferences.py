@@ -58,11 +58,12 @@ def test_impossible_tasks_are_refused(options: dict[str, Any], message: str, mod
 @pytest.mark.parametrize("task", ["dpo", "kto"])
 def test_fsdp_cannot_precompute_the_reference_of_adapters(task: str) -> None:
     """TRL runs the model before FSDP moves it to the GPU."""
-    options = {"task": task, "framework": "trl", "use_peft": True, "precompute_ref_log_probs": True, "gpus": 4}
+    options: dict[str, Any] = {
+        "task": task, "framework": "trl", "use_peft": True, "precompute_ref_log_probs": True, "gpus": 4,
+    }  # fmt: skip
     for strategy, backend in (("zero3", "fsdp2"), ("zero3", "fsdp1")):
-        request = make_request({"model": "gpt2", "strategy": strategy, "backend": backend, **options})
         with pytest.raises(UsageError, match="before FSDP moves it") as refusal:
-            plans(request, seq_len=512)
+            estimate(model="meta-llama/Llama-3.1-8B", gpu="H100", strategy=strategy, backend=backend, **options)
         assert "--backend ddp or deepspeed" in refusal.value.hint
     for strategy, backend in (("ddp", "ddp"), ("zero3", "deepspeed")):
         (plan,) = plans(
@@ -178,3 +179,18 @@ def test_zero3_gathers_for_the_forward_of_adapters_that_are_switched_off(model: 
     adapted, precomputed = row(model, **options), row(model, **options, precompute_ref_log_probs=True)
     assert adapted.phase_peaks["backward"] == pytest.approx(precomputed.phase_peaks["backward"], abs=ROUNDING)
     assert adapted.step.communication_seconds > precomputed.step.communication_seconds > 0
+
+
+def test_a_precomputed_reference_of_adapters_leaves_out_fsdp_only() -> None:
+    job: dict[str, Any] = {
+        "model": "meta-llama/Llama-3.1-8B", "gpus": 4, "gpu": "H100", "framework": "trl", "task": "dpo", "use_peft": True,
+        "precompute_ref_log_probs": True,
+    }  # fmt: skip
+    report = estimate(**job)
+    assert {row.backend for row in report.estimates} == {"ddp", "deepspeed"}
+    assert sum("cannot precompute the reference of adapters with FSDP" in note for note in report.notes) == 3
+    with pytest.raises(UsageError, match="cannot precompute the reference of adapters with FSDP"):
+        estimate(**job, strategy="zero3")
+    found = recommend(**job, micro_batch_size=1).recommendation
+    assert found.winner is not None and found.winner.plan.backend in ("ddp", "deepspeed")
+    assert all(other.candidate.plan.backend in ("ddp", "deepspeed") for other in found.runners_up)

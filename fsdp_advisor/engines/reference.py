@@ -19,7 +19,7 @@ from fsdp_advisor.engines.fsdp1.step import Fsdp1Step
 from fsdp_advisor.engines.fsdp2.step import Fsdp2Step
 from fsdp_advisor.engines.loading import load_methods
 from fsdp_advisor.engines.units import buffers
-from fsdp_advisor.errors import assert_never
+from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.choices import Precision
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
@@ -30,6 +30,21 @@ from fsdp_advisor.program.builder import StepBuilder, StepHooks
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 EngineStep = DdpStep | Fsdp1Step | Fsdp2Step | DeepspeedStep
+
+
+def precomputation_refusal(profile: Profile, plan: Plan) -> UsageError | None:
+    """Why TRL cannot compute the reference's log-probabilities before training. None if it can, or does not.
+
+    With adapters the reference is the trained model, which FSDP leaves on the CPU until training begins. Source: trl 1.16,
+    trainer/dpo_trainer.py and kto_trainer.py, `_precompute_ref_logps`: it fails in rehearsals of three jobs.
+    """
+    precomputes = plan.task in ("dpo", "kto") and plan.reference == "none"
+    if not (precomputes and profile.adapter_parameters and plan.backend in ("fsdp1", "fsdp2")):
+        return None
+    return UsageError(
+        "TRL 1.16 cannot precompute the reference of adapters with FSDP: it runs the model before FSDP moves it to the GPU",
+        hint="leave --precompute-ref-log-probs out, or use --backend ddp or deepspeed",
+    )
 
 
 def reference_plan(plan: Plan) -> Plan:

@@ -101,7 +101,8 @@ def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
             f"layers of the model share trained matrices, and {plan.backend} with a unit per layer is not modelled with them",
             hint="--strategy ddp, zero1 or zero2 --backend deepspeed, or another PEFT method",
         )
-    if (refused := adalora.adalora_refusal(profile, plan)) is not None:
+    refused = adalora.adalora_refusal(profile, plan) or reference.precomputation_refusal(profile, plan)
+    if refused is not None:
         return refused
     match plan.backend:
         case "fsdp1":

@@ -21,7 +21,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.projection import check_projection
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.tiled_mlp import check_tiled_mlp, tiled_mlp_refusal
-from fsdp_advisor.job.training_task import check_task, precomputation_refusal, reference_of
+from fsdp_advisor.job.training_task import check_task, reference_of
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 from fsdp_advisor.parallelism.mesh import Mesh
 
@@ -278,10 +278,8 @@ def _check_torchtitan(plan: Plan) -> None:
 def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_len: int) -> Plan:
     """The plan of a row. Raises UsageError for a combination that is refused."""
     backend = _backend_of(request, strategy, offload)
-    refused = (
-        _combination_refusal(request, strategy, backend)
-        or optimizer_refusal(request.optim, backend, offload, request.framework)
-        or precomputation_refusal(request, backend)
+    refused = _combination_refusal(request, strategy, backend) or optimizer_refusal(
+        request.optim, backend, offload, request.framework
     )
     if refused is not None:
         raise refused

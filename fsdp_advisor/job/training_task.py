@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.choices import Backend, TrainingTask
+from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.request import EstimateRequest
 
 Reference = Literal["none", "copy", "adapters-off"]
@@ -28,21 +28,6 @@ def reference_of(request: EstimateRequest) -> Reference:
     if request.task in ("sft", "reward") or request.precompute_ref_log_probs or without:
         return "none"
     return "adapters-off" if request.use_peft or request.peft_config is not None else "copy"
-
-
-def precomputation_refusal(request: EstimateRequest, backend: Backend) -> UsageError | None:
-    """Why TRL cannot compute the reference's log-probabilities before training under the backend. None if it can.
-
-    With adapters the reference is the trained model, which FSDP leaves on the CPU until training begins. Source: trl 1.16,
-    trainer/dpo_trainer.py and kto_trainer.py, `_precompute_ref_logps`: it fails in rehearsals of three jobs.
-    """
-    adapts = request.use_peft or request.peft_config is not None
-    if not (request.precompute_ref_log_probs and adapts and backend in ("fsdp1", "fsdp2")):
-        return None
-    return UsageError(
-        "TRL 1.16 cannot precompute the reference of adapters with FSDP: it runs the model before FSDP moves it to the GPU",
-        hint="leave --precompute-ref-log-probs out, or use --backend ddp or deepspeed",
-    )
 
 
 def check_task(request: EstimateRequest) -> None:
