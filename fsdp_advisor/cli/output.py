@@ -90,17 +90,16 @@ class Destination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """A directory for several files. It is created if its parent exists. `force` allows overwriting files."""
+    """A directory for several files. It is created, with its parents. `force` allows overwriting files."""
 
     path: Path
     force: bool = False
 
     def check(self) -> None:
         """Raise UsageError for a directory that cannot be made, before anything is computed."""
-        if self.path.exists() and not self.path.is_dir():
-            raise UsageError(f"cannot write into {self.path}: it is a file", hint="give the name of a directory")
-        if not self.path.parent.is_dir():
-            raise UsageError(f"cannot make {self.path}: there is no directory {self.path.parent}", hint="make it first")
+        existing = next(path for path in (self.path, *self.path.parents) if path.exists())
+        if not existing.is_dir():
+            raise UsageError(f"cannot write into {self.path}: {existing} is a file", hint="give the name of a directory")
 
     def write(self, files: Mapping[str, tuple[str, bool]]) -> None:
         """Write files by name: text, and whether it is executable. Raises UsageError, before any is written if one exists."""
@@ -108,7 +107,7 @@ class Folder:
         if existing and not self.force:
             raise UsageError(f"{self.path / existing[0]} exists", hint="--force overwrites it")
         try:
-            self.path.mkdir(exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
             for name, (text, executable) in files.items():
                 file = self.path / name
                 file.write_text(text.rstrip("\n") + "\n", encoding="utf-8", errors="backslashreplace")

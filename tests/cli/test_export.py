@@ -112,6 +112,14 @@ def test_a_missing_directory_is_refused(cli: Cli, tmp_path: Path) -> None:
     assert "there is no directory" in ran.err and len(ran.err.splitlines()) == 2
 
 
+def test_a_directory_is_made_with_its_parents(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("export", "accelerate", *ZERO3, "-o", f"{tmp_path}/a/b/")
+    assert ran.status == 0 and (tmp_path / "a" / "b" / "README.md").is_file()
+    (tmp_path / "file").touch()
+    ran = cli("export", "accelerate", *ZERO3, "-o", f"{tmp_path}/file/b/")
+    assert ran.status == 2 and f"{tmp_path / 'file'} is a file" in ran.err
+
+
 def test_a_plan_that_does_not_fit_is_exported_with_a_note(cli: Cli) -> None:
     ran = cli("export", "ddp", "--model", "meta-llama/Llama-2-7b-hf", "--gpu", "24GiB", "--strategy", "ddp", "-q")
     assert ran.status == 1
