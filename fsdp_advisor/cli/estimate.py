@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, form_of, note
+from fsdp_advisor.job.config_reading import check_nothing_missing
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.request import EstimateRequest
 
@@ -43,6 +44,7 @@ def estimate(request: EstimateRequest, options: EstimateOptions) -> int:
     destination = Destination(path=options.output, force=options.force)
     form = form_of(options.format, options.json)
     destination.check()
+    check_nothing_missing(request.configs)
 
     def asked() -> Report:
         return answer(request, explain=explain is not None)

@@ -99,7 +99,9 @@ class Folder:
         """Raise UsageError for a directory that cannot be made, before anything is computed."""
         existing = next(path for path in (self.path, *self.path.parents) if path.exists())
         if not existing.is_dir():
-            raise UsageError(f"cannot write into {self.path}: {existing} is a file", hint="give the name of a directory")
+            raise UsageError(
+                f"cannot write into {self.path}: {existing} is a file", hint="give the name of a directory"
+            )
 
     def write(self, files: Mapping[str, tuple[str, bool]]) -> None:
         """Write files by name: text, and whether it is executable. Raises UsageError, before any is written if one exists."""

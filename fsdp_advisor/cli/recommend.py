@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, form_of, note
+from fsdp_advisor.job.config_reading import check_nothing_missing
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.search_request import RecommendRequest
 
@@ -36,6 +37,7 @@ def recommend(request: RecommendRequest, options: RecommendOptions) -> int:
     drawing = Destination(path=options.plot, force=options.force)
     destination.check()
     drawing.check()
+    check_nothing_missing(request.configs)
     advice = answer(request)
     shown = () if form == "json" else advice.recommendation.warnings
     for remark in (*advice.report.notes, *advice.recommendation.notes):

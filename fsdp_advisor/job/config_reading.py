@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from fsdp_advisor.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +57,10 @@ class ConfigReading:
             ("ignored", self.ignored, ", "),
         )
         return (f"{self.file} ({self.format})", *(f"  {name}: {by.join(found)}" for name, found, by in kinds if found))
+
+
+def check_nothing_missing(readings: Iterable[ConfigReading]) -> None:
+    """Raises UsageError if a configuration names a file that was not found: the job is then not known."""
+    missing = [f"{reading.file} names {name}" for reading in readings for name in reading.missing]
+    if missing:
+        raise UsageError(f"{missing[0]}, which was not found", hint="give it with --config-file, too")

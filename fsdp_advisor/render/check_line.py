@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_advisor.comparison import best_row
-from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.config_reading import check_nothing_missing
 from fsdp_advisor.render.sizes import Sizes
 from fsdp_advisor.render.view import why_unknown
 from fsdp_advisor.report import Report
@@ -17,9 +17,7 @@ def check_result(report: Report) -> dict[str, Any]:
 
     Raises UsageError if a configuration names a file that was not found: the job is then not known.
     """
-    missing = [f"{reading.file} names {name}" for reading in report.request.configs for name in reading.missing]
-    if missing:
-        raise UsageError(f"{missing[0]}, which was not found", hint="give it with --config-file, too")
+    check_nothing_missing(report.request.configs)
     row, sizes = best_row(report), Sizes.of(report)
     plan = row.plan
     omitted = [item for reading in report.request.configs for item in reading.not_modelled]

@@ -126,6 +126,13 @@ def test_check_exits_with_2_for_errors(
     assert (ran.status, ran.out) == (2, "") and message in ran.err and len(ran.err.splitlines()) <= 2
 
 
+@pytest.mark.parametrize("command", ["estimate", "recommend", "check"])
+def test_a_file_that_a_configuration_names_is_not_assumed(command: str, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"{{base_model: {LLAMA}, deepspeed: ds.json}}")
+    ran = cli(command, "--config-file", str(tmp_path / "a.yaml"), "--gpu", "H100")
+    assert (ran.status, ran.out) == (2, "") and "names ds.json, which was not found" in ran.err
+
+
 def test_check_gives_the_same_answer_to_get_and_post(client: TestClient) -> None:
     posted = {"gpu": "16GiB", "config_file": [{"name": "axolotl.yaml", "text": TEXT}]}
     found = client.post("/api/v1/check", json=posted).json()
