@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_advisor.configs.adapters import set_lora, set_quantization
+from fsdp_advisor.configs.adapters import has_adapters, set_lora, set_quantization
 from fsdp_advisor.configs.collect import Collector, truth
 from fsdp_advisor.configs.names import set_attention
 from fsdp_advisor.configs.trainer import read_into
 from fsdp_advisor.job.images import square_of
 from fsdp_advisor.job.unknown_options import TASKS_OF_TRL
+from fsdp_advisor.model import catalog
+from fsdp_advisor.model.multimodal import vision_parts
 
 _OWN = {
     "finetuning_type",
@@ -99,13 +101,34 @@ def _images(found: Collector) -> None:
         found.assume(
             f"images of {size} pixels, the largest square of image_max_pixels; images_per_sample says how many"
         )
-    if pixels is not None or any(key in found for key in _TOWER_KEYS):
+    _towers(found, has_images=pixels is not None)
+
+
+def _towers(found: Collector, *, has_images: bool) -> None:
+    """Freeze the vision tower and the projector of a catalogued model in full fine-tuning, as LLaMA-Factory does by default.
+
+    Source: hparams/finetuning_args.py; model/adapter.py, `_setup_full_tuning`.
+    """
+    given = any(key in found for key in _TOWER_KEYS)
+    tower, projector, language = (found.flag(key) for key in _TOWER_KEYS)
+    frozen = (tower is not False, projector is not False, bool(language))
+    parts = _parts_of(found.peek("model_name_or_path")) if not has_adapters(found.options) else ()
+    if not any(frozen):
+        return
+    if frozen == (True, True, False) and parts:
+        found.options["freeze"] = parts
+        found.assume(f"{' and '.join(parts)} frozen: the vision tower and the projector, which LLaMA-Factory freezes")
+    elif given or has_images:
         found.omits(
             "LLaMA-Factory trains neither the vision tower nor the projector of a multimodal model unless freeze_vision_tower and"
             " freeze_multi_modal_projector are false: name them with freeze"
         )
-        for key in _TOWER_KEYS:
-            found.take(key)
+
+
+def _parts_of(model: Any) -> tuple[str, ...]:
+    """The vision tower and the projector of a model of the catalog; none for other models."""
+    entry = catalog.find(model) if isinstance(model, str) else None
+    return tuple(vision_parts(catalog.profile(entry))) if entry else ()
 
 
 def _adapters(found: Collector) -> None:

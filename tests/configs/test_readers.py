@@ -896,3 +896,18 @@ def test_a_check_names_unknown_keys(tmp_path: Path) -> None:
 def test_known_keys_are_those_of_the_libraries() -> None:
     assert {field.name for field in dataclasses.fields(TrainingArguments)} <= known_keys("Trainer arguments")
     assert {action.dest for action in launch_command_parser()._actions} <= known_keys("accelerate")
+
+
+@pytest.mark.parametrize(
+    ("keys", "frozen"),
+    [
+        ("finetuning_type: full\nfreeze_vision_tower: true\nfreeze_multi_modal_projector: true", ("visual",)),
+        ("finetuning_type: full", ("visual",)),
+        ("finetuning_type: full\nfreeze_vision_tower: false\nfreeze_multi_modal_projector: false", None),
+        ("finetuning_type: lora\nfreeze_vision_tower: true", None),
+    ],
+)
+def test_llamafactory_freezes_the_tower_of_a_whole_model(keys: str, frozen: tuple[str, ...] | None) -> None:
+    found = read("l.yaml", f"model_name_or_path: Qwen/Qwen2.5-VL-7B-Instruct\ncutoff_len: 64\n{keys}\n")
+    assert found.options.get("freeze") == frozen
+    assert ("name them with freeze" in said(found, "not_modelled")) == ("lora" in keys)
