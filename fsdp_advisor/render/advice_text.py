@@ -19,6 +19,7 @@ BAR_WIDTHS = (10, 60)
 FRONTIER_BAR_WIDTH = 24
 _UNITS = ("GiB", "tokens/s", "images/s", "%")
 BARE = (YES, NO, UNKNOWN)
+WHY_NOT = "why not"
 _STEP = 3
 """Characters by which each level of the tree is indented, if the screen is wide enough."""
 _LEAST_REASON = 24
@@ -150,7 +151,13 @@ def _found(found: FindView, view: AdviceView, screen: Screen) -> str:
 def _table(
     rows: Sequence[CandidateView], view: AdviceView, screen: Screen, *, what: str = "", reasons: bool = False
 ) -> str:
-    return draw(fitting(columns(rows, view, what=what, reasons=reasons), screen.width), screen)
+    """A table of configurations. Reasons for which there is no room follow as sentences."""
+    shown = fitting(columns(rows, view, what=what, reasons=reasons), screen.width)
+    table = draw(shown, screen)
+    if not reasons or any(column.header == WHY_NOT for column in shown):
+        return table
+    sentences = (wrap(f"{row.strategy} ({row.plan.backend}): {row.why_not}", screen, indent="  ") for row in rows)
+    return "\n".join((table, *sentences))
 
 
 def columns(rows: Sequence[CandidateView], view: AdviceView, *, what: str = "", reasons: bool = False) -> list[Column]:
@@ -179,7 +186,7 @@ def columns(rows: Sequence[CandidateView], view: AdviceView, *, what: str = "", 
     if what and any(row.fits is False for row in rows):
         found.append(Column("", [_fits(row) for row in rows]))
     if reasons:
-        found.append(Column("why not", [row.why_not for row in rows], rank=3, least=_LEAST_REASON))
+        found.append(Column(WHY_NOT, [row.why_not for row in rows], rank=3, least=_LEAST_REASON))
     return found
 
 

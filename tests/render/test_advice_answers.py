@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from fsdp_advisor import recommend
+from fsdp_advisor.render.advice_text import advice_text
 from fsdp_advisor.render.advice_view import advice_view
 from fsdp_advisor.render.answers import as_markdown, as_text
 from fsdp_advisor.render.terminal import Column, Screen, draw, fitting
@@ -16,6 +17,18 @@ from fsdp_advisor.render.terminal import Column, Screen, draw, fitting
 def test_a_recommendation_says_what_its_figures_lack(shown: Callable[..., str]) -> None:
     advice = recommend(model="openai-community/gpt2", gpus=2, gpu="24GiB", framework="trainer", seq_len=512)
     assert "Not modelled: tensors that a data collator adds" in " ".join(shown(advice).split())
+
+
+@pytest.mark.parametrize("columns", [50, 120])
+def test_a_narrow_screen_has_the_reasons_too(columns: int) -> None:
+    advice = recommend(model="openai-community/gpt2", gpus=2, gpu="H100")
+    shown = advice_text(advice_view(advice), Screen(width=columns))
+    reasons = [other.why_not for other in advice.recommendation.runners_up]
+    assert any("compared without autocast" in reason for reason in reasons)
+    table = shown.partition("Runners-up")[2].partition("\n\n")[0]
+    assert max(map(len, table.splitlines())) <= columns
+    if columns == 50:
+        assert all(reason in " ".join(shown.split()) for reason in reasons)
 
 
 def test_reasons_are_wrapped_before_a_column_is_left_out() -> None:
