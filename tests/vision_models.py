@@ -130,7 +130,7 @@ MODELS: dict[str, tuple[dict[str, Any], Images]] = {
 
 def config_of(model_type: str) -> dict[str, Any]:
     """The configuration, as in config.json."""
-    return {"model_type": model_type, "architectures": ["ForConditionalGeneration"], **MODELS[model_type][0]}
+    return {"model_type": model_type, **MODELS[model_type][0]}
 
 
 def options_of(model_type: str) -> dict[str, Any]:
