@@ -13,7 +13,6 @@ from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.choices import Backend, Strategy
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.device import device_overhead
-from fsdp_advisor.memory.host import HostMemory
 from fsdp_advisor.memory.live import StepPeak
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.parallelism.mesh import Mesh
@@ -79,7 +78,7 @@ def peaks(
         plan,
         gpu,
         states=States(parameters=Storages.of(GIB)),
-        host=HostMemory(),
+        host=0,
         overhead=device_overhead(gpu, plan),
         tensors=StepPeak(
             peak=GIB,
@@ -117,9 +116,7 @@ def test_unknown_step_peaks_stay_unknown() -> None:
     profile, gpu = resolve(LLAMA).profile, find_gpu("H100")
     assert profile is not None
     plan = Plan(strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=8), seq_len=1)
-    job = job_peaks(
-        profile, plan, gpu, states=States(), host=HostMemory(), overhead=device_overhead(gpu, plan), tensors=None
-    )
+    job = job_peaks(profile, plan, gpu, states=States(), host=0, overhead=device_overhead(gpu, plan), tensors=None)
     assert job.phases["first_step"].gpu_bytes is None
     assert job.phases["steady_step"].gpu_bytes is None
     assert job.fails is None
