@@ -52,10 +52,10 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
             f"{FRAMEWORK_NAMES[request.framework]}'s launcher sets PYTORCH_ALLOC_CONF={request.allocator_conf}; for a run without it"
             " set allocator_conf to expandable_segments:False"
         )
-    if FRAMEWORKS[request.framework].captures_graphs and not request.disable_cuda_graphs:
+    if FRAMEWORKS[request.framework].captures_graphs and not request.cuda_graphs:
         notes.append(
-            f"{FRAMEWORK_NAMES[request.framework]} captures forward and backward as a CUDA graph (not with offload), which keeps its memory"
-            " and the gradients from step to step; disable_cuda_graphs is for a run without it"
+            f"no CUDA graph is assumed, as with --training.disable_cuda_graphs; {FRAMEWORK_NAMES[request.framework]} 0.3 captures forward"
+            " and backward as one by default, and gradients then stay from step to step: cuda_graphs"
         )
     if "bnb_4bit_quant_storage" in request.assumed:
         notes.append(

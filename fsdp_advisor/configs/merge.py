@@ -107,7 +107,7 @@ def _resolve_torchtitan(options: dict[str, Any], parts: Sequence[Collector]) -> 
     if options.get("framework") != "torchtitan" or (what := unmodelled(options)) is None:
         return
     options["framework"] = "torch"
-    options.pop("disable_cuda_graphs", None)
+    options.pop("cuda_graphs", None)
     options.setdefault("allocator_conf", FRAMEWORKS["torchtitan"].allocator_conf)
     part = next(part for part in parts if part.options.get("framework") == "torchtitan")
     part.assume(f"PyTorch's own loop and transformers' model, because torchtitan's {what} is modelled only there")
@@ -233,7 +233,7 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
         options |= {"strategy": "ddp", "backend": "ddp"} if "strategy" in options else {}
     if given.get("backend", options.get("backend", "auto")) not in ("auto", *_backends(options)):
         options.pop("framework")
-        options.pop("disable_cuda_graphs", None)
+        options.pop("cuda_graphs", None)
         if _drops_compile(options):
             readings = _noted(readings, not_modelled=[UNCOMPILED])
     if _uses_llamafactory_cli(readings, {**options, **given}):

@@ -49,10 +49,9 @@ def is_option(name: str) -> bool:
 
 
 def read(file: str, keys: Mapping[str, Any]) -> Collector:
-    """The settings of a TOML file for torchtitan 0.2. Its loss uses whole logits, and it captures no CUDA graphs."""
+    """The settings of a TOML file for torchtitan 0.2. Its loss uses whole logits."""
     found = _sections(file, keys, selective_option="2")
     found.options["loss"] = "full"
-    found.options["disable_cuda_graphs"] = True
     if "activation_checkpoint" not in keys:
         found.default(
             "activation_checkpointing", "every-2", "every second layer is checkpointed, torchtitan 0.2's default"
@@ -64,6 +63,7 @@ def read_function(file: str, keys: Mapping[str, Any]) -> Collector:
     """The settings of a configuration function for torchtitan 0.3. `keys` are the literal arguments of `Trainer.Config`."""
     found = _sections(file, keys)
     _loss(found)
+    _captures_graph(found)
     if "activation_checkpoint" not in keys:
         found.default("activation_checkpointing", "selective", "selective checkpointing, torchtitan's default")
     return _completed(found)
@@ -76,6 +76,7 @@ def read_command(file: str, environment: Mapping[str, str], arguments: Mapping[s
     function = found.take("config") or environment.get("CONFIG")
     if module and function:
         found.references.append(f"torchtitan/models/{module}/config_registry.py:{function}")
+        _captures_graph(found)
         size = _FUNCTION.match(function)
         if size is not None and (model := _hub_model(size[1], size[2].replace("_", ".").upper())) is not None:
             found.default("model", model, f"the model is {model}, by the name of the configuration")
@@ -83,6 +84,11 @@ def read_command(file: str, environment: Mapping[str, str], arguments: Mapping[s
         found.references.append(environment["CONFIG_FILE"])
     found.default("strategy", "zero3")
     return found
+
+
+def _captures_graph(found: Collector) -> None:
+    """Assume that forward and backward are captured as a CUDA graph, as torchtitan 0.3 does unless a setting says otherwise."""
+    found.default("cuda_graphs", True, "a CUDA graph of forward and backward, which torchtitan 0.3 captures")
 
 
 def _sections(file: str, keys: Mapping[str, Any], selective_option: str = "op") -> Collector:
@@ -156,7 +162,7 @@ def _training(found: Collector) -> None:
     if found.flag("training.enable_cpu_offload"):
         options["offload"] = "parameters"
     if found.flag("training.disable_cuda_graphs"):
-        options["disable_cuda_graphs"] = True
+        options["cuda_graphs"] = False
 
 
 def _loss(found: Collector) -> None:

@@ -349,7 +349,7 @@ _OF_THE_REQUEST = (
     "forward_prefetch", "reshard_after_forward",
     "save_only_model", "dtype", "ignored_labels", "packing", "padding_free", "padding_fraction", "task", "activation_offload",
     "use_liger_kernel", "experts_implementation", "expert_imbalance", "compile", "memory_budget",
-    "disable_cuda_graphs", "fp8", "tiled_mlp",
+    "cuda_graphs", "fp8", "tiled_mlp",
 )  # fmt: skip
 """The fields of a plan that have the same name and value in its request."""
 

@@ -34,11 +34,11 @@ def compiled_text(job: EstimateRequest | Plan) -> str:
 
 
 def check_graphs(request: EstimateRequest) -> None:
-    """Raises UsageError if CUDA graphs are switched off for a framework that captures none."""
-    if request.disable_cuda_graphs and not FRAMEWORKS[request.framework].captures_graphs:
+    """Raises UsageError if CUDA graphs are asked of a framework that captures none."""
+    if request.cuda_graphs and not FRAMEWORKS[request.framework].captures_graphs:
         raise UsageError(
-            f"framework {request.framework} captures no CUDA graphs",
-            hint="leave --disable-cuda-graphs out, or use --framework torchtitan",
+            f"framework {request.framework} captures no CUDA graph of a step",
+            hint="leave --cuda-graphs out, or use --framework torchtitan",
         )
 
 

@@ -68,8 +68,8 @@ class FrameworkFacts:
     - `own_models`: it trains its own model classes, not transformers'.
     - `allocator_conf`: the PYTORCH_ALLOC_CONF that its launcher sets. Source: torchtitan 0.3.0, run_train.sh; axolotl 0.19.0,
       utils/__init__.py, `set_pytorch_cuda_alloc_conf`, which cli/main.py calls.
-    - `captures_graphs`: forward and backward are captured as a CUDA graph unless that is switched off, and gradients then stay from step to
-      step. Source: torchtitan 0.3.0, trainer.py, `zero_grad(set_to_none=...)`; distributed/cudagraph.py.
+    - `captures_graphs`: forward and backward can be captured as a CUDA graph, and gradients then stay from step to step. Source:
+      torchtitan 0.3.0, trainer.py, `zero_grad(set_to_none=...)`; distributed/cudagraph.py.
     - `names_sequences`: a padding-free batch also contains the boundaries of its sequences. Source: trl 1.16, sft_trainer.py,
       `DataCollatorForLanguageModeling`.
     """

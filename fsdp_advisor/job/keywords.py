@@ -76,7 +76,7 @@ class _Options(TypedDict, total=False):
     use_liger_kernel: bool
     compile: Compile
     memory_budget: float
-    disable_cuda_graphs: bool
+    cuda_graphs: bool
     fp8: Fp8
     tiled_mlp: str
     experts_implementation: ExpertsImplementation

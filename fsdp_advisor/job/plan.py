@@ -85,7 +85,7 @@ class Plan:
     compile: Compile = "none"
     memory_budget: float = 1.0
     """The fraction of the activations of compiled layers that the compiler may keep for backward."""
-    disable_cuda_graphs: bool = False
+    cuda_graphs: bool = False
     fp8: Fp8 = "none"
     tiled_mlp: str = "none"
     """The shards of a sequence in which feed-forward networks run: a number, auto or none."""
@@ -279,7 +279,7 @@ class Plan:
         """Whether forward and backward are captured as a CUDA graph. Gradients then stay from step to step. Offload waits for the host,
         which cannot be captured.
         """
-        return self.facts.captures_graphs and not self.disable_cuda_graphs and self.offload == "none"
+        return self.cuda_graphs and self.offload == "none"
 
     @property
     def uses_accelerate(self) -> bool:

@@ -71,7 +71,7 @@ class EstimateRequest:
     use_liger_kernel: step.UseLigerKernel = False
     compile: step.CompileOption = "none"
     memory_budget: step.MemoryBudget = 1.0
-    disable_cuda_graphs: step.DisableCudaGraphs = False
+    cuda_graphs: step.CudaGraphs = False
     fp8: step.Fp8Option = "none"
     tiled_mlp: step.TiledMlp = "none"
     experts_implementation: step.ExpertsImplementationOption = "grouped_mm"

@@ -156,11 +156,11 @@ MemoryBudget = Annotated[
         le=1,
     ),
 ]
-DisableCudaGraphs = Annotated[
+CudaGraphs = Annotated[
     bool,
     Rule(
-        about="torchtitan captures no CUDA graph of forward and backward (--training.disable_cuda_graphs), and gradients are freed "
-        "after each step",
+        about="torchtitan captures forward and backward as a CUDA graph, as 0.3 does unless --training.disable_cuda_graphs is given; "
+        "gradients then stay from step to step",
         group=GROUP,
     ),
 ]

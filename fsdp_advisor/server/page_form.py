@@ -28,7 +28,7 @@ _HELP = {
     "reshard_after_forward": "Whether FSDP frees gathered parameters after forward; a number shards them over these ranks (FSDP2)",
     "compile": "What torch.compile compiles",
     "memory_budget": "The part of compiled layers' activations that is kept for backward, 0 to 1",
-    "disable_cuda_graphs": "Whether torchtitan captures no CUDA graph, so that gradients are freed after each step",
+    "cuda_graphs": "Whether torchtitan captures forward and backward as a CUDA graph; gradients then stay from step to step",
     "tiled_mlp": "Shards of the sequence in which feed-forward networks run: auto, none or a number",
     "fp8": "torchao's recipe for products of linear layers in fp8",
     "use_liger_kernel": "Liger's kernels for norms, positions and feed-forward networks",

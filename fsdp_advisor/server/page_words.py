@@ -54,7 +54,7 @@ _LABELS = {
     "activation_offload": "Activations on the host",
     "compile": "torch.compile",
     "memory_budget": "Memory budget of the compiler",
-    "disable_cuda_graphs": "No CUDA graphs",
+    "cuda_graphs": "CUDA graphs",
     "fp8": "Products in fp8",
     "tiled_mlp": "MLP in shards",
     "use_liger_kernel": "Liger's kernels",

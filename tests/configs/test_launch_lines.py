@@ -268,7 +268,7 @@ def test_the_configuration_function_that_a_command_of_torchtitan_names_is_read(t
         "seq_len": 8192,
         "activation_checkpointing": "full",
         "micro_batch_size": 1,
-        "disable_cuda_graphs": True,
+        "cuda_graphs": False,
     }
     assert options.items() >= expected.items()
 

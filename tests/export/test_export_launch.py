@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,8 @@ def test_torchtitans_line_has_its_options_and_reads_back_as_the_plan() -> None:
     line = torchtitan_line(of)
     sections = {"training": configs.TrainingConfig, "parallelism": configs.ParallelismConfig}
     words = [word[2:].split(".") for word in line.split() if word.startswith("--") and "." in word]
-    assert len(words) == 6 and all(hasattr(sections[section](), name) for section, name in words)
+    assert len(words) == 7 and all(hasattr(sections[section](), name) for section, name in words)
+    assert "disable_cuda_graphs" in line and "disable_cuda_graphs" not in torchtitan_line(replace(of, cuda_graphs=True))
     assert "--training.global_batch_size 48" in line
     found = from_texts({"titan.sh": line}).options
     assert (found["strategy"], found["gpus"], found["micro_batch_size"], found["seq_len"]) == ("zero2", 8, 2, 2048)

@@ -429,7 +429,6 @@ def _torchao(row: Measurement) -> Mapped | Unmapped:
             "micro_batch_size": row.job["batch_size"],
             "seq_len": row.job["seq_len"],
             "allocator_conf": f"expandable_segments:{gpu != 'MI300X'}",
-            "disable_cuda_graphs": True,
         },
         compares_speed=gpu == "H100",
         why_not_speed="the boards' power was limited" if gpu == "B200" else "CDNA 3's rates are chosen on this run",

@@ -96,6 +96,6 @@ def test_torchtitans_step_needs_what_is_predicted(name: str, peaks: dict[str, in
     row = row_of(
         tmp_path, CONFIGS[model], framework="torchtitan", gpus=2, strategy="zero3", precision=precision, micro_batch_size=batch,
         seq_len=length, activation_checkpointing=checkpointing, compile="layer" if compiles else "none", fp8=fp8,
-        disable_cuda_graphs=not captures,
+        cuda_graphs=captures,
     )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-3)
