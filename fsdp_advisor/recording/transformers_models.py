@@ -276,7 +276,7 @@ def _inputs(config: type, task: str) -> frozenset[str]:
 
 def _check_class(name: str, config: Any, values: Mapping[str, Any]) -> None:
     """Raise UnreadableConfig if `architectures` names a class that transformers lacks and the configuration is not for transformers' model
-    of the same type: if their names begin differently (Grok-2's file has model_type git), or if values of the language model are not in
+    of the same type: if its name has nothing of the type (Grok-2's file has model_type git), or if values of the language model are not in
     text_config, where transformers reads them (files of LLaVA's own repository).
     """
     begin = re.sub(r"[^a-z]", "", config.model_type.lower())[:3]
@@ -285,7 +285,7 @@ def _check_class(name: str, config: Any, values: Mapping[str, Any]) -> None:
         if hasattr(transformers, named):
             continue
         lacking = f"{name}: architectures names {named}, which transformers {transformers.__version__} lacks"
-        if not named.lower().startswith(begin):
+        if begin not in named.lower():
             raise UnreadableConfig(
                 f"{lacking}; its {config.model_type} is another model",
                 hint=f"correct model_type; if the layers are those of transformers' {config.model_type}, remove architectures",

@@ -64,7 +64,7 @@ def test_images_need_what_is_predicted(name: str, peaks: dict[str, int], tmp_pat
     config, precision, (number, height, width, _), batch, length = CASES[name]
     size = {"image_size": f"{width}x{height}"} if height else {}
     row = row_of(
-        tmp_path, {**config, "architectures": ["ForConditionalGeneration"]}, gpus=1, precision=precision, micro_batch_size=batch,
+        tmp_path, config, gpus=1, precision=precision, micro_batch_size=batch,
         seq_len=length, images_per_sample=number, **size,
     )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-3)
