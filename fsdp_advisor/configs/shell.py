@@ -12,6 +12,7 @@ from fsdp_advisor.configs.launchers import Launch, inner_script, launch_of, name
 from fsdp_advisor.configs.ranks import set_ranks
 from fsdp_advisor.configs.shell_words import assignment, commands, words
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.memory.allocator.conf import conf_in
 
 _SCRIPT = re.compile(r"\btrl[./]scripts[./](\w+?)(?:\.py)?$")
 """A script of TRL, which is named after its task."""
@@ -48,7 +49,7 @@ def read(file: str, text: str) -> list[Collector]:
         raise UsageError(
             f"{file}: no command that launches a training", hint="torchrun, accelerate launch, deepspeed, trl, ..."
         )
-    conf = variables.get("PYTORCH_ALLOC_CONF") or variables.get("PYTORCH_CUDA_ALLOC_CONF")
+    conf = conf_in(variables)
     if conf:
         found = Collector(file, "environment", {"PYTORCH_ALLOC_CONF": conf})
         found.options["allocator_conf"] = found.take("PYTORCH_ALLOC_CONF")

@@ -15,6 +15,7 @@ from fsdp_advisor.job.choices import Framework, TrainingTask
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.projection import DEFAULT
 from fsdp_advisor.job.training_task import sequences_per_example
+from fsdp_advisor.memory.allocator.conf import conf_in
 from fsdp_advisor.model.liger import LIGER_KERNELS
 from fsdp_advisor.rehearsal.report import PEAKS, Prediction, RankResult
 
@@ -99,8 +100,7 @@ def _allocator(framework: Framework) -> dict[str, str]:
     """The allocator's settings, if the framework's launcher would set them: a rehearsed command runs in the user's own environment."""
     if FRAMEWORKS[framework].allocator_conf is None:
         return {}
-    found = (os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    return {"allocator-conf": next(filter(None, found), "expandable_segments:False")}
+    return {"allocator-conf": conf_in(os.environ) or "expandable_segments:False"}
 
 
 def _parts_not_compiled(framework: Framework) -> tuple[str, ...]:

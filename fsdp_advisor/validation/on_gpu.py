@@ -12,6 +12,7 @@ from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, OutOfMemory, Segment, step_operations
+from fsdp_advisor.memory.allocator.conf import conf_in
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import cublas_workspace_bytes
 from fsdp_advisor.memory.live import TimelinePoint
@@ -27,9 +28,6 @@ from fsdp_advisor.validation.choices import Mode
 WARM_UP_STEPS = 2
 """Steps before the counted ones: the optimizer makes its states, cuBLAS its workspaces, and DDP rebuilds its buckets."""
 COUNTED_STEPS: dict[Mode, int] = {"stand-in": 2, "measure": 3}
-
-CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The variables with the allocator's configuration, in PyTorch's order. Source: c10/core/AllocatorConfig.h (torch 2.13)."""
 
 PhasePeaks = dict[str, dict[str, int]]
 
@@ -65,7 +63,7 @@ class GpuPrediction:
 
 def effective_conf(request: EstimateRequest) -> str | None:
     """The allocator's configuration during a run of the request: the request's, or else the environment's."""
-    return request.allocator_conf or next((os.environ[name] for name in CONF_VARIABLES if os.environ.get(name)), None)
+    return request.allocator_conf or conf_in(os.environ)
 
 
 def gpu_run_of(model: Resolved, plan: Plan, gpu: Gpu, mode: Mode, conf: AllocatorConf) -> GpuRun:

@@ -15,11 +15,11 @@ from fsdp_advisor.errors import UsageError  # after the check for torch
 from fsdp_advisor.estimator import estimate
 from fsdp_advisor.hardware import Gpu, find_gpu
 from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.memory.allocator.conf import CONF_VARIABLES
 from fsdp_advisor.model import cache
 from fsdp_advisor.program.accounts import PHASES
 from fsdp_advisor.validation import gpu_memory, machine, stand_in, worker
 from fsdp_advisor.validation.case import Case
-from fsdp_advisor.validation.on_gpu import CONF_VARIABLES
 from fsdp_advisor.validation.predict import Prediction, predict
 from fsdp_advisor.validation.run_result import RunResult
 from fsdp_advisor.validation.snapshots import compare_snapshot

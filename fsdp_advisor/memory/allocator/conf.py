@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_advisor.errors import UsageError
 
+CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The environment variables with the settings, in PyTorch's order. Source: c10/core/AllocatorConfig.h (torch 2.13)."""
 MIB = 2**20
 SMALL_SIZE = MIB
 """The largest allocation of the small pool. Source: c10/core/AllocatorConfig.h, kSmallSize."""
@@ -182,6 +185,11 @@ def _divisions(value: str | None) -> tuple[int, ...]:
             result[:index] = [count] * index
         result[index], last = count, index
     return tuple(result)
+
+
+def conf_in(variables: Mapping[str, str]) -> str | None:
+    """The settings in these environment variables; None if there are none."""
+    return next((variables[name] for name in CONF_VARIABLES if variables.get(name)), None)
 
 
 def _power_of_two(value: str, hint: str) -> int:

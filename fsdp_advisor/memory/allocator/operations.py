@@ -98,9 +98,6 @@ def with_evaluation(
     shift = operation(MALLOC, len(steps.requests))
     ends = next((at for at, phase, _ in forward.visits if phase == "optimizer"), len(forward.following))
 
-    def run(operations: Sequence[int]) -> list[int]:
-        return [op if kind_of(op) == WAIT else op + shift for op in operations if _concerns(op, own)]
-
     between: list[int] = []
     alive: list[int] = []
 
@@ -116,10 +113,10 @@ def with_evaluation(
 
     for n_bytes in before:
         change(n_bytes)
-    between += run(forward.following[:ends])
+    between += _shifted(forward.following[:ends], own, shift)
     for n_bytes in after:
         change(n_bytes)
-    between += [*run(forward.following[ends:]), *(operation(FREE, number) for number in alive)]
+    between += [*_shifted(forward.following[ends:], own, shift), *(operation(FREE, number) for number in alive)]
     return replace(steps, requests=tuple(requests), between=tuple(between))
 
 
@@ -137,7 +134,7 @@ def with_graph(steps: StepOperations) -> StepOperations:
     return replace(
         steps,
         requests=(*requests, *(request + GRAPH for request in steps.requests)),
-        captured=tuple(op if kind_of(op) == WAIT else op + shift for op in body if _concerns(op, own)),
+        captured=tuple(_shifted(body, own, shift)),
         following=tuple(op for op in rest if kind_of(op) == WAIT or storage_of(op) not in own),
     )
 
@@ -147,9 +144,13 @@ def _allocated(operations: Sequence[int]) -> set[int]:
     return {storage_of(op) for op in operations if kind_of(op) == MALLOC}
 
 
-def _concerns(operation: int, storages: set[int]) -> bool:
-    """Whether an operation is a wait, or concerns one of the storages."""
-    return kind_of(operation) == WAIT or storage_of(operation) in storages
+def _shifted(operations: Sequence[int], storages: set[int], shift: int) -> list[int]:
+    """The waits, and the operations on these storages, whose numbers are shifted."""
+    return [
+        op if kind_of(op) == WAIT else op + shift
+        for op in operations
+        if kind_of(op) == WAIT or storage_of(op) in storages
+    ]
 
 
 class _Reader:
