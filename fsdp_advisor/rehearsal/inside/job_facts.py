@@ -172,7 +172,7 @@ def model_of(module: Any) -> dict[str, Any] | None:
         config: Any = vars(each).get("config")
         if hasattr(config, "to_diff_dict") and config.model_type:
             return {
-                "class": type(each).__name__,
+                "class": _class_of(each),
                 "config": config.to_dict(),
                 "attention": getattr(config, "_attn_implementation", None),
                 "experts": _experts_of(each, config),
@@ -185,6 +185,11 @@ def model_of(module: Any) -> dict[str, Any] | None:
                 "peft": next((adapter for m in _unwrapped(module) if (adapter := _adapter_of(m))), None),
             }
     return None
+
+
+def _class_of(model: Any) -> str:
+    """The name of the model's class. FSDP2 replaces it by one of its own, such as FSDPLlamaForCausalLM, that derives from it."""
+    return next(kind.__name__ for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
 
 
 def checkpointing_of(model: Any) -> str:
