@@ -73,6 +73,10 @@ def test_peaks_of_plain_training_do_not_depend_on_the_values(run: Run, models: d
     assert models["plain"][2] == 1.5 and models["plain"][3] > 0
 
 
+def test_exit_waits_for_the_backward_threads(run: Run):
+    assert run("late_backward_thread.py", PYTHONUNBUFFERED="1") == {"dropped": True}
+
+
 @in_turn(1, of=2)
 def test_experts_get_equal_numbers_of_tokens(models: dict[str, Any]):
     """The loop over experts reads which experts have tokens, of 8 and one that is absent, and then the tokens of each."""

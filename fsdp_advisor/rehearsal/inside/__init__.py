@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_advisor.rehearsal.inside import launchers, meter, ranks
+from fsdp_advisor.rehearsal.inside.backward_threads import finish_before_exit
 from fsdp_advisor.rehearsal.inside.data import use_random_data
 from fsdp_advisor.rehearsal.inside.flash_attention import provide_flash_attention
 from fsdp_advisor.rehearsal.inside.import_hooks import after_import
@@ -15,6 +16,7 @@ def start() -> None:
     """Register the hooks that run when the script imports certain libraries. Called once, before the script."""
     after_import("torch", answer_values)
     after_import("torch", meter.install)
+    after_import("torch.autograd.graph", finish_before_exit)
     use_empty_weights()
     use_random_data()
     provide_flash_attention()
