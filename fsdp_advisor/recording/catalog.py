@@ -30,7 +30,8 @@ from fsdp_advisor.model.gpu_tape_key import gpu_tape_keys
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import RECORDING, dump, load
 from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
-from fsdp_advisor.recording.recorder import Recorder, versions
+from fsdp_advisor.recording.inventory import versions
+from fsdp_advisor.recording.recorder import Recorder
 from fsdp_advisor.recording.transformers_models import TransformersSource
 
 ARCHITECTURES = PATH.with_name("architectures.yaml")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, get_args
 
@@ -22,10 +22,9 @@ from fsdp_advisor.errors import AdvisorError, NotPolynomial, NotRecordable
 from fsdp_advisor.job.adaptation import CONFIG_KEY
 from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
 from fsdp_advisor.job.images import Images
-from fsdp_advisor.model.profile import Buffer, Parameter, ParameterRole, Profile, Stack, Unit
+from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ScoringPhase, Tape
 from fsdp_advisor.model.tape_key import TapeKey
-from fsdp_advisor.recording import kinds
 from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
@@ -35,14 +34,15 @@ from fsdp_advisor.recording.fake import fake_tensors, materialise, steady
 from fsdp_advisor.recording.fp8 import autocast_of_cpu, convert_linears
 from fsdp_advisor.recording.host import RecordedOnHost, save_inputs_on_host
 from fsdp_advisor.recording.images import with_images, with_rows_of_images
+from fsdp_advisor.recording.inventory import inventory_of, kinds_of_layers
+from fsdp_advisor.recording.kinds import representatives
 from fsdp_advisor.recording.liger_kernels import check_kernels, with_liger_kernels
 from fsdp_advisor.recording.linear_attention import CHUNK
 from fsdp_advisor.recording.losses.source import with_loss
 from fsdp_advisor.recording.on_gpu import as_on_gpu
 from fsdp_advisor.recording.package_kernels import with_kernels
-from fsdp_advisor.recording.packed import packed_weights
 from fsdp_advisor.recording.preferences import PreferenceSource
-from fsdp_advisor.recording.quantized import is_packed, packed_shape, state_tensors
+from fsdp_advisor.recording.quantized import is_packed
 from fsdp_advisor.recording.raw_steps import (
     Fitted,
     RawStep,
@@ -56,9 +56,8 @@ from fsdp_advisor.recording.raw_steps import (
 from fsdp_advisor.recording.remembered import Operators
 from fsdp_advisor.recording.replaced_buffers import replaced_buffers
 from fsdp_advisor.recording.rewards import RewardSource
-from fsdp_advisor.recording.roles import parameter_roles
 from fsdp_advisor.recording.selective_scan import CHUNK as SCAN_CHUNK
-from fsdp_advisor.recording.source import LayerStack, Source
+from fsdp_advisor.recording.source import Source
 from fsdp_advisor.recording.state_space import USUAL_CHUNKS
 from fsdp_advisor.recording.step import Step
 from fsdp_advisor.recording.tiled_mlp import tile_mlps
@@ -78,30 +77,18 @@ class Recorder:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._models: dict[torch.dtype, nn.Module] = {}
-        self._kept: dict[str, list[int]] = {}
         self._made: list[tuple[object, Fitted]] = []
         self._operators = Operators()
         self._chunks = tuple(dict.fromkeys([*chunk_sizes(source.config()), CHUNK, *USUAL_CHUNKS, SCAN_CHUNK]))
         self._warm = False
-        full = self._build(source.inventory_dtype)
-        stacks = source.stacks(full)
-        layers = [layer for stack in stacks for layer in stack.layers]
-        self._replaced = replaced_buffers(full, layers)
-        self._kinds = {}
-        has_backward = kinds.has_backward(full, layers)
-        for stack in stacks:
-            shared = kinds.shared_tensors(stack.layers)
-            signatures = [
-                (kinds.signature(layer), has_backward[layer], tensors, kinds.position_of_reused_keys(layer, position))
-                for position, (layer, tensors) in enumerate(zip(stack.layers, shared, strict=True))
-            ]
-            numbers = {s: i for i, s in enumerate(dict.fromkeys(signatures))}
-            self._kinds[stack.path] = [numbers[s] for s in signatures]
-            self._kept[stack.path] = kinds.representatives(self._kinds[stack.path])
-        self.profile = self._inventory(full, stacks)
-        source.keep_layers(full, self._kept)
-        self._models[source.inventory_dtype] = full
+        model = source.build(source.inventory_dtype)
+        stacks = source.stacks(model)
+        self._replaced = replaced_buffers(model, [layer for stack in stacks for layer in stack.layers])
+        kinds = kinds_of_layers(model, stacks)
+        self._kept = {path: representatives(of_stack) for path, of_stack in kinds.items()}
+        self.profile = inventory_of(model, source, stacks, kinds, self._kept, self._replaced)
+        source.keep_layers(model, self._kept)
+        self._models = {source.inventory_dtype: model}
 
     def tape(self, key: TapeKey) -> Tape:
         """Record the tape of one key. On a GPU tape, gradients are summed in place, as autograd does without a dispatch mode.
@@ -197,79 +184,16 @@ class Recorder:
                 return tape_of(last, fitted)
         return None
 
-    # Inventory
-
-    def _build(self, dtype: torch.dtype) -> nn.Module:
-        return self.source.build(dtype)
+    # One step
 
     def _model(self, dtype: torch.dtype) -> nn.Module:
+        """A copy of the model with the recorded layers only. Packed parameters cannot be copied, so the copies share them."""
         if dtype not in self._models:
-            model = self._build(dtype)
+            model = self.source.build(dtype)
             self.source.keep_layers(model, self._kept)
             self._models[dtype] = model
         model = self._models[dtype]
-        return copy.deepcopy(
-            model, {id(p): p for p in model.parameters() if is_packed(p)}
-        )  # packed parameters cannot be copied
-
-    def _inventory(self, model: nn.Module, stacks: list[LayerStack]) -> Profile:
-        roles = parameter_roles(model, self.source.root_modules(model), self.source.is_added)
-        usual = self.source.inventory_dtype
-        names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        modules = {id(m): n for n, m in model.named_modules()}
-        seen: set[int] = set()
-        recorded = []
-        prefixes = []
-        for stack in stacks:
-            units = []
-            for index, layer in enumerate(stack.layers):
-                prefix = modules[id(layer)] + "."
-                prefixes.append(prefix)
-                if index in self._kept[stack.path]:
-                    units.append(_unit(layer, prefix, names, roles, usual, seen))
-                seen |= {id(tensor) for tensor in kinds.tensors_of(layer)}
-            recorded.append(
-                Stack(stack.path, tuple(units), kinds.runs(self._kinds[stack.path], self._kept[stack.path]))
-            )
-        starts = tuple(prefixes)
-        root = tuple(
-            Parameter(
-                n,
-                tuple(p.shape),
-                p.requires_grad,
-                tuple(m for m in names[id(p)] if m != n and not m.startswith(starts)),
-                roles[id(p)],
-                _own_dtype(p, usual),
-                packed_shape(p),
-            )
-            for n, p in model.named_parameters()
-            if id(p) not in seen
-        )
-        buffers = tuple(
-            b for b in _buffers(model, seen) if not b.name.startswith(starts) and b.name not in self._replaced
-        )
-        order: list[int] = []
-        firsts = [f"{modules[id(s.layers[0])]}." for s in stacks]
-        count = 0
-        for name, parameter in model.named_parameters():
-            if len(order) < len(firsts) and name.startswith(firsts[len(order)]):
-                order.append(count)
-            count += id(parameter) not in seen
-        order += [count] * (len(firsts) - len(order))
-        return Profile(
-            name=self.source.name,
-            task=self.source.task,
-            root=Unit(type(model).__name__, root, buffers),
-            stacks=tuple(recorded),
-            order=tuple(order),
-            max_seq_len=self.source.max_seq_len,
-            config=self.source.config(),
-            versions=versions(),
-        )
-
-    # One step
+        return copy.deepcopy(model, {id(p): p for p in model.parameters() if is_packed(p)})
 
     @contextlib.contextmanager
     def _step(self, source: Source, key: TapeKey, *, sums_in_place: bool) -> Iterator[Step]:
@@ -480,64 +404,3 @@ def chunk_sizes(config: Mapping[str, object]) -> Iterator[int]:
             yield from chunk_sizes(value)
         elif "chunk" in key and isinstance(value, int) and value > 1:
             yield value
-
-
-def versions() -> dict[str, str]:
-    """The versions of the packages that determine a recording."""
-    import transformers
-
-    return {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
-
-
-def _unit(
-    layer: nn.Module,
-    prefix: str,
-    names: dict[int, list[str]],
-    roles: Mapping[int, ParameterRole],
-    usual: torch.dtype,
-    seen: Set[int],
-) -> Unit:
-    """The unit of a layer. Tensors in `seen` are left out, because earlier layers have them."""
-
-    def tied(name: str, parameter: nn.Parameter) -> tuple[str, ...]:
-        others = (n for n in names[id(parameter)] if n != prefix + name and n.startswith(prefix))
-        return tuple(n.removeprefix(prefix) for n in others)
-
-    parameters = tuple(
-        Parameter(
-            n,
-            tuple(p.shape),
-            p.requires_grad,
-            tied(n, p),
-            roles[id(p)],
-            _own_dtype(p, usual),
-            packed_shape(p),
-            in_other_layers=not all(name.startswith(prefix) for name in names[id(p)]),
-        )
-        for n, p in layer.named_parameters()
-        if id(p) not in seen
-    )
-    return Unit(type(layer).__name__, parameters, _buffers(layer, seen))
-
-
-def _own_dtype(parameter: nn.Parameter, usual: torch.dtype) -> str | None:
-    """The dtype of a parameter if it differs from the model's dtype `usual`, else None. A packed weight's dtype is always returned."""
-    return (
-        None if parameter.dtype == usual and not is_packed(parameter) else str(parameter.dtype).removeprefix("torch.")
-    )
-
-
-def _buffers(module: nn.Module, seen: Set[int]) -> tuple[Buffer, ...]:
-    """The registered buffers of a module that are not in `seen`, and the scales and tables of its quantized layers."""
-    packed = packed_weights(module)
-    return (
-        *(_buffer(n, b, matrix=packed.get(n)) for n, b in module.named_buffers() if id(b) not in seen),
-        *(_buffer(n, t, registered=False) for n, t in state_tensors(module)),
-    )
-
-
-def _buffer(
-    name: str, buffer: torch.Tensor, *, registered: bool = True, matrix: tuple[int, int] | None = None
-) -> Buffer:
-    dtype = str(buffer.dtype).removeprefix("torch.")
-    return Buffer(name, tuple(buffer.shape), dtype, buffer.dtype.itemsize, registered, matrix)

@@ -398,9 +398,9 @@ def test_code_of_the_repository_is_never_run(home: Path) -> None:
 
 
 def test_installed_versions_equal_the_versions_of_the_recorder() -> None:
-    from fsdp_advisor.recording import recorder
+    from fsdp_advisor.recording.inventory import versions
 
-    assert cache.installed_versions() == recorder.versions()
+    assert cache.installed_versions() == versions()
 
 
 @pytest.mark.parametrize(
