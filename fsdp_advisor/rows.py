@@ -1,57 +1,53 @@
-"""The estimate of one plan, which is a row of a report: live memory, the allocator and time of its step program."""
+"""The estimate of one plan, which is a row of a report."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
-from fsdp_advisor.engines.evaluation import kept_logits
 from fsdp_advisor.engines.fsdp2.units import unit_warnings
 from fsdp_advisor.engines.host import host_memory
-from fsdp_advisor.engines.job_peaks import bytes_between_steps, job_peaks
+from fsdp_advisor.engines.job_peaks import job_peaks
 from fsdp_advisor.engines.learned import gradient_warnings, learned
 from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.model_outputs import searches_unused
-from fsdp_advisor.engines.registry import not_modelled, states_of, step_program
-from fsdp_advisor.engines.rollouts import batch_warnings, evaluation_peak
+from fsdp_advisor.engines.registry import not_modelled, states_of
+from fsdp_advisor.engines.rollouts import batch_warnings
 from fsdp_advisor.engines.textbook import textbook_states
-from fsdp_advisor.engines.transfer import LoadMethod
 from fsdp_advisor.engines.units_summary import packed_warnings, units_text, wrap_warnings
 from fsdp_advisor.errors import AdvisorError, MissingExtra, UsageError
 from fsdp_advisor.hardware import Gpu
-from fsdp_advisor.hardware.links import ETHERNET_100G
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.allocator import (
-    AllocatorConf,
-    AllocatorResult,
-    StepOperations,
-    completes,
-    simulate_allocator,
-    step_operations,
-    with_evaluation,
-    with_graph,
-)
-from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
-from fsdp_advisor.memory.libraries import cublas_workspace_bytes
-from fsdp_advisor.memory.live import StepPeak, TimelinePoint, peak_bytes, step_peak, step_timeline
+from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult
+from fsdp_advisor.memory.device import device_overhead
+from fsdp_advisor.memory.live import StepPeak
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.storages import States
 from fsdp_advisor.report import NotModelled, StrategyEstimate
+from fsdp_advisor.step_figures import (
+    StepInput,
+    allocator_result,
+    evaluation_bytes,
+    evaluation_of,
+    peak_bytes_of_step,
+    peak_of_step,
+    time_of_step,
+    timeline_of_step,
+)
 from fsdp_advisor.tapes import (
     SelectedTape,
     gpu_tape,
     gpu_tape_key_of,
     select_tape,
     takes_long_on_cpu,
-    tape_for_search,
     tape_key_of,
     tape_of_row,
 )
-from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
+from fsdp_advisor.timing import StepTime, why_unknown
 
 TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"
 PEAKS_UNKNOWN = "the peak, peak_allocated_bytes, peak_reserved_bytes, peak_device_bytes"
@@ -64,22 +60,6 @@ NO_LINEAR_INPUTS = (
     " checkpointing): no recording of them is stored, and a new one needs torch"
 )
 NO_SCRATCH = NotModelled("the workspace of the attention kernel", figures="peak_allocated_bytes")
-
-
-remembered = lru_cache(maxsize=1024)
-"""A cache for the functions that take most of a row's time. A search, its explanation and a changed request estimate the same plans
-again.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """What a step is computed from. `tape`: with the kernels of the GPU."""
-
-    profile: Profile
-    tape: Tape
-    plan: Plan
-    gpu: Gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,52 +103,7 @@ def estimate_plan(
     row = _with_step(model, selected, step, conf, host_memory_bytes)
     if not explain:
         return row
-    return replace(row, fused_loss_peak_bytes=_peak_bytes(step.profile, step.tape, plan, fused_loss=True))
-
-
-def tensor_bytes(model: Resolved, plan: Plan, gpu: Gpu) -> int:
-    """Peak tensor bytes of a plan's step, a lower bound of its memory. Raises AdvisorError if there is no tape."""
-    assert model.profile is not None
-    tape = tape_for_search(model, plan, gpu)
-    return _peak_bytes(model.profile, tape, plan)
-
-
-def _evaluation(model: Resolved, plan: Plan, gpu: Gpu) -> StepInput | None:
-    """The input of the Trainer's evaluation; None if the job has none. Raises AdvisorError if there is no tape."""
-    own, profile = plan.evaluation_plan, model.profile
-    if own is None or profile is None:
-        return None
-    return StepInput(profile, gpu_tape(profile, tape_of_row(model, own, gpu), own, gpu), own, gpu)
-
-
-def _evaluation_bytes(step: StepInput, evaluation: StepInput) -> int:
-    """Peak tensor bytes of the evaluation between two steps."""
-    profile, tape, own = evaluation.profile, evaluation.tape, evaluation.plan
-    peak = peak_of_step(profile, tape, own)
-    forward = evaluation_peak(profile, own, peak.tape_phase_peaks)
-    left = timeline_of_step(profile, tape, own)[-1].live_bytes
-    # the evaluation's program has no gradients and optimizer states, which stay on the GPU
-    kept = bytes_between_steps(step.plan, states_of(learned(profile, step.tape, step.plan), step.plan))
-    of_training = kept - bytes_between_steps(own, states_of(learned(profile, tape, own), own))
-    return of_training + kept_logits(profile, step.plan).peak(forward=forward, left=left)
-
-
-def logits_bytes_at_peak(model: Resolved, plan: Plan, gpu: Gpu) -> int:
-    """Bytes by which the peak of a plan's step falls if the loss allocates nothing: the most that a loss without logits can save."""
-    assert model.profile is not None
-    tape = tape_for_search(model, plan, gpu)
-    return _peak_bytes(model.profile, tape, plan) - _peak_bytes(model.profile, tape, plan, fused_loss=True)
-
-
-def peak_of_step(profile: Profile, tape: Tape, plan: Plan) -> StepPeak:
-    """The peak of a plan's step over a tape."""
-    return step_peak(step_program(profile, tape, plan), *plan.tape_shape)
-
-
-@remembered
-def _peak_bytes(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False) -> int:
-    program = step_program(profile, tape, plan)
-    return peak_bytes(program, *plan.tape_shape, fused_loss=fused_loss)
+    return replace(row, fused_loss_peak_bytes=peak_bytes_of_step(step.profile, step.tape, plan, fused_loss=True))
 
 
 def _simulated_peak_bytes(model: Resolved, key: TapeKey, tape: Tape, plan: Plan) -> int | None:
@@ -181,21 +116,7 @@ def _simulated_peak_bytes(model: Resolved, key: TapeKey, tape: Tape, plan: Plan)
             _, tape = select_tape(model, plan)
         except AdvisorError:
             return None
-    return _peak_bytes(model.profile, tape, plan)
-
-
-def timeline_of_step(profile: Profile, tape: Tape, plan: Plan) -> tuple[TimelinePoint, ...]:
-    """Live memory through a plan's step over a tape."""
-    return step_timeline(step_program(profile, tape, plan), *plan.tape_shape)
-
-
-def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
-    """Seconds of a plan's step, without allocator retries; None if unknown."""
-    if model.profile is None:
-        return None
-    tape = tape_for_search(model, plan, gpu)
-    step = step_of(model.profile, tape, plan, gpu)
-    return None if step is None else step.seconds
+    return peak_bytes_of_step(model.profile, tape, plan)
 
 
 def _base_row(
@@ -280,25 +201,25 @@ def _with_step(
     evaluation: StepInput | None = None
     unknown: tuple[NotModelled, ...] = ()
     try:
-        evaluation = _evaluation(model, plan, gpu)
+        evaluation = evaluation_of(model, plan, gpu)
     except AdvisorError as error:
         reason = f"the peak of evaluation, and whether the job fits: {error.message}"
         unknown = (NotModelled(reason, hides_needed=True),)
-    evaluated = None if evaluation is None else _evaluation_bytes(step, evaluation)
+    evaluated = None if evaluation is None else evaluation_bytes(step, evaluation)
     base = _base_row(profile, plan, gpu, host_memory_bytes, _StepTensors(on_gpu, tensors, evaluated))
     overhead, job = base.overhead, base.job_peaks
     assert overhead is not None and job is not None
-    warnings = base.warnings + gradient_warnings(profile, on_gpu, plan) + batch_warnings(plan)
-    if key.attention != plan.attention:
-        warnings += (f"the model has no {plan.attention} attention; {key.attention} is used",)
     simulate = partial(allocator_result, step, conf=conf, overhead=overhead, loading=job.load_method)
     allocator = simulate()
     evaluating = None if evaluation is None else simulate(evaluation=evaluation)
-    outside = max(job.bytes_outside_steps, evaluating.reserved_peak_bytes if evaluating else 0)
-    needed = overhead.middle_bytes + max(allocator.reserved_peak_bytes, outside)
+    reserved = [result.reserved_peak_bytes for result in (allocator, evaluating) if result is not None]
+    needed = overhead.middle_bytes + max(*reserved, job.bytes_outside_steps)
     available = min(gpu.memory_bytes, overhead.middle_bytes + _allowed_bytes(gpu, conf))
     fits = needed <= available and job.fails is None
     time = _job_time(step, base, allocator)
+    warnings = base.warnings + gradient_warnings(profile, on_gpu, plan) + batch_warnings(plan)
+    if key.attention != plan.attention:
+        warnings += (f"the model has no {plan.attention} attention; {key.attention} is used",)
     row = replace(
         base,
         fits=fits,
@@ -331,7 +252,7 @@ def _with_step(
 
 def _job_time(step: StepInput, base: StrategyEstimate, allocator: AllocatorResult) -> StepTime | None:
     """The time of a step with the allocator's retries and the paging of optimizer state; None if unknown."""
-    time, gpu = step_of(step.profile, step.tape, step.plan, step.gpu), step.gpu
+    time, gpu = time_of_step(step), step.gpu
     if time is None or base.overhead is None:
         return None
     left = gpu.memory_bytes - base.overhead.middle_bytes - allocator.reserved_peak_bytes
@@ -358,79 +279,6 @@ def _allowed_bytes(gpu: Gpu, conf: AllocatorConf | None) -> int:
     return gpu.memory_bytes if conf is None else int(conf.per_process_memory_fraction * gpu.memory_bytes)
 
 
-@remembered
-def allocator_result(
-    step: StepInput,
-    *,
-    evaluation: StepInput | None = None,
-    conf: AllocatorConf | None = None,
-    overhead: DeviceOverhead | None = None,
-    workspace_bytes: int | None = None,
-    loading: LoadMethod | None = None,
-) -> AllocatorResult:
-    """The result of the caching allocator for several steps, in the GPU memory that CUDA and NCCL (`overhead`) leave.
-
-    `evaluation`: the input of an evaluation between two steps. `workspace_bytes`: of cuBLAS; by default those of the GPU.
-    """
-    overhead = overhead or device_overhead(step.gpu, step.plan)
-    return simulate_allocator(
-        _operations(step, evaluation, loading, workspace_bytes),
-        conf=conf,
-        limit_bytes=step.gpu.memory_bytes - overhead.middle_bytes,
-        device_bytes=step.gpu.memory_bytes,
-    )
-
-
-def runs_in(
-    model: Resolved, row: StrategyEstimate, gpu: Gpu, memory_bytes: int, conf: AllocatorConf | None = None
-) -> bool:
-    """Whether the job of `row` would complete on a GPU with only `memory_bytes`: each phase fits, and the allocator completes the steps."""
-    profile, plan, overhead, allocator, job = model.profile, row.plan, row.overhead, row.allocator, row.job_peaks
-    if profile is None or overhead is None or allocator is None or job is None:
-        return False
-    left = memory_bytes - overhead.middle_bytes
-    if max(allocator.allocated_peak_bytes, job.bytes_outside_steps) > left:
-        return False
-    step, evaluation = StepInput(profile, tape_for_search(model, plan, gpu), plan, gpu), _evaluation(model, plan, gpu)
-    return _completes(step, evaluation, job.load_method, conf, limit_bytes=left, device_bytes=memory_bytes)
-
-
-@remembered
-def _completes(
-    step: StepInput,
-    evaluation: StepInput | None,
-    loading: LoadMethod,
-    conf: AllocatorConf | None,
-    *,
-    limit_bytes: int,
-    device_bytes: int,
-) -> bool:
-    """Whether the steps, and an evaluation if there is one, run in `limit_bytes` of a device with `device_bytes`."""
-    operations = _operations(step, evaluation, loading)
-    return completes(operations, conf=conf, limit_bytes=limit_bytes, device_bytes=device_bytes)
-
-
-def _operations(
-    step: StepInput, evaluation: StepInput | None, loading: LoadMethod | None, workspace_bytes: int | None = None
-) -> StepOperations:
-    """The allocator's operations of the step, and of an evaluation if there is one."""
-    plan, gpu = step.plan, step.gpu
-    workspace = cublas_workspace_bytes(gpu.compute_capability) if workspace_bytes is None else workspace_bytes
-    operations = step_operations(
-        step_program(step.profile, step.tape, plan),
-        *plan.tape_shape,
-        resident_threads=gpu.resident_threads,
-        workspace_bytes=[workspace] * plan.facts.threads,
-        loaded=loading.transfers if loading else (),
-    )
-    if plan.captures_graph:
-        operations = with_graph(operations)
-    if evaluation is None:
-        return operations
-    kept = kept_logits(step.profile, plan)
-    return with_evaluation(operations, _operations(evaluation, None, None), before=kept.before, after=kept.after)
-
-
 def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
     """Warnings of the allocator's simulation: retries or fragmentation."""
     if allocator.verdict == "fits":
@@ -444,21 +292,6 @@ def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
             f"the allocator frees its cache and allocates again {times} per step; the step time includes this{helps}",
         )
     return (f"fragmentation makes it exceed the GPU{helps}",) if helps else ()
-
-
-def step_of(profile: Profile, tape: Tape, plan: Plan, gpu: Gpu) -> StepTime | None:
-    """The time of a plan's step over the tape of a GPU; None if unknown. Ranks reach other nodes over the GPU's `inter_node` link,
-    or 100 Gb/s Ethernet if it has none.
-    """
-    return step_time(profile, step_program(profile, tape, plan), plan, gpu, gpu.inter_node or ETHERNET_100G)
-
-
-def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
-    """Compute and communication of the plan's last micro-batch and optimizer step; empty if the time is unknown."""
-    if model.profile is None:
-        return ()
-    tape = tape_for_search(model, plan, gpu)
-    return timeline(model.profile, step_program(model.profile, tape, plan), plan, gpu, gpu.inter_node or ETHERNET_100G)
 
 
 def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:

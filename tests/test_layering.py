@@ -32,6 +32,7 @@ LAYERS = (
     "verdict",
     "assumptions",
     "assumption_notes",
+    "step_figures",
     "rows",
     "estimator",
     "comparison",

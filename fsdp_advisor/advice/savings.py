@@ -10,7 +10,7 @@ from fsdp_advisor.advice.evaluator import Candidate
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice
 from fsdp_advisor.job.losses import loss_option
-from fsdp_advisor.rows import logits_bytes_at_peak
+from fsdp_advisor.step_figures import logits_bytes_at_peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

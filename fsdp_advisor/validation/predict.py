@@ -20,7 +20,7 @@ from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.rows import peak_of_step, timeline_of_step
+from fsdp_advisor.step_figures import peak_of_step, timeline_of_step
 from fsdp_advisor.tapes import select_tape
 from fsdp_advisor.validation import machine
 from fsdp_advisor.validation.choices import Device, Mode

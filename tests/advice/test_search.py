@@ -10,7 +10,7 @@ from searches import GPT2, LLAMA, clock, no_clock, search_of
 from fsdp_advisor.advice.ranking import SPEED_RESOLUTION, choose
 from fsdp_advisor.advice.search import EVALUATED_CHOICES
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
-from fsdp_advisor.rows import tensor_bytes
+from fsdp_advisor.step_figures import tensor_bytes
 
 JOBS: dict[str, dict[str, Any]] = {
     "free batch": {"model": GPT2, "gpus": 2, "gpu": "24GiB", "seq_len": 512, "offload": "none"},

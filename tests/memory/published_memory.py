@@ -33,7 +33,7 @@ from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.recording import Recorder, TransformersSource
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.rows import peak_of_step
+from fsdp_advisor.step_figures import peak_of_step
 from fsdp_advisor.tapes import recorded_gpu_tape, tape_key_of
 
 DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published_memory.yaml").read_text())

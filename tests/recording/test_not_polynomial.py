@@ -25,7 +25,7 @@ from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.spans import storage_bytes
 from fsdp_advisor.recording import Recorder
 from fsdp_advisor.recording.transformers_models import TransformersSource
-from fsdp_advisor.rows import peak_of_step
+from fsdp_advisor.step_figures import peak_of_step
 from fsdp_advisor.tapes import gpu_tape, select_tape, tape_for_search, tape_of_row
 from fsdp_advisor.validation.simulate import simulate
 

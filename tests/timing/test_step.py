@@ -20,7 +20,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape_key import TapeKey
-from fsdp_advisor.rows import step_of
+from fsdp_advisor.step_figures import StepInput, time_of_step
 from fsdp_advisor.tapes import tape_key_of
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
 from fsdp_advisor.timing.operators import products_of
@@ -58,7 +58,7 @@ def plan(
 
 
 def time(job: Plan, gpu: Gpu = A100, profile: Profile = LLAMA) -> StepTime:
-    found = step_of(profile, profile.tapes[tape_key_of(job).name], job, gpu)
+    found = time_of_step(StepInput(profile, profile.tapes[tape_key_of(job).name], job, gpu))
     assert found is not None
     return found
 

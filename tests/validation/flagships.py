@@ -77,7 +77,7 @@ def plan_of(model: str, backend: str) -> Plan:
 def predicted(model: str, backend: str) -> tuple[str, dict[str, int]]:
     """The attention and the peak of each phase, from the catalog's tapes; with an image from a recording, cached or made now."""
     from fsdp_advisor.model.resolve import resolve
-    from fsdp_advisor.rows import peak_of_step
+    from fsdp_advisor.step_figures import peak_of_step
     from fsdp_advisor.tapes import select_tape
 
     plan = plan_of(model, backend)

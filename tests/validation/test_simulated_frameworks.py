@@ -27,7 +27,7 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.recording import TransformersSource, source_of
-from fsdp_advisor.rows import peak_of_step  # after the checks
+from fsdp_advisor.step_figures import peak_of_step  # after the checks
 from fsdp_advisor.tapes import tape_key_of  # after the checks
 from fsdp_advisor.validation import frameworks
 from fsdp_advisor.validation.failures import ModeUnavailable

@@ -1,0 +1,219 @@
+"""Figures of a plan's step: its peak, the allocator's result and its time, read from the step's program.
+
+An estimate's row gives the tape; for a search, `tapes.tape_for_search` selects it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fsdp_advisor.engines.evaluation import kept_logits
+from fsdp_advisor.engines.job_peaks import bytes_between_steps
+from fsdp_advisor.engines.learned import learned
+from fsdp_advisor.engines.registry import states_of, step_program
+from fsdp_advisor.engines.rollouts import evaluation_peak
+from fsdp_advisor.engines.transfer import LoadMethod
+from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.hardware.links import ETHERNET_100G, Link
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.memory.allocator import (
+    AllocatorConf,
+    AllocatorResult,
+    StepOperations,
+    completes,
+    simulate_allocator,
+    step_operations,
+    with_evaluation,
+    with_graph,
+)
+from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
+from fsdp_advisor.memory.libraries import cublas_workspace_bytes
+from fsdp_advisor.memory.live import StepPeak, TimelinePoint, peak_bytes, step_peak, step_timeline
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.resolved import Resolved
+from fsdp_advisor.model.tape import Tape
+from fsdp_advisor.program.instructions import StepProgram
+from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.tapes import gpu_tape, tape_for_search, tape_of_row
+from fsdp_advisor.timing import Interval, StepTime, step_time, timeline
+
+remembered = lru_cache(maxsize=1024)
+"""A cache for the functions that take most of a row's time. A search, its explanation and a changed request estimate the same plans
+again.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What a step is computed from. `tape`: with the kernels of the GPU."""
+
+    profile: Profile
+    tape: Tape
+    plan: Plan
+    gpu: Gpu
+
+    @property
+    def program(self) -> StepProgram:
+        return step_program(self.profile, self.tape, self.plan)
+
+    @property
+    def inter_node(self) -> Link:
+        """The link over which ranks reach other nodes: the GPU's, or 100 Gb/s Ethernet if it has none."""
+        return self.gpu.inter_node or ETHERNET_100G
+
+
+# Of a tape
+
+
+def peak_of_step(profile: Profile, tape: Tape, plan: Plan) -> StepPeak:
+    """The peak of a plan's step over a tape."""
+    return step_peak(step_program(profile, tape, plan), *plan.tape_shape)
+
+
+@remembered
+def peak_bytes_of_step(profile: Profile, tape: Tape, plan: Plan, *, fused_loss: bool = False) -> int:
+    """The peak alone. `fused_loss`: as if the loss allocated nothing."""
+    return peak_bytes(step_program(profile, tape, plan), *plan.tape_shape, fused_loss=fused_loss)
+
+
+def timeline_of_step(profile: Profile, tape: Tape, plan: Plan) -> tuple[TimelinePoint, ...]:
+    """Live memory through a plan's step over a tape."""
+    return step_timeline(step_program(profile, tape, plan), *plan.tape_shape)
+
+
+def time_of_step(step: StepInput) -> StepTime | None:
+    """The time of a step, without allocator retries; None if unknown."""
+    return step_time(step.profile, step.program, step.plan, step.gpu, step.inter_node)
+
+
+@remembered
+def allocator_result(
+    step: StepInput,
+    *,
+    evaluation: StepInput | None = None,
+    conf: AllocatorConf | None = None,
+    overhead: DeviceOverhead | None = None,
+    workspace_bytes: int | None = None,
+    loading: LoadMethod | None = None,
+) -> AllocatorResult:
+    """The result of the caching allocator for several steps, in the GPU memory that CUDA and NCCL (`overhead`) leave.
+
+    `evaluation`: the input of an evaluation between two steps. `workspace_bytes`: of cuBLAS; by default those of the GPU.
+    """
+    overhead = overhead or device_overhead(step.gpu, step.plan)
+    return simulate_allocator(
+        _operations(step, evaluation, loading, workspace_bytes),
+        conf=conf,
+        limit_bytes=step.gpu.memory_bytes - overhead.middle_bytes,
+        device_bytes=step.gpu.memory_bytes,
+    )
+
+
+@remembered
+def _completes(
+    step: StepInput,
+    evaluation: StepInput | None,
+    loading: LoadMethod,
+    conf: AllocatorConf | None,
+    *,
+    limit_bytes: int,
+    device_bytes: int,
+) -> bool:
+    """Whether the steps, and an evaluation if there is one, run in `limit_bytes` of a device with `device_bytes`."""
+    operations = _operations(step, evaluation, loading)
+    return completes(operations, conf=conf, limit_bytes=limit_bytes, device_bytes=device_bytes)
+
+
+def _operations(
+    step: StepInput, evaluation: StepInput | None, loading: LoadMethod | None, workspace_bytes: int | None = None
+) -> StepOperations:
+    """The allocator's operations of the step, and of an evaluation if there is one."""
+    plan, gpu = step.plan, step.gpu
+    workspace = cublas_workspace_bytes(gpu.compute_capability) if workspace_bytes is None else workspace_bytes
+    operations = step_operations(
+        step.program,
+        *plan.tape_shape,
+        resident_threads=gpu.resident_threads,
+        workspace_bytes=[workspace] * plan.facts.threads,
+        loaded=loading.transfers if loading else (),
+    )
+    if plan.captures_graph:
+        operations = with_graph(operations)
+    if evaluation is None:
+        return operations
+    kept = kept_logits(step.profile, plan)
+    return with_evaluation(operations, _operations(evaluation, None, None), before=kept.before, after=kept.after)
+
+
+# Of an evaluation between two steps
+
+
+def evaluation_of(model: Resolved, plan: Plan, gpu: Gpu) -> StepInput | None:
+    """The input of the Trainer's evaluation; None if the job has none. Raises AdvisorError if there is no tape."""
+    own, profile = plan.evaluation_plan, model.profile
+    if own is None or profile is None:
+        return None
+    return StepInput(profile, gpu_tape(profile, tape_of_row(model, own, gpu), own, gpu), own, gpu)
+
+
+def evaluation_bytes(step: StepInput, evaluation: StepInput) -> int:
+    """Peak tensor bytes of the evaluation between two steps."""
+    profile, tape, own = evaluation.profile, evaluation.tape, evaluation.plan
+    peak = peak_of_step(profile, tape, own)
+    forward = evaluation_peak(profile, own, peak.tape_phase_peaks)
+    left = timeline_of_step(profile, tape, own)[-1].live_bytes
+    # the evaluation's program has no gradients and optimizer states, which stay on the GPU
+    kept = bytes_between_steps(step.plan, states_of(learned(profile, step.tape, step.plan), step.plan))
+    of_training = kept - bytes_between_steps(own, states_of(learned(profile, tape, own), own))
+    return of_training + kept_logits(profile, step.plan).peak(forward=forward, left=left)
+
+
+# Of a plan, for a search
+
+
+def tensor_bytes(model: Resolved, plan: Plan, gpu: Gpu) -> int:
+    """Peak tensor bytes of a plan's step, a lower bound of its memory. Raises AdvisorError if there is no tape."""
+    step = _step(model, plan, gpu)
+    return peak_bytes_of_step(step.profile, step.tape, plan)
+
+
+def logits_bytes_at_peak(model: Resolved, plan: Plan, gpu: Gpu) -> int:
+    """Bytes by which the peak of a plan's step falls if the loss allocates nothing: the most that a loss without logits can save."""
+    step = _step(model, plan, gpu)
+    fused = peak_bytes_of_step(step.profile, step.tape, plan, fused_loss=True)
+    return peak_bytes_of_step(step.profile, step.tape, plan) - fused
+
+
+def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
+    """Seconds of a plan's step, without allocator retries; None if unknown."""
+    time = None if model.profile is None else time_of_step(_step(model, plan, gpu))
+    return None if time is None else time.seconds
+
+
+def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
+    """Compute and communication of the plan's last micro-batch and optimizer step; empty if the time is unknown."""
+    if model.profile is None:
+        return ()
+    step = _step(model, plan, gpu)
+    return timeline(step.profile, step.program, plan, gpu, step.inter_node)
+
+
+def runs_in(
+    model: Resolved, row: StrategyEstimate, gpu: Gpu, memory_bytes: int, conf: AllocatorConf | None = None
+) -> bool:
+    """Whether the job of `row` would complete on a GPU with only `memory_bytes`: each phase fits, and the allocator completes the steps."""
+    plan, overhead, allocator, job = row.plan, row.overhead, row.allocator, row.job_peaks
+    if model.profile is None or overhead is None or allocator is None or job is None:
+        return False
+    left = memory_bytes - overhead.middle_bytes
+    if max(allocator.allocated_peak_bytes, job.bytes_outside_steps) > left:
+        return False
+    step, evaluation = _step(model, plan, gpu), evaluation_of(model, plan, gpu)
+    return _completes(step, evaluation, job.load_method, conf, limit_bytes=left, device_bytes=memory_bytes)
+
+
+def _step(model: Resolved, plan: Plan, gpu: Gpu) -> StepInput:
+    """The step of a plan. Raises AdvisorError if there is no tape. The model is not a bare parameter count."""
+    assert model.profile is not None
+    return StepInput(model.profile, tape_for_search(model, plan, gpu), plan, gpu)
