@@ -7,7 +7,7 @@
 """
 
 from fsdp_advisor.advice.answer import recommend, recommend_resolved
-from fsdp_advisor.advice.evaluator import Candidate
+from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.result import Advice, Recommendation, Remedy
 from fsdp_advisor.advice.search import Rejection
 

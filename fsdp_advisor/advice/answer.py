@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fsdp_advisor.advice.batches import batches
+from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import decision_tree
-from fsdp_advisor.advice.evaluator import Candidate, Evaluator, Timer
+from fsdp_advisor.advice.evaluator import Evaluator, Timer
 from fsdp_advisor.advice.methods import advice_of_methods
 from fsdp_advisor.advice.open_choices import open_choices
 from fsdp_advisor.advice.ranking import SPEED_RESOLUTION, actual_speed, runners_up

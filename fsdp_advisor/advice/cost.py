@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_advisor.advice.evaluator import Candidate
+from fsdp_advisor.advice.candidate import Candidate
 
 SECONDS_PER_HOUR = 3600
 HOURS_PER_DAY = 24

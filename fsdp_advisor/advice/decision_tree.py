@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_advisor.advice.evaluator import Candidate
+from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.ranking import actual_speed, faster
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice

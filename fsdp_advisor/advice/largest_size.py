@@ -6,8 +6,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.curves import PeakVsSize
-from fsdp_advisor.advice.evaluator import Candidate
 from fsdp_advisor.advice.search import USUAL_FRAGMENTATION, Search
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.job.plan import Plan

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from fsdp_advisor.advice.evaluator import Candidate
+from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.open_choices import open_choices
 from fsdp_advisor.advice.result import Remedy
 from fsdp_advisor.advice.search import Search

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import Tree
-from fsdp_advisor.advice.evaluator import Candidate
 from fsdp_advisor.advice.ranking import RunnerUp, faster, next_simpler
 from fsdp_advisor.advice.rules_of_thumb import RuleOfThumb
 from fsdp_advisor.advice.savings import Saving

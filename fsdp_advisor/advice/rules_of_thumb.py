@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_advisor.advice.evaluator import Candidate
+from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.errors import AdvisorError

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_advisor.advice.evaluator import Candidate
+from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice
 from fsdp_advisor.job.losses import loss_option

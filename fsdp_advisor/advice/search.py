@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fsdp_advisor.advice.batches import Batches
+from fsdp_advisor.advice.candidate import Candidate, is_round
 from fsdp_advisor.advice.curves import interpolate_convex, log_spaced, pareto_front
-from fsdp_advisor.advice.evaluator import Candidate, Evaluator, is_round
+from fsdp_advisor.advice.evaluator import Evaluator
 from fsdp_advisor.advice.ranking import RunnerUp, are_equal, best, choose, may_win
 from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice
 from fsdp_advisor.errors import AdvisorError

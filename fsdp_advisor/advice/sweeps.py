@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from fsdp_advisor.advice.batches import Batches, batches
+from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.curves import PeakVsSize, log_spaced
-from fsdp_advisor.advice.evaluator import Candidate
 from fsdp_advisor.advice.largest_size import Largest, Sizes, largest
 from fsdp_advisor.advice.search import FRONTIER_POINTS, Search
 from fsdp_advisor.advice.search_space import StrategyChoice, on_ranks, search_space

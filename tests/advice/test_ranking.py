@@ -10,7 +10,7 @@ import pytest
 from searches import LLAMA, advise, search_of
 
 from fsdp_advisor import estimate
-from fsdp_advisor.advice.evaluator import Candidate, is_round
+from fsdp_advisor.advice.candidate import Candidate, is_round
 from fsdp_advisor.advice.ranking import OFFLOAD_RESOLUTION, SPEED_RESOLUTION, choose, faster, may_win, next_simpler
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
