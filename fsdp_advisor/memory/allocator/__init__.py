@@ -6,7 +6,8 @@ reads `PYTORCH_ALLOC_CONF`. May import `program`, `model` and `errors`.
 
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
 from fsdp_advisor.memory.allocator.conf import AllocatorConf
-from fsdp_advisor.memory.allocator.operations import StepOperations, step_operations, with_evaluation, with_graph
+from fsdp_advisor.memory.allocator.job_operations import StepOperations, with_evaluation, with_graph
+from fsdp_advisor.memory.allocator.operations import step_operations
 from fsdp_advisor.memory.allocator.simulation import AllocatorResult, Verdict, completes, simulate_allocator
 
 __all__ = [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import get_args
 
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT, kind_of, operation, storage_of
+from fsdp_advisor.memory.allocator.job_operations import StepOperations
 from fsdp_advisor.model.tape import ROOT, Category, Op, ScoringPhase, Segment, Tape, value_at
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.instructions import (
@@ -38,30 +38,6 @@ _INPUT, _GRADIENT = int(Category.INPUT), int(Category.GRADIENT)
 _PARTIAL_GRADIENT, _WORKSPACE = int(Category.PARTIAL_GRADIENT), int(Category.SCRATCH)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOperations:
-    """The allocator operations of a job, on numbered storages. `caching` defines their encoding.
-
-    `setup` precedes the first step; `first` and `following` are steps. `carried_over` are the storages that stay alive from one step
-    to the next: (number when allocated, number in the next step). `visits` are (first operation, phase, name). `between` runs once after
-    the first steps, between two of them. `captured`: forward and backward that a CUDA graph captures once after the first step, in pools of
-    the stream `GRAPH`; later steps allocate only what `following` has.
-    """
-
-    requests: tuple[int, ...]
-    setup: tuple[int, ...]
-    first: tuple[int, ...]
-    following: tuple[int, ...]
-    carried_over: tuple[tuple[int, int], ...]
-    visits: tuple[tuple[int, str, str], ...]
-    between: tuple[int, ...] = ()
-    captured: tuple[int, ...] = ()
-
-
-SIDE, GRAPH = 8, 16
-"""Added to the numbers of streams: for the side stream of a graph's warm-up, and for a graph's own pools."""
-
-
 def step_operations(
     program: StepProgram,
     b: int,
@@ -84,75 +60,6 @@ def step_operations(
     return _Assembly(program, reader, [round_up(n) for n in workspace_bytes], loaded).operations()
 
 
-def with_evaluation(
-    steps: StepOperations, forward: StepOperations, *, before: Sequence[int] = (), after: Sequence[int] = ()
-) -> StepOperations:
-    """The operations of steps with an evaluation between two of them. `forward`: the operations of its forwards as steps.
-
-    `before`: bytes of each storage that is alive during the last forward. `after`: allocations (positive bytes) and frees (negative bytes,
-    of an earlier storage of that size) after it, in order. In the end everything is freed, also units that are still gathered because no
-    backward follows.
-    """
-    requests = [*steps.requests, *forward.requests]
-    own = _allocated(forward.following)
-    shift = operation(MALLOC, len(steps.requests))
-    ends = next((at for at, phase, _ in forward.visits if phase == "optimizer"), len(forward.following))
-
-    between: list[int] = []
-    alive: list[int] = []
-
-    def change(n_bytes: int) -> None:
-        if n_bytes < 0:
-            number = next(each for each in alive if requests[each] == round_up(-n_bytes))
-            alive.remove(number)
-            between.append(operation(FREE, number))
-            return
-        alive.append(len(requests))
-        between.append(operation(MALLOC, len(requests)))
-        requests.append(round_up(n_bytes))
-
-    for n_bytes in before:
-        change(n_bytes)
-    between += _shifted(forward.following[:ends], own, shift)
-    for n_bytes in after:
-        change(n_bytes)
-    between += [*_shifted(forward.following[ends:], own, shift), *(operation(FREE, number) for number in alive)]
-    return replace(steps, requests=tuple(requests), between=tuple(between))
-
-
-def with_graph(steps: StepOperations) -> StepOperations:
-    """The operations of steps whose forward and backward are captured as a CUDA graph in the second step.
-
-    The first step runs them on a side stream. Capturing empties the cache and allocates in pools of the graph, which keep their memory.
-    Source: torchtitan 0.3.0, distributed/cudagraph.py, `CUDAGraphWrapper.__call__`; torch 2.13, cuda/graphs.py, `graph.__enter__`.
-    """
-    ends = next(at for at, phase, _ in steps.visits if phase == "optimizer")
-    body, rest = steps.following[:ends], steps.following[ends:]
-    own = _allocated(body)
-    shift = operation(MALLOC, len(steps.requests))
-    requests = [request + SIDE if number in own else request for number, request in enumerate(steps.requests)]
-    return replace(
-        steps,
-        requests=(*requests, *(request + GRAPH for request in steps.requests)),
-        captured=tuple(_shifted(body, own, shift)),
-        following=tuple(op for op in rest if kind_of(op) == WAIT or storage_of(op) not in own),
-    )
-
-
-def _allocated(operations: Sequence[int]) -> set[int]:
-    """The storages that the operations allocate."""
-    return {storage_of(op) for op in operations if kind_of(op) == MALLOC}
-
-
-def _shifted(operations: Sequence[int], storages: set[int], shift: int) -> list[int]:
-    """The waits, and the operations on these storages, whose numbers are shifted."""
-    return [
-        op if kind_of(op) == WAIT else op + shift
-        for op in operations
-        if kind_of(op) == WAIT or storage_of(op) in storages
-    ]
-
-
 class _Reader:
     """Expands a program into operations."""
 
@@ -168,15 +75,13 @@ class _Reader:
         self.batch: list[int] = []  # inputs of the first micro-batch, if there is one batch
         self.first_layer = self.first_weight = self.second_forward = -1  # indices of operations
         self._storages: dict[BufferId, tuple[int, ...]] = {}
-        self._layers: dict[
-            tuple[str, int], list[list[int]]
-        ] = {}  # by phase and stack: the storages of each real layer, by birth
+        # by phase and stack: the storages of each real layer, by birth
+        self._layers: dict[tuple[str, int], list[list[int]]] = {}
         self._roots: dict[int, list[int]] = {}  # by segment of the root: its storages, by birth
         self._compiled: dict[int, list[tuple[int, int, int, int]]] = {}
         self._inputs: list[int] = []
-        self._left_over: dict[
-            int, None
-        ] = {}  # alive storages of this micro-batch that are neither inputs nor gradients
+        # alive storages of this micro-batch that are neither inputs nor gradients
+        self._left_over: dict[int, None] = {}
         self._dropped_later: list[int] = []
         self._late = self._waited = self._launched = 0
         self._held_back: deque[tuple[int, int]] = deque()  # (kernels launched, late frees) at each late free

@@ -15,7 +15,7 @@ from typing import Literal
 
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory
 from fsdp_advisor.memory.allocator.conf import AllocatorConf
-from fsdp_advisor.memory.allocator.operations import GRAPH, StepOperations
+from fsdp_advisor.memory.allocator.job_operations import GRAPH, StepOperations
 from fsdp_advisor.program.accounts import Stream
 
 MAX_STEPS = 16
