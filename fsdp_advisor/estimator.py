@@ -79,9 +79,8 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
     adaptation = adaptation_of(request)
     gpu, notes = gpu_of(request)
     check_gpu(request, gpu)
-    plans(
-        request, seq_len=sequence_length(request, model.profile)[0]
-    )  # refuses a job before its adapted model is recorded
+    # refuses a job before its adapted model is recorded
+    plans(request, seq_len=sequence_length(request, model.profile)[0])
     _check_layer_classes(request, model.profile)
     model = model.adapted(adaptation)
     conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None

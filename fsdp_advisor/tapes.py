@@ -64,9 +64,8 @@ def needs_recording(request: EstimateRequest) -> bool:
     is_thorough = isinstance(request, RecommendRequest) and request.thorough
     if is_thorough or may_adapt(request) or request.eval_strategy != "no":
         return True
-    if (
-        request.wrap != "layer" or request.experts_implementation != "grouped_mm"
-    ):  # the model decides whether they matter
+    # the model decides whether they matter
+    if request.wrap != "layer" or request.experts_implementation != "grouped_mm":
         return True
     try:
         job = request.as_estimate if isinstance(request, RecommendRequest) else request

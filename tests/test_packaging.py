@@ -104,12 +104,13 @@ def _normalized(distribution: str) -> str:
 def test_base_install_has_every_package_that_is_imported() -> None:
     """`recording` and `validation` need the extra [torch], `rehearsal` its own; everything else works with the base dependencies."""
     declared = {_normalized(re.split(r"[^\w-]", line)[0]) for line in PROJECT["project"]["dependencies"]}
+    # what fastapi, jinja2 and pydantic need
     declared |= {
         "starlette",
         "markupsafe",
         "pydantic-core",
         "typing-extensions",
-    }  # what fastapi, jinja2 and pydantic need
+    }
     distributions = packages_distributions()
     for path in (ROOT / "fsdp_advisor").rglob("*.py"):
         if path.relative_to(ROOT / "fsdp_advisor").parts[0] in HEAVY:

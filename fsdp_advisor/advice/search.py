@@ -331,9 +331,8 @@ class Search:
 
     def any_fit(self) -> Candidate | None:
         """A plan that leaves the margin, found among those with the smallest lower bound; None if none does."""
-        sizes = dict.fromkeys(
-            (self.batches.smallest, self.batches.preferred)
-        )  # the largest one may need no accumulation
+        # the largest one may need no accumulation
+        sizes = dict.fromkeys((self.batches.smallest, self.batches.preferred))
         able = [(choice, size) for choice in self.max_micro_batches for size in sizes if self.may_fit(choice, size)]
         plans = [self.plan(choice, size) for choice, size in able]
         if self.evaluator.model.profile is not None:

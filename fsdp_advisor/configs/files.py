@@ -127,9 +127,8 @@ def _combined(texts: Mapping[str, str], find: Find) -> Configuration:
                 else:
                     pending.append(other)
     named = {_base(reference) for part in parts for reference in part.references}
-    return merge(
-        sorted(parts, key=lambda part: _base(part.file) not in named)
-    )  # a file overrides the files that it names
+    # a file overrides the files that it names
+    return merge(sorted(parts, key=lambda part: _base(part.file) not in named))
 
 
 def _base(name: str) -> str:

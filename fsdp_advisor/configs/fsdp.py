@@ -190,9 +190,8 @@ def _wrap(found: Collector, prefix: str, units: str) -> None:
     elif policy == "size_based_wrap":
         found.take(key)
         least = found.number(f"{prefix}min_num_params") or 0
-        found.options["wrap"] = (
-            f"size:{least}" if least > 0 else "none"
-        )  # accelerate ignores the policy without a number
+        # accelerate ignores the policy without a number
+        found.options["wrap"] = f"size:{least}" if least > 0 else "none"
     elif policy:
         found.lacks(key, "the estimate assumes one unit per layer")
     found.take(f"{prefix}transformer_layer_cls_to_wrap")

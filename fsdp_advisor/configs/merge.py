@@ -79,9 +79,8 @@ def merge(parts: Sequence[Collector]) -> Configuration:
                     part.assume(why)
     for part in parts:
         for name, (value, why) in part.guesses.items():
-            if name not in options and not (
-                name == "strategy" and "backend" in options
-            ):  # a default of a format whose file is missing
+            # a backend without a strategy is of a format whose file is missing
+            if name not in options and not (name == "strategy" and "backend" in options):
                 options[name] = value
                 part.assume(why)
     resolve_regions(options)

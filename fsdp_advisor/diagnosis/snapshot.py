@@ -187,9 +187,8 @@ def _segment(segment: dict[str, Any]) -> Segment:
     address = int(segment.get("address", 0))
     blocks = []
     for block in segment["blocks"]:
-        blocks.append(
-            block if block.address else block._replace(address=address)
-        )  # torch 2.0 has no addresses of blocks
+        # torch 2.0 has no addresses of blocks
+        blocks.append(block if block.address else block._replace(address=address))
         address += block.size
     return Segment(
         device=int(segment.get("device", 0)),

@@ -115,9 +115,8 @@ def _merge(second: Parameter, first: Parameter, plan: Plan, form: _Form) -> int:
             return (
                 matrices(form.weight_bytes, adapter_bytes, adapter_bytes, 2, 1) + Storages.of(rows * FP32_BYTES)
             ).rounded
-        case (
-            "bnb_4bit"
-        ):  # the scaled product, the weight, their sum, the sum again on the GPU, and this packed with its scales
+        case "bnb_4bit":
+            # the scaled product, the weight, their sum, the sum again on the GPU, and this packed with its scales
             return (
                 matrices(adapter_bytes, form.weight_bytes, merged_bytes, merged_bytes)
                 + Storages.of(elements // 2)

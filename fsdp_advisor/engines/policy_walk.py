@@ -56,9 +56,8 @@ class PolicyWalk(OneUnitPerLayer):
             sum(end <= index for end in profile.order) for index in range(len(profile.root.parameters))
         ]
         self._depth = [stack.depth for stack in profile.stacks]
-        self._passed: Counter[int] = (
-            Counter()
-        )  # by stack, the layers whose forward has ended and whose backward has not
+        # by stack, the layers whose forward has ended and whose backward has not
+        self._passed: Counter[int] = Counter()
 
     def begin(self) -> None:
         self._passed.clear()

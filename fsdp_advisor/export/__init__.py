@@ -81,10 +81,8 @@ def _notes(consumer: Target, job: Job) -> list[str]:
     notes = []
     if job.plan.uses_accelerate and job.not_modelled:
         notes.append("not in the prediction: " + "; ".join(job.not_modelled))
-    runs_framework = consumer.framework in (
-        "deepspeed",
-        job.plan.framework,
-    )  # these also read DeepSpeed's file
+    # these also read DeepSpeed's file
+    runs_framework = consumer.framework in ("deepspeed", job.plan.framework)
     if job.plan.uses_accelerate and not runs_framework:
         notes.append(f"the prediction is for {FRAMEWORK_NAMES[job.plan.framework]}, which {consumer.name} does not use")
     if job.plan.images is not None:

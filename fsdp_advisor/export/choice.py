@@ -110,9 +110,8 @@ def _unrecorded(plan: Plan, request: EstimateRequest, model: Resolved) -> Job:
     gpu, _ = gpu_of(request)
     adaptation = launched(request).on_checkpoint(model.packed)
     if adaptation.method == "LORA" and not adaptation.names_modules:
-        adaptation = replace(
-            adaptation, peft={**adaptation.peft, "target_modules": ["PEFT's"]}
-        )  # known once it is recorded
+        # known once it is recorded
+        adaptation = replace(adaptation, peft={**adaptation.peft, "target_modules": ["PEFT's"]})
     profile = model.profile
     return Job(
         plan=plan,

@@ -218,9 +218,8 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
     profile = adapted_profile(model.name, adaptation) if model.source == "catalog" else None
     profile = profile or cache.fetch(config, task)
     if profile is None:
-        check_patterns(
-            adaptation.freeze, parameter_names(model.profile), model.name
-        )  # otherwise the recorder would find it out seconds later
+        # otherwise the recorder would find it out seconds later
+        check_patterns(adaptation.freeze, parameter_names(model.profile), model.name)
         if not model.recording_allowed:
             raise NotRecordable(
                 f"{model.name} {what} is not recorded yet", hint="the command line records it, with torch"
@@ -278,7 +277,8 @@ def renamed(cached: Profile, name: str) -> Profile:
 
 _RUN_FAILED = re.compile(
     r"(.+) could not be run to record it: (?!Unsupported|DataDependent|DynamicOutput)\w+: (.+?)\.*", re.DOTALL
-)  # refusals without those that only concern fake tensors
+)
+"""Matches refusals without those that only concern fake tensors."""
 
 
 def _refusal(payload: ErrorPayload) -> AdvisorError:

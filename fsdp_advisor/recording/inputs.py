@@ -38,9 +38,8 @@ def batch_of_task(task: str, config: Any, names: Collection[str], b: int, t: int
             return {**_image(config, names, b), "labels": _labels(b)}
         case "speech-seq2seq" if config.model_type == "dia":
             return _speech_to_make(config, b, t)
-        case "speech-seq2seq" if (
-            config.model_type == "kyutai_speech_to_text"
-        ):  # each frame has a token of text and codes of sound
+        case "speech-seq2seq" if config.model_type == "kyutai_speech_to_text":
+            # each frame has a token of text and codes of sound
             return {"input_ids": torch.zeros(b, t, 1 + config.num_codebooks, dtype=torch.long), "labels": _tokens(b, t)}
         case "speech-seq2seq":
             return {**_sound(config, names, b), "labels": _tokens(b, t)}

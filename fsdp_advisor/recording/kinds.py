@@ -123,9 +123,8 @@ def runs(kinds: Sequence[int], kept: Sequence[int]) -> tuple[Run, ...]:
     short = contexts([kinds[k] for k in kept])
     recorded = {context: i for i, context in enumerate(short)}
     sequence = [recorded[context] for context in real]
-    for i in range(
-        (len(short) + 1) // 2
-    ):  # events that occur once per stack occur near its ends, so layers there represent only themselves
+    # events that occur once per stack occur near its ends, so layers there represent only themselves
+    for i in range((len(short) + 1) // 2):
         if short[i] != real[i]:
             break
         sequence[i] = i

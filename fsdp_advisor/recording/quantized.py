@@ -80,9 +80,8 @@ def _quantize_weight(bnb: Any, module: Any, weight: torch.Tensor) -> None:
     """Set a layer's weight to the quantized `weight`, as bitsandbytes does when a weight is moved to a GPU."""
     old = module.weight
     if isinstance(module, bnb.nn.Linear4bit):
-        with mock.patch.dict(
-            bnb.functional.name2qmap
-        ):  # a table of values that bitsandbytes keeps, here on the meta device
+        # a table of values that bitsandbytes keeps, here on the meta device
+        with mock.patch.dict(bnb.functional.name2qmap):
             data, state = bnb.functional.quantize_4bit(
                 weight, blocksize=old.blocksize, compress_statistics=old.compress_statistics, quant_type=old.quant_type,
                 quant_storage=old.quant_storage,

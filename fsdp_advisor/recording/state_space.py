@@ -76,9 +76,8 @@ class _SplitConv1dScan(torch.autograd.Function):
         size = _Size(zxbcdt, conv_weight, D, *shape)
         z, xbc, _dt = size.split(zxbcdt)
         xbc_conv = _convolved(xbc)
-        _alive = _cumulative(
-            size
-        )  # time steps and their sums, the states and the last one live until the end of forward
+        # time steps and their sums, the states and the last one live until the end of forward
+        _alive = _cumulative(size)
         states, _last = _states(xbc_conv, size, out_dtype=xbc_conv.dtype)
         scores = torch.empty(size.scores)
         kernel([xbc_conv], size.score_flops)

@@ -179,9 +179,8 @@ class TorchtitanSource:
         hf = self._hf
         head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         words = head_dim if hf.model_type == "llama" else 2 * head_dim
-        tables = {
-            f"table {n}": torch.empty(seq_len, words, dtype=torch.int32) for n in range(hf.num_hidden_layers)
-        }  # integers, which no engine casts
+        # integers, which no engine casts
+        tables = {f"table {n}": torch.empty(seq_len, words, dtype=torch.int32) for n in range(hf.num_hidden_layers)}
         return rows | {"valid_tokens": torch.zeros((), dtype=torch.long)} | tables
 
     def root_modules(self, module: nn.Module) -> RootModules:

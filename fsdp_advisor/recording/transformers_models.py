@@ -82,9 +82,8 @@ class TransformersSource:
         self.alike_up_to: int | None = _original_max_seq_len(text)
 
     def _configuration(self) -> Any:
-        config = transformers.AutoConfig.for_model(
-            self._model_type, **copy.deepcopy(self._values)
-        )  # a copy, because transformers modifies nested dicts
+        # a copy, because transformers modifies nested dicts
+        config = transformers.AutoConfig.for_model(self._model_type, **copy.deepcopy(self._values))
         config.use_cache = False
         return config
 
@@ -150,9 +149,8 @@ class TransformersSource:
                     if hasattr(inner, "layer_idx"):
                         setattr(inner, "layer_idx", position)  # noqa: B010  # transformers' own attribute, unknown to nn.Module
             keep_positions(module, parent, depth, indices)
-            of_others = [
-                c for c in own.values() if c is not own[path]
-            ]  # a vision tower may be as deep as the text model
+            # a vision tower may be as deep as the text model
+            of_others = [c for c in own.values() if c is not own[path]]
             for config in (c for c in configs if not any(c is other for other in of_others)):
                 _keep_entries(config, depth, indices)
 
@@ -180,9 +178,8 @@ class TransformersSource:
                 module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)  # type: ignore[operator]
             if checkpointing == "reentrant":  # otherwise no gradient reaches layers after frozen embeddings
                 module.enable_input_require_grads()  # type: ignore[operator]  # of every PreTrainedModel
-            if (
-                checkpointing == "full-accelerate"
-            ):  # accelerate's wrappers do not make the embedding's output require a gradient
+            # accelerate's wrappers do not make the embedding's output require a gradient
+            if checkpointing == "full-accelerate":
                 module.disable_input_require_grads()  # type: ignore[operator]  # of every PreTrainedModel
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

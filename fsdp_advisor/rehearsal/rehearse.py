@@ -95,9 +95,8 @@ def _variables_of(settings: Settings, folder: Path) -> dict[str, str]:
     found |= {name: "1" for name, wanted in flags.items() if wanted}
     if settings.ranks:
         found["REHEARSAL_RANKS"] = ",".join(map(str, settings.ranks))
-        found |= variables_of(
-            settings.ranks[0], settings.gpus, per_node, free_port()
-        )  # for a script without a launcher
+        # for a script without a launcher
+        found |= variables_of(settings.ranks[0], settings.gpus, per_node, free_port())
     return found
 
 

@@ -99,9 +99,8 @@ def answer(
 def _recorded(config: bytes, source: ModelSource) -> Resolved:
     refuse_paths(parse_config(config, source.name), source.name)
     model = resolve_config(config, source.name, source.origin)
-    notes = tuple(
-        note for note in model.notes if "cache folder" not in note
-    )  # it is about the server's cache folder, not the user's
+    # it is about the server's cache folder, not the user's
+    notes = tuple(note for note in model.notes if "cache folder" not in note)
     return replace(model, notes=notes)
 
 

@@ -64,9 +64,8 @@ class FailureBroadcaster:
     ) -> None:
         self.stop()
         if error is not None:
-            with (
-                self._exiting
-            ):  # waits if the polling thread is exiting: that breaks the connections this thread waits on
+            # waits if the polling thread is exiting: that breaks the connections this thread waits on
+            with self._exiting:
                 self._exit(self._cause(error))
 
     def connect(self) -> None:

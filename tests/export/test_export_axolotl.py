@@ -99,9 +99,8 @@ def test_adapters_are_lora_or_qlora() -> None:
     assert [each["adapter"] for each in (whole, four, eight)] == ["lora", "qlora", "lora"]
     assert (whole["lora_target_modules"], four["lora_target_linear"]) == (["q_proj"], True)
     assert four["load_in_4bit"] is True and eight["load_in_8bit"] is True
-    assert not any(
-        each["lora_mlp_kernel"] for each in (whole, four, eight)
-    )  # axolotl's own code, which is on without the key
+    # axolotl's own code, which is on without the key
+    assert not any(each["lora_mlp_kernel"] for each in (whole, four, eight))
     for adaptation, reason in (
         (Adaptation(freeze=("embed_tokens",)), "it names the parameters to train"),
         (Adaptation(peft={"peft_type": "LORA", "r": 8}), "use --lora-target-modules"),

@@ -103,9 +103,8 @@ def trained(losses: list[float]) -> bool:
 
 def script(folder: Path, of: Job, *arguments: str) -> list[float]:
     written(folder, "ddp" if of.plan.backend == "ddp" else "fsdp2", of)
-    written(
-        folder, "torchrun", job(replace(of.plan, mesh=replace(of.plan.mesh, nnodes=1)))
-    )  # run both nodes on this machine
+    # run both nodes on this machine
+    written(folder, "torchrun", job(replace(of.plan, mesh=replace(of.plan.mesh, nnodes=1))))
     return losses_of(launched(folder, "torchrun.sh", "--device", "cpu", "--seq-len", "32", "--steps", "2", *arguments))
 
 

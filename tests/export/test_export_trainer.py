@@ -66,9 +66,8 @@ def test_training_arguments_match_the_plan(tmp_path: Path) -> None:
         assert bool(arguments.activation_checkpointing) == (not sharded and p.activation_checkpointing == "full")
         if sharded and p.gradient_accumulation_steps > 1:
             described = arguments.accelerator_config.gradient_accumulation_kwargs
-            assert (described == {"sync_each_batch": True}) == (
-                p.framework == "torch"
-            )  # otherwise the Trainer reduces after the last micro-batch
+            # otherwise the Trainer reduces after the last micro-batch
+            assert (described == {"sync_each_batch": True}) == (p.framework == "torch")
         replicas = arguments.parallelism_config
         assert (replicas is not None) == (p.backend == "fsdp2" and p.strategy == "hsdp" and p.replica_degree > 1)
         if replicas is not None:

@@ -255,9 +255,8 @@ def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     skip_shm_operator()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    torch.compile(
-        len
-    )  # imports the compiler, as DeepSpeed's first engine would; frozen objects are skipped by collections
+    # imports the compiler, as DeepSpeed's first engine would; frozen objects are skipped by collections
+    torch.compile(len)
     results = [run(case) for case in cases]
     if torch.distributed.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))

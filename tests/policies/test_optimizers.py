@@ -254,9 +254,8 @@ def test_galore_keeps_all_singular_vectors_in_fp32_because_the_projection_is_a_v
 def test_the_update_of_one_matrix_stays_while_galore_decomposes_the_next() -> None:
     galore, matrix = optimizer_named("galore_adamw"), Parameter(name="up_proj.weight", shape=(1000, 400))
     one = Stepped(matrix, matrix.shape, 4)
-    decomposed = (
-        2 * 4 * 1000 * 400 + 4 * 400 * 400 + 4 * 400 + 4
-    )  # a copy, both factors and the values; cuSOLVER's success
+    # a copy, both factors and the values; cuSOLVER's success
+    decomposed = 2 * 4 * 1000 * 400 + 4 * 400 * 400 + 4 * 400 + 4
     alone, twice, thrice = (galore.loop([one] * times) for times in (1, 2, 3))
     assert alone is not None and alone.peak.exact == 2 * 4 * 1000 * 400 + 3 * 4 * 1000 * 128  # projecting back
     assert twice is not None and twice.peak.exact == decomposed + 4 * 1000 * 400 + 4 * 1000 * 128

@@ -139,9 +139,8 @@ def _fms(row: Measurement) -> Mapped | Unmapped:
         return Unmapped("FSDP1 with a base in 4 bits and the Trainer's wrap policy for adapters is not modelled")
     padded = "seq_len" not in job and not row.measured.get("out_of_memory")
     several = job["gpus"] > 1
-    mixed = (
-        "autocast" in job["precision"] or quantized or packed
-    )  # its scenarios with bitsandbytes have `bf16: True`, GPTQ `fp16`
+    # its scenarios with bitsandbytes have `bf16: True`, GPTQ `fp16`
+    mixed = "autocast" in job["precision"] or quantized or packed
     options: dict[str, Any] = {
         "model": _SANTACODER
         if "santacoder" in model

@@ -123,9 +123,8 @@ def test_fsdp1_names_only_units_without_any_gradient(recorder: Recorder) -> None
     plan = replace(PLAN, backend="fsdp1")
     tape = recorder.tape(tape_key_of(plan, recorder.profile))
     [warning] = gradient_warnings(recorder.profile, tape, plan)
-    assert warning.startswith(
-        "8 parameters get no gradient in this step, such as used.weight"
-    )  # the two layers of the tower
+    # the two layers of the tower
+    assert warning.startswith("8 parameters get no gradient in this step, such as used.weight")
 
 
 def test_every_parameter_of_a_text_model_gets_a_gradient() -> None:

@@ -73,8 +73,7 @@ def of_a_small_model(body: Any) -> Any:
 def test_responses_match_the_openapi_document(case: schemathesis.Case) -> None:
     if not ALL and case.path_parameters.get("target") in TARGETS:  # test_api.py downloads every target
         case.path_parameters["target"] = "accelerate"
-    if (
-        not ALL and case.path != "/api/v1/estimate"
-    ):  # which records the configuration; searches of a large model take seconds
+    # which records the configuration; searches of a large model take seconds
+    if not ALL and case.path != "/api/v1/estimate":
         case.body = of_a_small_model(case.body)
     case.call_and_validate(excluded_checks=EXCLUDED, timeout=SECONDS)

@@ -139,9 +139,8 @@ def test_resharding_within_a_node_gathers_again_without_the_network() -> None:
     """With `reshard_after_forward=2` on two nodes of two GPUs, the gathers of backward stay in the node, at a cost in memory."""
     all_ranks, node = two_nodes("zero3"), two_nodes("zero3", reshard_after_forward="2")
     assert seconds_of(node, "all-gather") == pytest.approx(seconds_of(all_ranks, "all-gather") / 2, rel=LATENCIES)
-    kept = (
-        sum(unit.elements for unit in all_ranks[0].layers()) * BF16 // 2
-    )  # of the layers, when the root's forward ends
+    # of the layers, when the root's forward ends
+    kept = sum(unit.elements for unit in all_ranks[0].layers()) * BF16 // 2
     more = peak_of(*node).phase_peaks["forward"] - peak_of(*all_ranks).phase_peaks["forward"]
     assert 0.9 * kept < more < 1.1 * kept
 

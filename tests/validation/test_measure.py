@@ -87,9 +87,8 @@ def test_two_ranks_measure_what_is_predicted_under_pytorchs_engines(model: str, 
     assert by_root["gloo_bytes"] == round_up(root_gradients)
     ddp, zero1 = exact[-1]["phase_peaks"]["optimizer"], zero1["phase_peaks"]["optimizer"]
     parameters = sum(p.numel() for p in predictions[0].source().build(torch.float32).parameters())
-    assert ddp - zero1 == pytest.approx(
-        parameters * 8 / 2, rel=0.35
-    )  # each parameter's whole state is on one of the two ranks
+    # each parameter's whole state is on one of the two ranks
+    assert ddp - zero1 == pytest.approx(parameters * 8 / 2, rel=0.35)
 
 
 @with_all_cases
@@ -205,9 +204,8 @@ def test_too_few_gpus_are_refused_with_an_alternative(model: str, monkeypatch: p
 
 def test_slurm_step_is_adopted_as_ranks() -> None:
     assert external_launcher.external_rank({}) is None
-    assert (
-        external_launcher.external_rank({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}) is None
-    )  # in the batch script itself
+    # in the batch script itself
+    assert external_launcher.external_rank({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}) is None
     step = {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "1234567"}
     assert external_launcher.external_rank(step) == (9, 16)
     adopted = external_launcher.torch_variables({**step, "SLURM_STEP_NODELIST": "node7,node9"})

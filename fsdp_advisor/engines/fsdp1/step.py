@@ -69,9 +69,8 @@ class Fsdp1Step(StepHooks):
         self._unreduced: defaultdict[UnitId, deque[list[BufferId]]] = defaultdict(deque)  # reduction is deferred
         self._frozen: list[UnitId] = []  # layers without trained parameters whose backward is over
         self._offloaded: list[BufferId] = []
-        self._unseen: list[
-            BufferId
-        ] = []  # gradients of shards with only frozen parameters: no `param.grad` is a view of them
+        # gradients of shards with only frozen parameters: no `param.grad` is a view of them
+        self._unseen: list[BufferId] = []
         self._freed: deque[int] = deque()
 
     def unsharded(self, unit: UnitId) -> Storages:

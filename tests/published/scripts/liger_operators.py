@@ -97,9 +97,8 @@ def rope(provider: str, settings: dict[str, Any], dtype: torch.dtype) -> Run:
     gradients = torch.randn_like(q), torch.randn_like(k)
     positions = torch.arange(length, device="cuda").unsqueeze(0)
     frequencies = 10_000.0 ** -(torch.arange(0, width, 2, device="cuda") / width)
-    angles = (frequencies[None, :, None] @ positions[:, None, :].float()).transpose(
-        1, 2
-    )  # the product in transformers' code of 2024
+    # the product in transformers' code of 2024
+    angles = (frequencies[None, :, None] @ positions[:, None, :].float()).transpose(1, 2)
     cos, sin = (function(torch.cat((angles, angles), dim=-1)).to(dtype) for function in (torch.cos, torch.sin))
 
     def run() -> None:

@@ -90,9 +90,8 @@ def optimizer_for(model: nn.Module, plan: Plan) -> Any:
         options = {"scale_parameter": False, "relative_step": False} if name == "GaLoreAdafactor" else {}
         return getattr(__import__(module), name)(groups, lr=1e-3, **options)
     constructor = optimizer_of(plan).measured
-    if plan.backend == "deepspeed" and isinstance(
-        constructor, Constructor
-    ):  # the model is on the host until DeepSpeed moves it
+    # the model is on the host until DeepSpeed moves it
+    if plan.backend == "deepspeed" and isinstance(constructor, Constructor):
         return optimizer_class(constructor)([p for _, p in named], lr=1e-3, **constructor.options)
     return USUAL(model, plan)
 

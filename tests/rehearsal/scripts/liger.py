@@ -36,9 +36,8 @@ def spread_evenly(module: Any) -> Any:
 
 
 def peak_of(config: dict[str, Any], precision: str, checkpoints: bool, adapts: bool, batch: int, length: int) -> int:
-    from liger_kernel.ops import (
-        fused_moe,
-    )  # imported here, because it initializes CUDA, after which a process cannot fork
+    # imported here, because it initializes CUDA, after which a process cannot fork
+    from liger_kernel.ops import fused_moe
 
     for launcher in (JITFunction, Autotuner):
         launcher.run = lambda *args, **kwargs: None

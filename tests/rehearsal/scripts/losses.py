@@ -23,9 +23,8 @@ LIGER_LOSS_ALONE = {
 
 def cut_forward(self: Any, labels: torch.Tensor, **inputs: Any) -> CausalLMOutput:
     inputs.pop("num_items_in_batch", None)
-    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state.to(
-        torch.bfloat16
-    )  # its kernels need half precision
+    # its kernels need half precision
+    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state.to(torch.bfloat16)
     return CausalLMOutput(loss=linear_cross_entropy(hidden, self.get_output_embeddings().weight, labels, shift=True))
 
 

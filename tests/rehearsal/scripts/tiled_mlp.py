@@ -28,9 +28,8 @@ def of_axolotl() -> Any:
 
 def tile(model: Any, code: str, shards: int) -> None:
     """Tile each network as axolotl's patch does: the class's forward over `shards` of the sequence."""
-    from liger_kernel.ops import (
-        apply_tiled_mlp,
-    )  # imported here, because it initializes CUDA, after which a process cannot fork
+    # imported here, because it initializes CUDA, after which a process cannot fork
+    from liger_kernel.ops import apply_tiled_mlp
 
     by_axolotl = of_axolotl() if code == "axolotl" else None
 
