@@ -10,6 +10,7 @@ from fsdp_advisor.assumptions import check_gpu, gpu_of, sequence_length, settled
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.registry import model_refusal
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.batch import divided
@@ -26,7 +27,7 @@ from fsdp_advisor.model.multimodal import trained_on_text
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved, split_recorder
-from fsdp_advisor.report import Adapters, Report, Rows
+from fsdp_advisor.report import Adapters, Report, Rows, StrategyEstimate
 from fsdp_advisor.rows import estimate_plan
 
 if TYPE_CHECKING:
@@ -86,12 +87,14 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
     conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None
     seq_len, length_notes = sequence_length(request, model.profile)
     profile = model.profile
-    images = image_notes(request, profile)
-    text_note = trained_on_text(str(profile.config.get("model_type"))) if profile else ""
     wanted = plans(request, seq_len=seq_len)
     if gpu.unified_memory:
         wanted = [plan for plan in wanted if plan.offload == "none"]
     possible, refused = _possible(wanted, profile)
+
+    def row(plan: Plan) -> StrategyEstimate:
+        return estimate_plan(model, plan, gpu, explain=explain, conf=conf, host_memory_bytes=request.host_memory)
+
     return Report(
         request=request,
         seq_len=seq_len,
@@ -101,12 +104,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
         trainable_parameters=model.trainable_parameters,
         gpu_name=gpu.name,
         gpu_memory_bytes=gpu.memory_bytes,
-        estimates=Rows(
-            possible,
-            lambda plan: estimate_plan(
-                model, plan, gpu, explain=explain, conf=conf, host_memory_bytes=request.host_memory
-            ),
-        ),
+        estimates=Rows(possible, row),
         task=profile.task if profile else None,
         layer_classes=profile.layer_classes if profile else (),
         largest_parameter_elements=profile.largest_parameter_elements if profile else None,
@@ -116,23 +114,39 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
         else None,
         adapted_modules=profile.adapted_modules if profile and not model.adaptation.names_modules else (),
         packed=model.packed,
-        notes=(
-            *(note for note in model.notes if not (images and note == text_note)),
-            *notes,
-            *memory_notes(gpu),
-            *kernel_notes(profile),
-            *expert_notes(request, profile),
-            *adapted_expert_notes(profile),
-            *liger_notes(has_kernels=request.use_liger_kernel and profile is not None),
-            *compile_notes(request.compile),
-            *fp8_notes(request.fp8, request.compile),
-            *assumption_notes(request, gpu, is_packed=bool(model.adaptation.packed_by)),
-            *length_notes,
-            *batch_notes(request),
-            *images,
-            *refused,
-            *ignored_in_estimate(request),
-        ),
+        notes=_notes(request, model, gpu, of_gpu=notes, of_length=length_notes, of_plans=refused),
+    )
+
+
+def _notes(
+    request: EstimateRequest,
+    model: Resolved,
+    gpu: Gpu,
+    *,
+    of_gpu: Sequence[str],
+    of_length: Sequence[str],
+    of_plans: Sequence[str],
+) -> tuple[str, ...]:
+    """The notes of a report, in order. A note that a model is trained on text alone is left out if the job has images."""
+    profile = model.profile
+    images = image_notes(request, profile)
+    text_note = trained_on_text(str(profile.config.get("model_type"))) if profile else ""
+    return (
+        *(note for note in model.notes if not (images and note == text_note)),
+        *of_gpu,
+        *memory_notes(gpu),
+        *kernel_notes(profile),
+        *expert_notes(request, profile),
+        *adapted_expert_notes(profile),
+        *liger_notes(has_kernels=request.use_liger_kernel and profile is not None),
+        *compile_notes(request.compile),
+        *fp8_notes(request.fp8, request.compile),
+        *assumption_notes(request, gpu, is_packed=bool(model.adaptation.packed_by)),
+        *of_length,
+        *batch_notes(request),
+        *images,
+        *of_plans,
+        *ignored_in_estimate(request),
     )
 
 

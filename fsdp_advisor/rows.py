@@ -150,17 +150,10 @@ def _base_row(
         evaluation_bytes=step.evaluation_bytes if step else None,
         host_memory_bytes=host_memory_bytes,
     )
-    kept = sum(s.rounded for s in (states.parameters, states.gradients, states.optimizer, states.communication))
     return StrategyEstimate(
         plan=plan,
-        fits=False if kept + overhead.middle_bytes > gpu.memory_bytes or job.fails else None,
-        states={
-            "parameters": states.parameters.exact,
-            "gradients": states.gradients.exact,
-            "optimizer": states.optimizer.exact,
-            "communication": states.communication.exact,
-            "buffers": states.buffers.exact,
-        },
+        fits=False if states.total.rounded + overhead.middle_bytes > gpu.memory_bytes or job.fails else None,
+        states={name: storages.exact for name, storages in states.on_gpu.items()},
         parameter_parts=_parameter_parts(profile, plan, states),
         paged_optimizer_bytes=states.paged.exact,
         host_bytes_per_node=host,

@@ -26,12 +26,11 @@ class Candidate:
     """A plan with its estimate, and whether it leaves the margin.
 
     `available_bytes` is the GPU's memory less the margin. `runs_in_available`: the plan's `needed_bytes` exceed that only because the
-    allocator keeps a cache; the plan also completes within that memory, perhaps with allocator retries.
-    `allocator_conf` is the value of PYTORCH_ALLOC_CONF that the estimate assumes (None: PyTorch's defaults). `host_available_bytes` is
-    a node's memory if it is known, else None; `host_usual_bytes` is the usual memory of nodes with this GPU;
-    `host_unlimited` allows plans that need more. `step_seconds` is None if
-    the time of a step is unknown. `numerics_gain` is the factor by which the plan would be faster in 16 bits throughout, as FSDP and
-    DeepSpeed compute; 1 unless it runs under autocast.
+    allocator keeps a cache; the plan also completes within that memory, perhaps with allocator retries. `allocator_conf` is the value of
+    PYTORCH_ALLOC_CONF that the estimate assumes (None: PyTorch's defaults). `host_available_bytes` is a node's memory if it is known, else
+    None; `host_usual_bytes` is the usual memory of nodes with this GPU; `host_unlimited` allows plans that need more. `step_seconds` is
+    None if the time of a step is unknown. `numerics_gain` is the factor by which the plan would be faster in 16 bits throughout, as FSDP
+    and DeepSpeed compute; 1 unless it runs under autocast.
     """
 
     estimate: StrategyEstimate

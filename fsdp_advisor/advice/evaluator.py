@@ -100,9 +100,7 @@ class Evaluator:
         """Bytes that stay on the GPU between steps."""
         if self.model.profile is None:
             return self.estimate(plan).kept_bytes
-        states = states_of(self.model.profile, plan)
-        parts = (states.parameters, states.gradients, states.optimizer, states.communication, states.buffers)
-        return sum(part.exact for part in parts)
+        return states_of(self.model.profile, plan).total.exact
 
     def exceeds(self, plan: Plan) -> bool:
         """Whether the plan's lower bound is too much. Raises AdvisorError without a tape."""

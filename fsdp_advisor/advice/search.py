@@ -237,8 +237,7 @@ class Search:
 
     def _search(self, evaluated_choices: int) -> SearchResult:
         """The result of the search. Choices are estimated completely, the most promising first; those that cannot win are estimated only
-        up to the
-        number `evaluated_choices`.
+        up to the number `evaluated_choices`.
         """
         feasible: list[Candidate] = []
         rejected: list[Rejection] = []

@@ -185,9 +185,8 @@ class StepBuilder:
         *,
         per_batch: Polynomial | None = None,
     ) -> BufferId:
-        """Allocate `storages`, or one storage of `per_batch` bytes (a polynomial in B and T), and return their buffer; NO_BUFFER if
-        there is nothing
-        to allocate.
+        """Allocate `storages`, or one storage of `per_batch` bytes (a polynomial in B and T), and return their buffer; NO_BUFFER if there
+        is nothing to allocate.
         """
         if not storages.rounded and (per_batch is None or not any(per_batch)):
             return NO_BUFFER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 ALIGNMENT = 512
 """Source: c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize."""
@@ -76,6 +76,16 @@ class States:
     communication: Storages = NO_STORAGES
     buffers: Storages = NO_STORAGES
     paged: Storages = NO_STORAGES
+
+    @property
+    def on_gpu(self) -> dict[str, Storages]:
+        """The parts that PyTorch allocates on the GPU, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "paged"}
+
+    @property
+    def total(self) -> Storages:
+        """All of `on_gpu`."""
+        return sum(self.on_gpu.values(), NO_STORAGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,11 +41,10 @@ published runs (fitted and held-out runs together) lie in the resulting range.
 class StepTime:
     """One step of `tokens` tokens on one GPU. `breakdown` is seconds by cause and sums to the step.
 
-    `matmul`, `attention`, `pointwise`, `loss`: compute on the GPU by class of operator; `recomputation`: the forwards that
-    activation checkpointing repeats; `launch`: the GPU waits for the CPU to launch kernels; `sharding`: copies into and out of
-    communication buffers, and sums of gradients; `communication`: exposed collectives;
-    `contention`: the slowdown of compute by hidden collectives;
-    `optimizer`: its step on the GPU; `host`: PCIe and the optimizer on the host; `allocator`: retries of the caching allocator.
+    `matmul`, `attention`, `pointwise`, `loss`: compute on the GPU by class of operator; `recomputation`: the forwards that activation
+    checkpointing repeats; `launch`: the GPU waits for the CPU to launch kernels; `sharding`: copies into and out of communication buffers,
+    and sums of gradients; `communication`: exposed collectives; `contention`: the slowdown of compute by hidden collectives; `optimizer`:
+    its step on the GPU; `host`: PCIe and the optimizer on the host; `allocator`: retries of the caching allocator.
     `communication_seconds`: all collectives, also those hidden behind compute; only tests read it.
     """
 

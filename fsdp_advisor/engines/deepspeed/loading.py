@@ -52,9 +52,8 @@ def _stages_1_and_2(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) 
 
 
 def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
-    """Two methods. With zero.Init, each module is sharded as it is built: rank 0 reads the file and broadcasts the parameters. Without
-    it, every
-    rank loads the whole model.
+    """Two methods. With zero.Init, each module is sharded as it is built: rank 0 reads the file and broadcasts the parameters. Without it,
+    every rank loads the whole model.
 
     Source: zero/partition_parameters.py, Init; transformers/integrations/deepspeed.py, _load_state_dict_into_zero3_model.
     """
