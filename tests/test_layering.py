@@ -16,6 +16,7 @@ import fsdp_advisor
 LAYERS = (
     "units",
     "errors",
+    "documents",
     "parallelism",
     "job",
     "hardware",

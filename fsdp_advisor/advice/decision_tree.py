@@ -16,6 +16,7 @@ from fsdp_advisor.advice.ranking import actual_speed, faster
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
+from fsdp_advisor.documents import Document
 from fsdp_advisor.job.choices import Strategy
 from fsdp_advisor.job.compatibility import label
 from fsdp_advisor.job.losses import loss_words
@@ -35,7 +36,7 @@ _SWEEP_QUESTIONS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class Node(Document):
     """A question with its answer and the figures that decide it, or an outcome, with which the tree ends.
 
     `parent` is the id of the question before it, `on` the answer to that question that leads to this node. `taken`: whether the
@@ -52,20 +53,6 @@ class Node:
     on: str = ""
     taken: bool = False
     outcome: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "question": self.question,
-            "answer": self.answer,
-            "because": self.because,
-            "needed_bytes": self.needed_bytes,
-            "available_bytes": self.available_bytes,
-            "parent": self.parent,
-            "on": self.on,
-            "taken": self.taken,
-            "outcome": self.outcome,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

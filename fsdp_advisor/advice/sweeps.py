@@ -14,6 +14,7 @@ from fsdp_advisor.advice.largest_size import Largest, Sizes, largest
 from fsdp_advisor.advice.search import FRONTIER_POINTS, Search
 from fsdp_advisor.advice.search_space import StrategyChoice, on_ranks, search_space
 from fsdp_advisor.assumptions import check_gpu, gpu_of
+from fsdp_advisor.documents import json_object
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, list_gpus, usual_gpus_per_node
 from fsdp_advisor.job.choices import MAX_GPUS, MAX_SEQ_LEN
@@ -45,13 +46,7 @@ class SweepResult:
     frontier: tuple[Candidate, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "what": self.what,
-            "answer": self.answer,
-            "because": self.because,
-            "rows": [c.as_dict() for c in self.rows],
-            "frontier": [c.as_dict() for c in self.frontier],
-        }
+        return json_object(self, without=("winner",))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fsdp_advisor.diagnosis.snapshot import Frame
+from fsdp_advisor.documents import Document, json_object
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
 from fsdp_advisor.program.accounts import ACCOUNTS
 from fsdp_advisor.report import Printable
@@ -61,19 +62,7 @@ class OutOfMemory:
         return self.allocated_bytes + self.unallocated_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank,
-            "gpu": self.gpu,
-            "requested_bytes": self.requested_bytes,
-            "total_bytes": self.total_bytes,
-            "free_bytes": self.free_bytes,
-            "allowed_bytes": self.allowed_bytes,
-            "process_bytes": self.process_bytes,
-            "other_processes": {str(pid): n for pid, n in self.other_processes.items()},
-            "allocated_bytes": self.allocated_bytes,
-            "private_pool_bytes": self.private_pool_bytes,
-            "unallocated_bytes": self.unallocated_bytes,
-        }
+        return json_object(self, without=("frames",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +90,7 @@ class Moment:
         return f"{words}, at {self.where}" if self.where else words
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "phase": self.phase,
-            "layer": self.layer,
-            "layers": self.layers,
-            "step": self.step,
-            "where": self.where,
-            "text": self.text,
-        }
+        return json_object(self) | {"text": self.text}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +119,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(Document):
     """A category that differs from the prediction, and the places in the code that allocated most of its measured bytes."""
 
     category: Category
@@ -146,18 +128,9 @@ class Difference:
     because: str = ""
     holdings: tuple[Holding, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "category": self.category,
-            "measured_bytes": self.measured_bytes,
-            "predicted_bytes": self.predicted_bytes,
-            "because": self.because,
-            "holdings": [holding.as_dict() for holding in self.holdings],
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class Prediction(Document):
     """The estimate of the job: its worst moment, and the moment of the diagnosis if the step has it.
 
     `needed_bytes` is for the worst moment of the job, `at_moment` bytes by category at the moment of the diagnosis.
@@ -172,21 +145,9 @@ class Prediction:
     differences: tuple[Difference, ...]
     notes: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "job": self.job,
-            "fits": self.fits,
-            "needed_bytes": self.needed_bytes,
-            "peak_at": self.peak_at,
-            "at_moment": dict(self.at_moment),
-            "moment": self.moment,
-            "differences": [difference.as_dict() for difference in self.differences],
-            "notes": list(self.notes),
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(Document):
     """A change that makes the job fit, or saves memory. `options`: options of `estimate`, if the change can be expressed by them.
 
     `saves_bytes` is the most that it can save; None if that is unknown.
@@ -196,14 +157,6 @@ class Change:
     because: str
     options: Mapping[str, Any] = field(default_factory=dict)
     saves_bytes: int | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "what": self.what,
-            "because": self.because,
-            "options": dict(self.options),
-            "saves_bytes": self.saves_bytes,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,18 +188,4 @@ class Diagnosis(Printable):
 
     def as_dict(self) -> dict[str, Any]:
         """The diagnosis as JSON."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "file": self.file,
-            "source": self.source,
-            "device": self.device,
-            "moment": self.moment.as_dict(),
-            "out_of_memory": None if self.out_of_memory is None else self.out_of_memory.as_dict(),
-            "memory": dict(self.memory),
-            "holdings": [holding.as_dict() for holding in self.holdings],
-            "ranks": [error.as_dict() for error in self.ranks],
-            "changes": [change.as_dict() for change in self.changes],
-            "prediction": None if self.prediction is None else self.prediction.as_dict(),
-            "notes": list(self.notes),
-            "unknown": list(self.unknown),
-        }
+        return {"schema_version": SCHEMA_VERSION} | json_object(self)

@@ -41,7 +41,7 @@ _LOGITS_BYTES = (2, 4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The job as it was meant to run, with its estimate. `row` is the row of the requested strategy; if none was requested, the best row."""
+    """The job as it was meant to run, with its estimate. `row`: of the requested strategy; if none was requested, the best row."""
 
     request: EstimateRequest
     model: Resolved

@@ -1,0 +1,31 @@
+"""JSON objects of dataclasses, for answers whose keys are the names of their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+
+class Document:
+    """A dataclass whose JSON object has its fields, in their order."""
+
+    __slots__ = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON object."""
+        return json_object(self)
+
+
+def json_object(answer: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The fields of a dataclass by name, except those in `without`, as JSON values."""
+    return {f.name: _json_value(getattr(answer, f.name)) for f in fields(answer) if f.name not in without}
+
+
+def _json_value(value: Any) -> Any:
+    """A field's value with its documents as objects, its tuples as lists and the keys of its mappings as text."""
+    if hasattr(value, "as_dict"):
+        return value.as_dict()
+    if isinstance(value, tuple):
+        return [_json_value(item) for item in value]
+    return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else value
