@@ -35,7 +35,7 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "record_memory_bytes": ("BYTES", "4294967296", "Memory of the recording process."),
     "record_queue": ("N", "4", "Requests that may wait for the recording process."),
 }
-"""Setting -> (form of its value, default, help). `server.settings` has them too, but importing it takes long."""
+"""Setting -> (form of its value, default, help). `server.settings` has its type and default; importing that takes long."""
 
 
 def _rule(metavar: str, default: str, about: str) -> Rule:

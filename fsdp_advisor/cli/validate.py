@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,75 +26,52 @@ if TYPE_CHECKING:
     from fsdp_advisor.validation.run_result import RunResult
 
 
+_rule = partial(Rule, group="Validation")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions(ConfigFileOptions, ReportOptions):
     """Options of `validate` apart from those of the job."""
 
     mode: Annotated[
         CommandMode | None,
-        Rule(
-            aliases=("rung",),
-            about="how close the run is to a real one; simulate: fake tensors; rehearse: PyTorch's CUDA build on a simulated GPU; "
+        _rule(
+            "how close the run is to a real one; simulate: fake tensors; rehearse: PyTorch's CUDA build on a simulated GPU; "
             "stand-in: one GPU plays rank 0; measure: real ranks",
-            group="Validation",
+            aliases=("rung",),
             default="the best for this machine",
         ),
     ] = None
     device: Annotated[
-        Device | None,
-        Rule(
-            about="the device of the ranks; cpu: real ranks over gloo, counting live bytes",
-            group="Validation",
-            default="cuda",
-        ),
+        Device | None, _rule("the device of the ranks; cpu: real ranks over gloo, counting live bytes", default="cuda")
     ] = None
     campaign: Annotated[
         str | None,
-        Rule(
-            about="run many cases: quick, full or a file; options of the job replace those of the cases",
-            group="Validation",
-            metavar="NAME",
-        ),
+        _rule("run many cases: quick, full or a file; options of the job replace those of the cases", metavar="NAME"),
     ] = None
     records: Annotated[
         Path | None,
-        Rule(
-            about="append one JSON line per case; a campaign continues where FILE ends",
-            group="Validation",
-            metavar="FILE",
-        ),
+        _rule("append one JSON line per case; a campaign continues where FILE ends", metavar="FILE"),
     ] = None
     snapshot: Annotated[
         Path | None,
-        Rule(
-            about="write PyTorch's memory history for pytorch.org/memory_viz (needs a GPU; steps are not timed)",
-            group="Validation",
+        _rule(
+            "write PyTorch's memory history for pytorch.org/memory_viz (needs a GPU; steps are not timed)",
             metavar="FILE",
         ),
     ] = None
     timeout: Annotated[
         float | None,
-        Rule(
-            about="end a case after this time",
-            group="Validation",
-            metavar="SECONDS",
-            ge=1,
-            default="600, stand-in 300, measure 1800",
-        ),
+        _rule("end a case after this time", metavar="SECONDS", ge=1, default="600, stand-in 300, measure 1800"),
     ] = None
     zero1: Annotated[
-        Literal["deepspeed", "torch"],
-        Rule(about="the implementation of ZeRO-1; torch is its ZeroRedundancyOptimizer", group="Validation"),
+        Literal["deepspeed", "torch"], _rule("the implementation of ZeRO-1; torch is its ZeroRedundancyOptimizer")
     ] = "deepspeed"
     rdzv_endpoint: Annotated[
         str | None,
-        Rule(
-            about="the rendezvous of several nodes; run the same command on each node",
-            group="Validation",
-            metavar="HOST:PORT",
-        ),
+        _rule("the rendezvous of several nodes; run the same command on each node", metavar="HOST:PORT"),
     ] = None
-    sbatch: Annotated[bool, Rule(about="print a batch script for Slurm and run nothing", group="Validation")] = False
+    sbatch: Annotated[bool, _rule("print a batch script for Slurm and run nothing")] = False
 
     @property
     def form(self) -> Format:
