@@ -41,7 +41,7 @@ def advice_blocks(view: AdviceView) -> list[Block]:
 
 def _path(view: AdviceView) -> tuple[str, ...]:
     """The questions on the path, each with the answer that leads to the next, and the outcome."""
-    questions = [f"{node.question} {node.reason}" for node in view.path]
+    questions = [f"{node.question} {node.because}" for node in view.path]
     return (questions[0], *(f"{n.on}: {q}" for n, q in zip(view.path[1:], questions[1:], strict=True)), outcome(view))
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from fsdp_advisor.advice.decision_tree import NO, UNKNOWN, YES
+from fsdp_advisor.advice.rules_of_thumb import RuleOfThumb
 from fsdp_advisor.export.launch import torchtitan_line
-from fsdp_advisor.render.advice_view import AdviceView, CandidateView, FindView, RuleView
+from fsdp_advisor.render.advice_view import AdviceView, CandidateView, FindView
 from fsdp_advisor.render.parts import ACTIVATIONS, STATES
 from fsdp_advisor.render.terminal import Column, Screen, bar, draw, fitting, legend, paint
 from fsdp_advisor.render.terminal import wrap as fill
@@ -92,7 +93,7 @@ def _tree(view: AdviceView, screen: Screen) -> str:
         question = f"{node.on}: {node.question}" if depth else node.question
         lines.append(
             wrap(
-                f"{question} {node.reason}",
+                f"{question} {node.because}",
                 screen,
                 first=indent + (elbow if depth else ""),
                 indent=indent + ("   " if depth else "  "),
@@ -107,7 +108,7 @@ def outcome(view: AdviceView) -> str:
     """The answer to the last question of the decision tree. If the answer is only yes or no, the consequence is added, such as the
     recommended plan.
     """
-    answer = view.path[-1].answer
+    answer = view.path[-1].answer or ""
     if answer not in BARE:
         return answer
     if view.winner is not None:
@@ -217,11 +218,11 @@ def _rules(view: AdviceView, screen: Screen) -> str:
     return "\n".join([RULES_TITLE, *(wrap(rule_text(rule), screen, first="  ", indent="    ") for rule in view.rules)])
 
 
-def rule_text(rule: RuleView) -> str:
+def rule_text(rule: RuleOfThumb) -> str:
     """One rule of thumb in a line."""
     runs = {True: "which runs", False: "which does not run", None: "which may run"}[rule.would_run]
-    choice = f"{rule.choice}, {runs}" if rule.choice else "nothing"
-    return f"{rule.source}: {choice}: {rule.reason}"
+    choice = f"{rule.says}, {runs}" if rule.says else "nothing"
+    return f"{rule.source}: {choice}: {rule.because}"
 
 
 def _launch(view: AdviceView, screen: Screen) -> str:

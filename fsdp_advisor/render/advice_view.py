@@ -13,6 +13,7 @@ from fsdp_advisor.advice import Advice, Candidate, Recommendation, Rejection
 from fsdp_advisor.advice.decision_tree import Node
 from fsdp_advisor.advice.methods import LORA, QLORA
 from fsdp_advisor.advice.result import Method
+from fsdp_advisor.advice.rules_of_thumb import RuleOfThumb
 from fsdp_advisor.advice.savings import Saving
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.assumption_notes import FP32_AROUND_PACKED
@@ -74,30 +75,6 @@ class RejectionView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionView:
-    """A node of the decision tree as text: a question with its figures, or an outcome (`advice.decision_tree.Node`)."""
-
-    id: str
-    parent: str | None
-    on: str
-    question: str
-    answer: str
-    reason: str
-    taken: bool
-    outcome: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuleView:
-    """A rule of thumb, its choice for this model (empty: none), and whether that would run."""
-
-    source: str
-    choice: str
-    would_run: bool | None
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RemedyView:
     """A change that makes the job fit, as a command line and as the query of a permalink."""
 
@@ -145,14 +122,14 @@ class AdviceView:
     savings: tuple[str, ...]
     savings_title: str
     remedies: tuple[RemedyView, ...]
-    path: tuple[DecisionView, ...]
-    tree: tuple[DecisionView, ...]
+    path: tuple[Node, ...]
+    tree: tuple[Node, ...]
     found: FindView | None
     runners_up: tuple[CandidateView, ...]
     rejected: tuple[RejectionView, ...]
     configurations: int
     margin: str
-    rules: tuple[RuleView, ...]
+    rules: tuple[RuleOfThumb, ...]
     launch_title: str
     launch_commands: tuple[str, ...]
     other_targets: tuple[str, ...]
@@ -164,7 +141,6 @@ def advice_view(advice: Advice) -> AdviceView:
     r = advice.recommendation
     task = task_of(advice.report.task)
     winner = None if r.winner is None else _candidate(r, task, r.winner)
-    decisions = tuple(_decision(node) for node in r.tree.nodes)
     commands, targets = _launch(advice)
     return AdviceView(
         report=advice.report,
@@ -197,17 +173,14 @@ def advice_view(advice: Advice) -> AdviceView:
             )
             for remedy in r.remedies
         ),
-        path=tuple(node for node in decisions if node.taken and not node.outcome),
-        tree=decisions,
+        path=r.tree.path,
+        tree=r.tree.nodes,
         found=_found(r, task),
         runners_up=tuple(_candidate(r, task, other.candidate, other.why_not) for other in r.runners_up),
         rejected=tuple(map(_rejection, r.rejected)),
         configurations=r.configurations,
         margin=f"{100 * r.request.margin:g} %",
-        rules=tuple(
-            RuleView(source=rule.source, choice=rule.says or "", would_run=rule.would_run, reason=rule.because)
-            for rule in r.rules
-        ),
+        rules=r.rules,
         launch_title="To launch it" if r.fits else "To try it",
         launch_commands=commands,
         other_targets=targets,
@@ -219,19 +192,6 @@ def _not_modelled(estimate: StrategyEstimate | None) -> str:
     """The effects that the figures of the recommended plan lack; empty if there are none."""
     effects = omitted_effects(estimate) if estimate is not None else []
     return f"Not modelled: {'; '.join(effects)}." if effects else ""
-
-
-def _decision(node: Node) -> DecisionView:
-    return DecisionView(
-        id=node.id,
-        parent=node.parent,
-        on=node.on,
-        question=node.question,
-        answer=node.answer or "",
-        reason=node.because,
-        taken=node.taken,
-        outcome=node.outcome,
-    )
 
 
 def _saving(saving: Saving) -> str:

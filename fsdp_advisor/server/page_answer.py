@@ -120,7 +120,7 @@ def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str
         "compare": urlencode({"a": plan}) if plan and advice.winner else "",
         "steps": _steps(advice),
         "decision": next((n for n in advice.tree if n.id == "recommended" and n.taken), None)
-        or {"question": "No plan fits with these options.", "reason": ""},
+        or {"question": "No plan fits with these options.", "because": ""},
         "bars": drawings.bars(shown, row),
         "step": drawings.step(shown, chosen, chosen.timeline),
         "streams": drawings.streams(found.streams, row.label),
@@ -202,7 +202,7 @@ def _steps(advice: AdviceView) -> list[dict[str, Any]]:
     return [
         {
             "question": node.question,
-            "reason": node.reason,
+            "reason": node.because,
             "answer": node.answer,
             "others": [n.on for n in advice.tree if n.parent == node.id and n.on != node.answer],
         }
