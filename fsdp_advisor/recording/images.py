@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from fsdp_advisor.job.images import Images
-from fsdp_advisor.model.images import Layout, layout_of
+from fsdp_advisor.model.image_layouts import Layout
+from fsdp_advisor.model.images import layout_of
 from fsdp_advisor.model.tape_key import TapeCheckpointing
 from fsdp_advisor.recording import flash
 from fsdp_advisor.recording.source import Source, WrappedSource
