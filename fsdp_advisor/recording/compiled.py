@@ -2,18 +2,17 @@
 
 Dynamo, AOTAutograd with its partitioner, and Inductor are PyTorch's own and run as in training. What differs is the device: graphs are
 traced on fake CPU tensors and moved to a GPU that does not exist before Inductor sees them. The Python code that Inductor generates, with
-its allocations, reuses and frees, then runs on fake tensors; its Triton kernels only count their work.
+its allocations, reuses and frees, then runs on fake tensors (`generated_code`). Graphs contain the operators of a GPU (`graph_functions`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,17 +32,8 @@ from torch.fx.node import map_aggregate
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fsdp_advisor.errors import NotRecordable, assert_never
-from fsdp_advisor.recording.flash import cudnn_scratch, flash_scratch, scratch
-from fsdp_advisor.recording.fused_kernels import attention_kernel, kernel
-from fsdp_advisor.recording.on_gpu import (
-    additive,
-    autocast_inputs,
-    composite_rms_norm,
-    efficient_scratch,
-    kernel_of,
-    rms_norm,
-)
+from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.recording.generated_code import empty_strided, load, reinterpret, template
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 PROPERTIES = SimpleNamespace(
@@ -164,19 +154,6 @@ _CUDA, _META = 1, 14
 """The numbers of CUDA and meta in PyTorch's enum DeviceType."""
 
 
-@contextlib.contextmanager
-def functions_of_graphs(*, by_cudnn: bool) -> Iterator[None]:
-    """Context in which sdpa and rms_norm call the operators that they call on a GPU, so that graphs contain these. `by_cudnn`: whether
-    sdpa prefers cuDNN's kernel.
-    """
-    attention = _attention_by_cudnn if by_cudnn else _attention
-    with (
-        mock.patch.object(nn.functional, "scaled_dot_product_attention", attention),
-        mock.patch.object(nn.functional, "rms_norm", _rms_norm),
-    ):
-        yield
-
-
 def _forget() -> None:
     """Forget compiled code and the GPU's properties."""
     torch._dynamo.reset()
@@ -241,190 +218,6 @@ def _moved(value: Any, to: torch.device) -> Any:
     return value
 
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    by_cudnn: bool = False,
-) -> torch.Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` as the operator that it calls on CUDA, which a graph keeps."""
-    query, key, value, attn_mask = autocast_inputs(query, key, value, attn_mask)
-    chosen = kernel_of(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, by_cudnn=by_cudnn)
-    bias = additive(attn_mask, query.dtype) if attn_mask is not None and chosen in ("cudnn", "efficient") else None
-    operators: Any = torch.ops.aten
-    found: tuple[torch.Tensor, ...]
-    match chosen:
-        case "cudnn":
-            found = operators._scaled_dot_product_cudnn_attention(
-                query, key, value, bias, True, dropout_p, is_causal, False, scale=scale
-            )
-        case "flash":
-            found = operators._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )
-        case "efficient":
-            bias = None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
-            found = operators._scaled_dot_product_efficient_attention(
-                query, key, value, bias, True, dropout_p, is_causal, scale=scale
-            )
-        case "math":
-            found = operators._scaled_dot_product_attention_math(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        case _:
-            assert_never(chosen)
-    return found[0]
-
-
-def _rms_norm(
-    tensor: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor:
-    """`torch.nn.functional.rms_norm`. In a graph it is the operator that it calls on CUDA, which the compiler decomposes."""
-    if not torch.compiler.is_compiling():
-        return rms_norm(tensor, normalized_shape, weight, eps)
-    if weight is None or tensor.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
-        return composite_rms_norm(tensor, normalized_shape, weight, eps)
-    out: torch.Tensor = _FusedRmsNorm.apply(tensor, weight, normalized_shape, eps)  # type: ignore[no-untyped-call]
-    return out
-
-
-@torch._dynamo.allow_in_graph
-class _FusedRmsNorm(torch.autograd.Function):
-    """CUDA's operator for rms_norm with its own backward. On a CPU the operator is a composite of others, whose backward keeps more.
-
-    Source: torch 2.13, aten/src/ATen/native/native_functions.yaml, `_fused_rms_norm`; tools/autograd/derivatives.yaml.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, weight: torch.Tensor, normalized_shape: list[int], eps: float | None
-    ) -> torch.Tensor:
-        operators: Any = torch.ops.aten
-        out, scale = operators._fused_rms_norm(tensor, normalized_shape, weight, eps)
-        ctx.save_for_backward(tensor, weight, scale)
-        ctx.normalized_shape = normalized_shape
-        return out  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        operators: Any = torch.ops.aten
-        tensor, weight, scale = ctx.saved_tensors
-        needed = list(ctx.needs_input_grad[:2])
-        found = operators._fused_rms_norm_backward(grads[0], tensor, ctx.normalized_shape, scale, weight, needed)
-        return (*found, None, None)
-
-
-def _attention_by_cudnn(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return _attention(*args, **kwargs, by_cudnn=True)
-
-
-# The generated code
-
-
-_OF_TRITON = re.compile(
-    r"^(?:import triton.*|from (?:triton|torch\._inductor\.runtime\.triton_heuristics) .*)$", re.MULTILINE
-)
-"""Matches lines that import what only real Triton kernels need."""
-
-
-def _load(_: GraphLowering, code: Any) -> ModuleType:
-    """The module of generated code, with kernels that only count their work."""
-    module = ModuleType("generated")
-    module.__file__ = "generated"
-    source = _OF_TRITON.sub("", code.value)
-    source = source.replace("torch.ops.aten._scaled_dot_product", "attention_kernels._scaled_dot_product")
-    source = source.replace("extern_kernels._scaled_mm", "scaled_mm")
-    source = source.replace("torch.ops.higher_order.graphsafe_run_with_rng_state", "run_with_seed")
-    source = source.replace("from torch._inductor.async_compile import AsyncCompile", "")
-    module.__dict__.update(
-        AsyncCompile=_Kernels, attention_kernels=_AttentionKernels(), run_with_seed=_run_with_seed, scaled_mm=_scaled_mm
-    )
-    exec(compile(source, "generated", "exec"), module.__dict__)  # runs the code that Inductor generated
-    return module
-
-
-def _template(code: str, *_: Any, **__: Any) -> SimpleNamespace:
-    """An empty stand-in for the module of a template's kernel, which only autotuning would run."""
-    return SimpleNamespace(__file__="generated", key="generated")
-
-
-class _Kernels:
-    """Replaces Inductor's `AsyncCompile`: makes a `_Kernel` from Triton source."""
-
-    def triton(self, name: str, source: str, **_: Any) -> _Kernel:
-        found = re.search(rf"def {name}\(([^)]*)\)", source)
-        assert found is not None, "Inductor names a kernel's function as the kernel"
-        return _Kernel([word.split(":")[0].strip() for word in found[1].split(",")])
-
-    def wait(self, _: Any) -> None:
-        """Do nothing: no kernel is compiled."""
-
-
-class _Kernel:
-    """A Triton kernel that only counts its work. `arguments`: the names of its arguments. Those that begin with `in_` are read; those with
-    `out_ptr`, and those that begin with `ws_ptr`, are written.
-    """
-
-    def __init__(self, arguments: list[str]) -> None:
-        self._arguments = arguments
-
-    def run(self, *values: Any, **_: Any) -> None:
-        tensors = [(name, v) for name, v in zip(self._arguments, values, strict=False) if isinstance(v, torch.Tensor)]
-        named = dict(tensors)
-        if "arg_Q" in named:  # of FlexAttention. Source: torch 2.13, _inductor/kernel/flex/templates
-            attention_kernel(named["arg_Q"], named["arg_LSE"].shape[-1], 5 if "arg_DO" in named else 2)
-            return
-        reads = [tensor for name, tensor in tensors if name.startswith("in_")]
-        writes = [tensor for name, tensor in tensors if "out_ptr" in name or name.startswith("ws_ptr")]
-        kernel(reads, writes)
-
-
-class _AttentionKernels:
-    """The operators of sdpa's kernels. Their backward also allocates the kernels' scratch, which the fake operators lack."""
-
-    def __getattr__(self, name: str) -> Any:
-        operator = getattr(torch.ops.aten, name).default
-        if not name.endswith("_backward"):
-            return SimpleNamespace(default=operator)
-
-        def backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            gradients = operator(grad, q, k, *args, **kwargs)
-            with scratch():
-                if "efficient" in name:
-                    taken = efficient_scratch(q, grad.transpose(1, 2), args[2].transpose(1, 2))
-                else:
-                    needs = cudnn_scratch if "cudnn" in name else flash_scratch
-                    taken = needs(q.transpose(1, 2), k.transpose(1, 2))
-            del taken
-            return gradients
-
-        return SimpleNamespace(default=backward)
-
-
-def _scaled_mm(a: torch.Tensor, b: torch.Tensor, *_: Any, out: torch.Tensor, **__: Any) -> None:
-    """Count the work of an fp8 product that writes to `out`. Fake tensors do not support this operator."""
-    kernel([], [out], 2 * a.shape[0] * a.shape[1] * b.shape[1])
-
-
-def _run_with_seed(operator: Callable[..., Any], *args: Any, rng_state: Any, **kwargs: Any) -> Any:
-    """Run an operator that recomputation repeats with the random numbers of forward."""
-    return operator(*args, **kwargs)
-
-
-def _empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-
-
-def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> torch.Tensor:
-    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
-
-
 class _Generator(torch.Generator):
     """A generator of random numbers on the GPU."""
 
@@ -458,16 +251,16 @@ def _changes() -> dict[Any, dict[str, Any]]:
         },
         torch.version: {"cuda": "13.0"},
         torch._C: {"_cuda_getCurrentRawStream": lambda _: 0},
-        torch._C._dynamo.guards: {"_empty_strided_cuda": _empty_strided, "_reinterpret_tensor": _reinterpret},
+        torch._C._dynamo.guards: {"_empty_strided_cuda": empty_strided, "_reinterpret_tensor": reinterpret},
         CudaInterface: {name: staticmethod(value) for name, value in interface.items()},
         CudaInterface.Worker: {
             name: staticmethod(of_gpu[name]) for name in ("current_device", "get_device_properties")
         },
         inductor: {"_recursive_joint_graph_passes": _joint_passes, "partition_fn": _partition, "get_input_idxs_to_check": lambda *_: []},
-        GraphLowering: {"_compile_to_module_lines": _load},
+        GraphLowering: {"_compile_to_module_lines": load},
         torch.utils._triton: {"triton_hash_with_backend": lambda: ""},
         scheduler: {"has_triton": lambda: True},
         mm_grouped: {"has_triton": lambda: True},
         flex_attention: {"_validate_device": lambda *_: None},
-        select_algorithm: {"PyCodeCache": SimpleNamespace(load=_template)},
+        select_algorithm: {"PyCodeCache": SimpleNamespace(load=template)},
     }  # fmt: skip

@@ -275,7 +275,8 @@ def _contexts(source: Source, key: TapeKey, model: nn.Module) -> Iterator[Abstra
     if key.saves_linear_inputs:
         yield saving_inputs()
     if key.compiles:  # Inductor takes a second to import
-        from fsdp_advisor.recording.compiled import compiler, functions_of_graphs
+        from fsdp_advisor.recording.compiled import compiler
+        from fsdp_advisor.recording.graph_functions import functions_of_graphs
 
         yield compiler(
             key.memory_budget,
