@@ -59,16 +59,7 @@ class StepTime:
 
     def with_retries(self, retries: int) -> StepTime:
         """The step with the time of `retries` allocator retries added."""
-        seconds = retries * RETRY_S
-        if not seconds:
-            return self
-        unsure = seconds * UNCERTAINTY["allocator"]
-        return replace(
-            self,
-            breakdown=self.breakdown | {"allocator": seconds},
-            low_seconds=self.low_seconds + seconds - unsure,
-            high_seconds=self.high_seconds + seconds + SLOWER * unsure,
-        )
+        return self._with("allocator", retries * RETRY_S) if retries else self
 
     def with_paging(self, paged_bytes: int, left_bytes: int, gpu: Gpu) -> StepTime:
         """The step with the traffic of `paged_bytes` of optimizer state in managed memory added.
@@ -76,13 +67,15 @@ class StepTime:
         Nothing moves if they fit into `left_bytes`, the GPU's memory that CUDA, NCCL and PyTorch do not use. If not, all of them move to
         the GPU and back: CUDA evicts the pages that came first, and each step uses them in the same order.
         """
-        if paged_bytes <= max(0, left_bytes):
-            return self
-        seconds = 2 * paged_bytes / host_bytes_per_s(gpu)
-        unsure = seconds * UNCERTAINTY["host"]
+        moves = paged_bytes > max(0, left_bytes)
+        return self._with("host", 2 * paged_bytes / host_bytes_per_s(gpu)) if moves else self
+
+    def _with(self, part: str, seconds: float) -> StepTime:
+        """The step with more `seconds` of a part, and their uncertainty."""
+        unsure = seconds * UNCERTAINTY[part]
         return replace(
             self,
-            breakdown=self.breakdown | {"host": self.breakdown["host"] + seconds},
+            breakdown=self.breakdown | {part: self.breakdown[part] + seconds},
             low_seconds=self.low_seconds + seconds - unsure,
             high_seconds=self.high_seconds + seconds + SLOWER * unsure,
         )
