@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model import catalog
 from fsdp_advisor.server import schema
 from fsdp_advisor.server.answers import (
+    Document,
     ModelSource,
     check_document,
     compare_document,
@@ -67,23 +69,26 @@ Target = Annotated[str, Path(max_length=64, description="What the file is for", 
 router = APIRouter(prefix="/api/v1", responses=_PROBLEMS)
 
 
+async def _answer(
+    request: Request, source: ModelSource, make: Callable[..., Document], asked: EstimateRequest, *options: Hashable
+) -> Response:
+    return document_response(request, await service_of(request).answer(source, make, asked, *options))
+
+
 @router.get("/estimate", summary="Memory and time of a job under one strategy or all", tags=["answers"],
             response_model=schema.Estimate, responses=_NOT_MODIFIED, openapi_extra=documented(EstimateQuery))  # fmt: skip
 async def get_estimate(
     request: Request, query: Annotated[EstimateQuery, Depends(reader_of(EstimateQuery))]
 ) -> Response:
     asked = query.request(EstimateRequest)
-    return await _estimate(request, ModelSource(asked.model), asked, query.explain)
+    return await _answer(request, ModelSource(asked.model), estimate_document, asked, query.explain)
 
 
 @router.post("/estimate", summary="The same, for a job or a config.json in the body", tags=["answers"],
              response_model=schema.Estimate)  # fmt: skip
 async def post_estimate(request: Request, body: EstimateBody) -> Response:
-    return await _estimate(request, body.source(), body.request(EstimateRequest, model=PASTED), body.explain)
-
-
-async def _estimate(request: Request, source: ModelSource, asked: EstimateRequest, explain: bool) -> Response:
-    return document_response(request, await service_of(request).answer(source, estimate_document, asked, explain))
+    asked = body.request(EstimateRequest, model=PASTED)
+    return await _answer(request, body.source(), estimate_document, asked, body.explain)
 
 
 @router.get("/recommend", summary="The fastest configuration that fits, and why", tags=["answers"],
@@ -92,38 +97,35 @@ async def get_recommend(
     request: Request, query: Annotated[RecommendQuery, Depends(reader_of(RecommendQuery))]
 ) -> Response:
     asked = query.request(RecommendRequest)
-    return await _recommend(request, ModelSource(asked.model), asked, query.explain)
+    return await _answer(request, ModelSource(asked.model), recommend_document, asked, query.explain)
 
 
 @router.post("/recommend", summary="The same, for a job or a config.json in the body", tags=["answers"],
              response_model=schema.Advice)  # fmt: skip
 async def post_recommend(request: Request, body: RecommendBody) -> Response:
-    return await _recommend(request, body.source(), body.request(RecommendRequest, model=PASTED), body.explain)
-
-
-async def _recommend(request: Request, source: ModelSource, asked: RecommendRequest, explain: bool) -> Response:
-    return document_response(request, await service_of(request).answer(source, recommend_document, asked, explain))
+    asked = body.request(RecommendRequest, model=PASTED)
+    return await _answer(request, body.source(), recommend_document, asked, body.explain)
 
 
 @router.get("/check", summary="Whether a job fits, in one line", tags=["answers"],
             response_model=schema.Check, responses=_NOT_MODIFIED, openapi_extra=documented(CheckQuery))  # fmt: skip
 async def get_check(request: Request, query: Annotated[CheckQuery, Depends(reader_of(CheckQuery))]) -> Response:
     asked = query.request(EstimateRequest)
-    return document_response(request, await service_of(request).answer(ModelSource(asked.model), check_document, asked))
+    return await _answer(request, ModelSource(asked.model), check_document, asked)
 
 
 @router.post("/check", summary="The same, for a job or a config.json in the body", tags=["answers"],
              response_model=schema.Check)  # fmt: skip
 async def post_check(request: Request, body: CheckBody) -> Response:
     asked = body.request(EstimateRequest, model=PASTED)
-    return document_response(request, await service_of(request).answer(body.source(), check_document, asked))
+    return await _answer(request, body.source(), check_document, asked)
 
 
 @router.post("/compare", summary="Two jobs, and what each difference costs in memory and time", tags=["answers"],
              response_model=schema.Comparison)  # fmt: skip
 async def post_compare(request: Request, body: CompareBody) -> Response:
     a, b = (decided(job.request(EstimateRequest)) for job in (body.a, body.b))
-    return document_response(request, await service_of(request).answer(ModelSource(a.model), compare_document, a, b))
+    return await _answer(request, ModelSource(a.model), compare_document, a, b)
 
 
 @router.post("/diagnose", summary="Why a GPU ran out of memory, from the text of the error", tags=["answers"],
@@ -151,7 +153,7 @@ async def post_export(request: Request, target: Target, body: ExportBody) -> Res
 async def _export(request: Request, target: str, source: ModelSource, asked: EstimateRequest, whole: bool) -> Response:
     name = find(target).name
     source = replace(source, must_record=needs_recording_for(name, asked))
-    return document_response(request, await service_of(request).answer(source, export_document, asked, name, whole))
+    return await _answer(request, source, export_document, asked, name, whole)
 
 
 @router.get("/models", summary="Models known without looking any up", tags=["lists"],
