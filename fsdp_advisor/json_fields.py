@@ -7,23 +7,23 @@ from dataclasses import fields
 from typing import Any
 
 
-class Document:
+class JsonFields:
     """A dataclass whose JSON object has its fields, in their order."""
 
     __slots__ = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object."""
-        return json_object(self)
+        return json_fields(self)
 
 
-def json_object(answer: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+def json_fields(answer: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """The fields of a dataclass by name, except those in `without`, as JSON values."""
     return {f.name: _json_value(getattr(answer, f.name)) for f in fields(answer) if f.name not in without}
 
 
 def _json_value(value: Any) -> Any:
-    """A field's value with its documents as objects, its tuples as lists and the keys of its mappings as text."""
+    """A field's value: objects with `as_dict` as that, tuples as lists, and mappings with text as keys."""
     if hasattr(value, "as_dict"):
         return value.as_dict()
     if isinstance(value, tuple):

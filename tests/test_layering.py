@@ -16,7 +16,7 @@ import fsdp_advisor
 LAYERS = (
     "units",
     "errors",
-    "documents",
+    "json_fields",
     "parallelism",
     "job",
     "hardware",

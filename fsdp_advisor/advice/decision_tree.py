@@ -16,10 +16,10 @@ from fsdp_advisor.advice.ranking import actual_speed, faster
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
-from fsdp_advisor.documents import Document
 from fsdp_advisor.job.choices import Strategy
 from fsdp_advisor.job.compatibility import label
 from fsdp_advisor.job.losses import loss_words
+from fsdp_advisor.json_fields import JsonFields
 from fsdp_advisor.units import format_gib
 
 YES, NO, UNKNOWN = "yes", "no", "unknown"
@@ -36,7 +36,7 @@ _SWEEP_QUESTIONS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node(Document):
+class Node(JsonFields):
     """A question with its answer and the figures that decide it, or an outcome, with which the tree ends.
 
     `parent` is the id of the question before it, `on` the answer to that question that leads to this node. `taken`: whether the

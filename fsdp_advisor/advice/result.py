@@ -15,15 +15,15 @@ from fsdp_advisor.advice.savings import Saving
 from fsdp_advisor.advice.search import Rejection
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
-from fsdp_advisor.documents import Document
 from fsdp_advisor.job.command_line import options_of
 from fsdp_advisor.job.losses import loss_option
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.json_fields import JsonFields
 from fsdp_advisor.report import Printable, Report, StrategyEstimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remedy(Document):
+class Remedy(JsonFields):
     """A change with which a plan fits: `options` replace those of the request."""
 
     options: Mapping[str, int | str]

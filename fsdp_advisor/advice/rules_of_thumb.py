@@ -12,10 +12,10 @@ from typing import Any
 from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import StrategyChoice
-from fsdp_advisor.documents import json_object
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.job.choices import Offload, Strategy
 from fsdp_advisor.job.compatibility import OFFLOADS, label
+from fsdp_advisor.json_fields import json_fields
 from fsdp_advisor.units import format_gib
 
 BILLION = 10**9
@@ -39,7 +39,7 @@ class RuleOfThumb:
         return None if self.strategy is None else label(self.strategy, self.offload or "none")
 
     def as_dict(self) -> dict[str, Any]:
-        return {"source": self.source, "says": self.says} | json_object(self)
+        return {"source": self.source, "says": self.says} | json_fields(self)
 
 
 def decision_tree_by_size(parameters: int, ddp_runs: bool) -> tuple[Strategy, Offload] | None:

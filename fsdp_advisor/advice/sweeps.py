@@ -14,12 +14,12 @@ from fsdp_advisor.advice.largest_size import Largest, Sizes, largest
 from fsdp_advisor.advice.search import FRONTIER_POINTS, Search
 from fsdp_advisor.advice.search_space import StrategyChoice, on_ranks, search_space
 from fsdp_advisor.assumptions import check_gpu, gpu_of
-from fsdp_advisor.documents import json_object
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, list_gpus, usual_gpus_per_node
 from fsdp_advisor.job.choices import MAX_GPUS, MAX_SEQ_LEN
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.json_fields import json_fields
 from fsdp_advisor.units import format_gpus
 
 SEQUENCE_STEP = 128
@@ -46,7 +46,7 @@ class SweepResult:
     frontier: tuple[Candidate, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        return json_object(self, without=("winner",))
+        return json_fields(self, without=("winner",))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fsdp_advisor.diagnosis.snapshot import Frame
-from fsdp_advisor.documents import Document, json_object
+from fsdp_advisor.json_fields import JsonFields, json_fields
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
 from fsdp_advisor.program.accounts import ACCOUNTS
 from fsdp_advisor.report import Printable
@@ -62,7 +62,7 @@ class OutOfMemory:
         return self.allocated_bytes + self.unallocated_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        return json_object(self, without=("frames",))
+        return json_fields(self, without=("frames",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class Moment:
         return f"{words}, at {self.where}" if self.where else words
 
     def as_dict(self) -> dict[str, Any]:
-        return json_object(self) | {"text": self.text}
+        return json_fields(self) | {"text": self.text}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference(Document):
+class Difference(JsonFields):
     """A category that differs from the prediction, and the places in the code that allocated most of its measured bytes."""
 
     category: Category
@@ -130,7 +130,7 @@ class Difference(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction(Document):
+class Prediction(JsonFields):
     """The estimate of the job: its worst moment, and the moment of the diagnosis if the step has it.
 
     `needed_bytes` is for the worst moment of the job, `at_moment` bytes by category at the moment of the diagnosis.
@@ -147,7 +147,7 @@ class Prediction(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change(Document):
+class Change(JsonFields):
     """A change that makes the job fit, or saves memory. `options`: options of `estimate`, if the change can be expressed by them.
 
     `saves_bytes` is the most that it can save; None if that is unknown.
@@ -188,4 +188,4 @@ class Diagnosis(Printable):
 
     def as_dict(self) -> dict[str, Any]:
         """The diagnosis as JSON."""
-        return {"schema_version": SCHEMA_VERSION} | json_object(self)
+        return {"schema_version": SCHEMA_VERSION} | json_fields(self)
