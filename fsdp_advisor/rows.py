@@ -35,6 +35,7 @@ from fsdp_advisor.step_figures import (
     evaluation_of,
     peak_bytes_of_step,
     peak_of_step,
+    step_input,
     time_of_step,
     timeline_of_step,
 )
@@ -64,10 +65,13 @@ NO_SCRATCH = NotModelled("the workspace of the attention kernel", figures="peak_
 
 @dataclass(frozen=True, slots=True)
 class _StepTensors:
-    """The tape of a step, its peak, and the peak tensor bytes of an evaluation between two steps; None if there is none."""
+    """The tape of a step, its peak, that of the first step if it runs other code, and the peak tensor bytes of an evaluation between two
+    steps; None if there is none.
+    """
 
     tape: Tape
     peak: StepPeak
+    first_peak: StepPeak | None
     evaluation_bytes: int | None
 
 
@@ -99,7 +103,7 @@ def estimate_plan(
         install = f"; {error.hint}" if isinstance(error, MissingExtra) else ""
         unknown = NotModelled(f"{error.message}{install}", figures, hides_needed=True)
         return replace(base, lacks=(unknown, *base.lacks))
-    step = StepInput(model.profile, gpu_tape(model.profile, selected, plan, gpu), plan, gpu)
+    step = step_input(model, gpu_tape(model.profile, selected, plan, gpu), plan, gpu)
     row = _with_step(model, selected, step, conf, host_memory_bytes)
     if not explain:
         return row
@@ -147,6 +151,7 @@ def _base_row(
         host=host,
         overhead=overhead,
         tensors=step.peak if step else None,
+        first=step.first_peak if step else None,
         evaluation_bytes=step.evaluation_bytes if step else None,
         host_memory_bytes=host_memory_bytes,
     )
@@ -199,7 +204,7 @@ def _with_step(
         reason = f"the peak of evaluation, and whether the job fits: {error.message}"
         unknown = (NotModelled(reason, hides_needed=True),)
     evaluated = None if evaluation is None else evaluation_bytes(step, evaluation)
-    base = _base_row(profile, plan, gpu, host_memory_bytes, _StepTensors(on_gpu, tensors, evaluated))
+    base = _base_row(profile, plan, gpu, host_memory_bytes, _StepTensors(on_gpu, tensors, step.first_peak, evaluated))
     overhead, job = base.overhead, base.job_peaks
     assert overhead is not None and job is not None
     simulate = partial(allocator_result, step, conf=conf, overhead=overhead, loading=job.load_method)

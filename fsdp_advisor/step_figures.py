@@ -5,7 +5,8 @@ An estimate's row gives the tape; for a search, `tapes.tape_for_search` selects 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fsdp_advisor.engines.evaluation import kept_logits
@@ -14,6 +15,7 @@ from fsdp_advisor.engines.learned import learned
 from fsdp_advisor.engines.registry import states_of, step_program
 from fsdp_advisor.engines.rollouts import evaluation_peak
 from fsdp_advisor.engines.transfer import LoadMethod
+from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.hardware.links import ETHERNET_100G, Link
 from fsdp_advisor.job.plan import Plan
@@ -25,6 +27,7 @@ from fsdp_advisor.memory.allocator import (
     simulate_allocator,
     step_operations,
     with_evaluation,
+    with_first_step,
     with_graph,
 )
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
@@ -46,21 +49,42 @@ again.
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """What a step is computed from. `tape`: with the kernels of the GPU."""
+    """What a step is computed from. `tape`: with the kernels of the GPU. `first_tape`: of the first step, if it runs other code."""
 
     profile: Profile
     tape: Tape
     plan: Plan
     gpu: Gpu
+    first_tape: Tape | None = None
 
     @property
     def program(self) -> StepProgram:
         return step_program(self.profile, self.tape, self.plan)
 
     @property
+    def first_peak(self) -> StepPeak | None:
+        """The peak of the first step; None if it runs the same code as later steps."""
+        return None if self.first_tape is None else peak_of_step(self.profile, self.first_tape, self.plan)
+
+    @property
     def inter_node(self) -> Link:
         """The link over which ranks reach other nodes: the GPU's, or 100 Gb/s Ethernet if it has none."""
         return self.gpu.inter_node or ETHERNET_100G
+
+
+def step_input(model: Resolved, tape: Tape, plan: Plan, gpu: Gpu) -> StepInput:
+    """The input of a step over `tape`. The model is not a bare parameter count.
+
+    PEFT converts an adapter's input to the dtype of its weight. Without `use_orig_params` this is the shard's dtype only in the first step,
+    as with it in every step; later it is that of the weight that was gathered last.
+    Source: torch 2.13, fsdp/_flat_param.py, `_use_unsharded_views`; peft 0.21, tuners/tuners_utils.py, `_cast_input_dtype`.
+    """
+    assert model.profile is not None
+    first_tape = None
+    if plan.steps_flat_parameters and plan.mixed and model.profile.adapter_parameters:
+        with suppress(AdvisorError):
+            first_tape = tape_for_search(model, replace(plan, use_orig_params=True), gpu)
+    return StepInput(model.profile, tape, plan, gpu, first_tape)
 
 
 # Of a tape
@@ -131,13 +155,19 @@ def _operations(
     """The allocator's operations of the step, and of an evaluation if there is one."""
     plan, gpu = step.plan, step.gpu
     workspace = cublas_workspace_bytes(gpu.compute_capability) if workspace_bytes is None else workspace_bytes
-    operations = step_operations(
-        step.program,
-        *plan.tape_shape,
-        resident_threads=gpu.resident_threads,
-        workspace_bytes=[workspace] * plan.facts.threads,
-        loaded=loading.transfers if loading else (),
-    )
+
+    def over(tape: Tape) -> StepOperations:
+        return step_operations(
+            step_program(step.profile, tape, plan),
+            *plan.tape_shape,
+            resident_threads=gpu.resident_threads,
+            workspace_bytes=[workspace] * plan.facts.threads,
+            loaded=loading.transfers if loading else (),
+        )
+
+    operations = over(step.tape)
+    if step.first_tape is not None:
+        operations = with_first_step(operations, over(step.first_tape))
     if plan.captures_graph:
         operations = with_graph(operations)
     if evaluation is None:
@@ -209,7 +239,7 @@ def runs_in(
     left = memory_bytes - overhead.middle_bytes
     if max(allocator.allocated_peak_bytes, job.bytes_outside_steps) > left:
         return False
-    step, evaluation = _step(model, plan, gpu), evaluation_of(model, plan, gpu)
+    step, evaluation = step_input(model, _step(model, plan, gpu).tape, plan, gpu), evaluation_of(model, plan, gpu)
     return _completes(step, evaluation, job.load_method, conf, limit_bytes=left, device_bytes=memory_bytes)
 
 

@@ -65,7 +65,7 @@ def needs_recording(request: EstimateRequest) -> bool:
     if is_thorough or may_adapt(request) or request.eval_strategy != "no":
         return True
     # the model decides whether they matter
-    if request.wrap != "layer" or request.experts_implementation != "grouped_mm":
+    if request.wrap != "layer" or request.experts_implementation != "grouped_mm" or not request.use_orig_params:
         return True
     try:
         job = request.as_estimate if isinstance(request, RecommendRequest) else request
@@ -125,6 +125,7 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
         "liger_kernels": plan.use_liger_kernel,
         "images": plan.images,
         "batch": plan.batch_layout,
+        "flat_parameters": profile is not None and plan.steps_flat_parameters and _shows_in_the_graph(profile, plan),
         "saves_linear_inputs": zero3_linear and profile is not None and _freezes_weights(profile),
     }
     if plan.compile != "none":
@@ -201,6 +202,14 @@ def _key(
     if attention == "flash_attention_2":  # its kernel runs the same code for every B
         return TapeKey(engine, precision, attention, checkpointing, device="gpu", wrap=wrap)
     return TapeKey(engine, precision, attention, checkpointing, batch_is_one, wrap=wrap)
+
+
+def _shows_in_the_graph(profile: Profile, plan: Plan) -> bool:
+    """Whether autograd's graph of a model under FSDP1 depends on `use_orig_params`: an adapter reads the dtype of a weight before it is
+    gathered, or parameters are padded to 16 bytes.
+    """
+    padded = (p.elements * plan.compute_bytes % 16 for unit, _ in profile.counted_units() for p in unit.parameters)
+    return bool(profile.adapter_parameters) or any(padded)
 
 
 def _freezes_weights(profile: Profile) -> bool:

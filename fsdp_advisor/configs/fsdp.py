@@ -115,22 +115,13 @@ def _prefetch(found: Collector, prefix: str, version: int) -> None:
 
 
 def _original_parameters(found: Collector, key: str, version: int) -> None:
-    """Report FSDP1 without `use_orig_params`, which the estimate assumes. FSDP2 ignores it.
+    """Set FSDP1's `use_orig_params`, which is true by default. FSDP2 ignores it.
 
-    PEFT converts an adapter's input to the dtype of its weight. With true that is the shard's fp32, and FSDP1 converts it back to a
-    copy in 16 bits, which the adapter saves. With false it is that of the last gathered weight, 16 bits, and the input itself is saved.
-
-    Source: torch/distributed/fsdp/_flat_param.py, `_validate_tensors_to_flatten`, `_use_unsharded_views`; peft 0.21,
-    tuners/tuners_utils.py, `_cast_input_dtype`; accelerate's default is true.
+    Source: accelerate 1.15, commands/launch.py; transformers 5.23, training_args.py, _process_fsdp_args.
     """
-    if version == 1 and key in found and not truth(found.peek(key)):
-        found.lacks(
-            key,
-            "the estimate assumes true; with false, FSDP1 refuses a unit of which only a part is trained, and without checkpointing"
-            " adapters save their input itself, not a 16-bit copy each",
-        )
-    else:
-        found.take(key)
+    given = found.flag(key)
+    if version == 1 and given is False:
+        found.options["use_orig_params"] = False
 
 
 def _strategy(found: Collector, prefix: str, version: int) -> str | None:

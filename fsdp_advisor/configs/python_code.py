@@ -322,6 +322,7 @@ def _fsdp1(found: Collector, source: str, calls: dict[str, dict[str, Any]], cons
         "framework": "torch",
         "offload": "parameters" if calls.get("CPUOffload", {}).get("offload_params") else "none",
         "backward_prefetch": prefetch if prefetch in ("pre", "post") else "none",
+        "use_orig_params": keywords.get("use_orig_params", False) is not False,  # PyTorch's default is False
         "wrap": _wrap(found, source, constants),
         "mixed": _half(source, "MixedPrecision("),
     }

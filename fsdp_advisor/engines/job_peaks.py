@@ -116,14 +116,16 @@ def job_peaks(
     host: int | None,
     overhead: DeviceOverhead,
     tensors: StepPeak | None,
+    first: StepPeak | None = None,
     evaluation_bytes: int | None = None,
     host_memory_bytes: int | None = None,
 ) -> JobPeaks:
     """Peaks of the phases of `plan` on `gpu`.
 
     `host`: bytes that a node's host keeps in steps, None if unknown.
-    `tensors`: the peak of a steady step, None if it is unknown. `evaluation_bytes`: the peak of evaluation, None if it is unknown.
-    `host_memory_bytes`: memory of one node, None if unlimited. The job saves between two steps, while its states stay in memory.
+    `tensors`: the peak of a steady step, None if it is unknown. `first`: that of the first step, if it runs other code.
+    `evaluation_bytes`: the peak of evaluation, None if it is unknown. `host_memory_bytes`: memory of one node, None if unlimited. The job
+    saves between two steps, while its states stay in memory.
     """
     available = gpu.memory_bytes - overhead.middle_bytes
     loads = load_methods(profile, plan, gpu_memory_bytes=gpu.memory_bytes)
@@ -137,7 +139,7 @@ def job_peaks(
     )
     by_tape_phase = None if tensors is None else tensors.tape_phase_peaks
     on_gpu: dict[JobPhase, int | None] = {
-        "first_step": _first_step_peak(profile, plan, states, tensors),
+        "first_step": _first_step_peak(profile, plan, states, first or tensors),
         "steady_step": None if tensors is None else tensors.peak,
         **rollouts.phase_bytes(profile, plan, gpu, kept, by_tape_phase),
         **({} if plan.evaluation is None else {"evaluate": evaluation_bytes}),

@@ -147,7 +147,7 @@ def _fsdp1(plan: Plan) -> dict[str, Any]:
         "fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2" if hybrid_zero2 else FSDP1_SHARDING[plan.strategy],
         "fsdp_backward_prefetch": FSDP1_PREFETCH[plan.backward_prefetch],
         "fsdp_forward_prefetch": plan.forward_prefetch,
-        "fsdp_use_orig_params": True,
+        "fsdp_use_orig_params": plan.use_orig_params,
         "fsdp_sync_module_states": True,
     }
 

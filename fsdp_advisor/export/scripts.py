@@ -93,7 +93,11 @@ def _through_accelerate(job: Job) -> dict[str, Any]:
     plan = job.plan
     in_file = plan.backend == "deepspeed" and accelerate.needs_a_file(plan) and deepspeed.names_optimizer(plan)
     reduces_each = plan.backend in ("fsdp1", "fsdp2") and not plan.defers_reduction
-    return {"dummy": in_file, "sync_each_batch": reduces_each and plan.gradient_accumulation_steps > 1}
+    return {
+        "dummy": in_file,
+        "sync_each_batch": reduces_each and plan.gradient_accumulation_steps > 1,
+        "steps_flat_parameters": plan.steps_flat_parameters,
+    }
 
 
 def _through_deepspeed(job: Job) -> dict[str, Any]:

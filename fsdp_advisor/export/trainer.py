@@ -133,7 +133,7 @@ def _fsdp(job: Job) -> dict[str, Any]:
             "reshard_after_forward": "full_shard",
             "backward_prefetch": FSDP1_PREFETCH[plan.backward_prefetch].lower(),
             "forward_prefetch": plan.forward_prefetch,
-            "use_orig_params": True,
+            "use_orig_params": plan.use_orig_params,
             "sync_module_states": True,
         }
     return config

@@ -268,15 +268,15 @@ def dashed(field: str) -> str:
 
 
 def as_words(name: str, value: Any) -> list[str]:
-    """A field and its value as words of a command line; none for None, false and an empty tuple.
+    """A field and its value as words of a command line; none for None and an empty tuple.
 
-    >>> as_words("freeze", ("visual", "head")), as_words("use_peft", True)
-    (['--freeze', 'visual', 'head'], ['--use-peft'])
+    >>> as_words("freeze", ("visual", "head")), as_words("use_peft", True), as_words("use_peft", False)
+    (['--freeze', 'visual', 'head'], ['--use-peft'], ['--no-use-peft'])
     """
-    if value is None or value is False or value == ():
+    if value is None or value == ():
         return []
-    if value is True:
-        return [dashed(name)]
+    if isinstance(value, bool):
+        return [dashed(name if value else f"no_{name}")]
     return [dashed(name), *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
 
 

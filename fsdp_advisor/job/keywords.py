@@ -70,6 +70,7 @@ class _Options(TypedDict, total=False):
     framework: Framework
     wrap: Wrap
     forward_prefetch: bool
+    use_orig_params: bool
     reshard_after_forward: str
     save_only_model: bool
     loss: Loss

@@ -63,6 +63,7 @@ class Plan:
     framework: Framework = "torch"
     wrap: Wrap = "layer"
     forward_prefetch: bool = False
+    use_orig_params: bool = True
     reshard_after_forward: str = "auto"
     save_only_model: bool = False
     dtype: StoredDtype = "auto"
@@ -298,6 +299,11 @@ class Plan:
                 return 4
             case _:
                 assert_never(self.facts.reduce_dtype)
+
+    @property
+    def steps_flat_parameters(self) -> bool:
+        """Whether the optimizer steps FSDP1's flat parameters instead of the original ones."""
+        return self.backend == "fsdp1" and not self.use_orig_params
 
     @property
     def defers_reduction(self) -> bool:

@@ -104,6 +104,7 @@ class EstimateRequest:
     activation_offload: step.ActivationOffload = False
     global_batch_size: batch.GlobalBatchSize = None
     forward_prefetch: sharding.ForwardPrefetch = False
+    use_orig_params: sharding.UseOrigParams = True
     reshard_after_forward: sharding.ReshardAfterForward = "auto"
     save_only_model: step.SaveOnlyModel = False
     dtype: adapters.Dtype = "auto"

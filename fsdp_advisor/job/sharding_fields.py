@@ -85,6 +85,15 @@ ForwardPrefetch = Annotated[
         group=GROUP,
     ),
 ]
+UseOrigParams = Annotated[
+    bool,
+    Rule(
+        about="the use_orig_params of FSDP1: the optimizer steps the original parameters; without it, one flat parameter per "
+        "unit, which must be trained as a whole or not at all",
+        group=GROUP,
+        default="yes",
+    ),
+]
 ReshardAfterForward = Annotated[
     str,
     Rule(

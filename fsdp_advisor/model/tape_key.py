@@ -117,6 +117,10 @@ class TapeKey:
     """The implementation that runs feed-forward networks in shards of the sequence, and the number of shards: ``liger:auto``,
     ``deepspeed:8``.
     """
+    flat_parameters: bool = False
+    """Whether FSDP1 runs without `use_orig_params`: parameters are adjacent in the flat parameter, and between its forwards a module has
+    views in the dtype of the gathered weights, which an adapter reads.
+    """
     saves_linear_inputs: bool = False
     """Whether linear layers save their input although their weight is frozen, as with DeepSpeed's ZeRO-3."""
     at: tuple[int, int] | None = None
@@ -240,7 +244,7 @@ _OPTIONS = {
     "generates": "generates", "policy": "scores_policy", "batch": "batch", "padding": "padding", "liger": "liger_kernels",
     "experts": "experts", "imbalance": "imbalance", "images": "images", "evaluates": "evaluates", "compile": "compile",
     "budget": "memory_budget", "fp8": "fp8",
-    "tiled": "tiled_mlp", "inputs": "saves_linear_inputs", "at": "at",
+    "tiled": "tiled_mlp", "flat": "flat_parameters", "inputs": "saves_linear_inputs", "at": "at",
 }  # fmt: skip
 """Word in a name -> field that it sets. A name has these words only if the field is not the default."""
 _ALLOWED = {

@@ -8,7 +8,6 @@ Source: torch.distributed.fsdp._fully_shard._fsdp_param_group / _fsdp_state and 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -86,13 +85,18 @@ class AdapterShards:
 
 
 class FlatUnit:
-    """FSDP1's flat parameter of one unit (`use_orig_params=True`). Parameters are views of it, aligned to 16 bytes."""
+    """FSDP1's flat parameter of one unit. Parameters are views of it, which with `use_orig_params` are aligned to 16 bytes."""
 
     def __init__(
-        self, owners: list[tuple[nn.Module, str]], parameters: list[nn.Parameter], stored: torch.dtype | None
+        self,
+        owners: list[tuple[nn.Module, str]],
+        parameters: list[nn.Parameter],
+        stored: torch.dtype,
+        *,
+        use_orig_params: bool,
     ) -> None:
         """Make the flat parameter. `owners`: the (module, attribute) pairs of the parameters, tied ones after the first; `parameters`
-        give the shapes. `stored`: the dtype of the shards; None: that of the parameters.
+        give the shapes. `stored`: the dtype of the shards.
         """
         self._shapes = [p.shape for p in parameters]
         self._places: list[list[tuple[nn.Module, str]]] = [[] for _ in parameters]
@@ -101,10 +105,14 @@ class FlatUnit:
             parameter = module._parameters.pop(name)
             self._places[index[id(parameter)]].append((module, name))
         dtype = parameters[0].dtype
-        self._splits, self._is_padding = aligned_splits([p.numel() for p in parameters], dtype.itemsize)
+        self._splits, self._is_padding = aligned_splits(
+            [p.numel() for p in parameters], alignment(dtype.itemsize) if use_orig_params else 1
+        )
         self.has_views = False
         is_trained = any(p.requires_grad for p in parameters)
-        self._shard = torch.empty(0, dtype=stored or dtype)
+        # Without `use_orig_params` modules keep the last views, whose memory is freed
+        views = [torch.empty(shape, dtype=dtype) for shape in self._shapes]
+        self._ungathered = [torch.empty(0, dtype=stored)] * len(views) if use_orig_params else views
         self.flat = nn.Parameter(torch.empty(sum(self._splits), dtype=dtype), requires_grad=is_trained)
 
     def use_views(self, on_gradient: Callable[[torch.Tensor | None], None]) -> None:
@@ -120,20 +128,25 @@ class FlatUnit:
                 setattr(module, name, view)
 
     def use_shards(self) -> None:
-        """Set every parameter attribute to an empty shard, whose dtype the code around the unit may read."""
+        """Set every parameter attribute to what it is while the unit is not gathered. The code around the unit may read its dtype."""
         self.has_views = False
-        for module, name in itertools.chain.from_iterable(self._places):
-            setattr(module, name, self._shard)
+        for tensor, places in zip(self._ungathered, self._places, strict=True):
+            for module, name in places:
+                setattr(module, name, tensor)
 
 
-def aligned_splits(numels: list[int], itemsize: int) -> tuple[list[int], list[bool]]:
-    """Element counts of FSDP1's flat parameter with padding between parameters to multiples of 16 bytes.
+def alignment(itemsize: int) -> int:
+    """The elements to a multiple of which FSDP1 aligns parameters with `use_orig_params`. Source: `_get_aligned_numel` (torch 2.13)."""
+    return 16 // itemsize
 
-    Source: FlatParamHandle._init_flat_param_and_metadata, `_get_aligned_numel` (torch 2.13).
+
+def aligned_splits(numels: list[int], aligned: int) -> tuple[list[int], list[bool]]:
+    """Element counts of FSDP1's flat parameter, with padding between parameters to multiples of `aligned` elements.
+
+    Source: FlatParamHandle._init_flat_param_and_metadata (torch 2.13).
     >>> aligned_splits([3, 8], 4)
     ([3, 1, 8], [False, True, False])
     """
-    aligned = 16 // itemsize
     splits: list[int] = []
     padding: list[bool] = []
     total = 0

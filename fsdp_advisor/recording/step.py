@@ -110,8 +110,10 @@ class Step:
             if flat:
                 mine = {id(p) for p in parameters}
                 owners = [(m, n) for m in module.modules() for n, p in m._parameters.items() if id(p) in mine]
-                stored = torch.float32 if self._key.mixed else None  # accelerate keeps trained parameters in fp32
-                self._flat[module] = unit = FlatUnit(owners, parameters, stored)
+                # accelerate keeps trained parameters in fp32
+                stored = torch.float32 if self._key.mixed else parameters[0].dtype
+                unit = FlatUnit(owners, parameters, stored, use_orig_params=not self._key.flat_parameters)
+                self._flat[module] = unit
                 if hooked.number is not None:
                     unit.use_shards()
                 parameters = [unit.flat]

@@ -16,7 +16,7 @@ from fsdp_advisor.model.fsdp_units import AT_ROOT, FIRST_OF_ROOT, UnitId, Units,
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import Category, Op, Tape
 from fsdp_advisor.model.tape_key import TapeKey
-from fsdp_advisor.recording.engines import aligned_splits
+from fsdp_advisor.recording.engines import aligned_splits, alignment
 from fsdp_advisor.recording.source import Source
 
 
@@ -88,11 +88,12 @@ def with_whole_gradients(tape: Tape, profile: Profile, key: TapeKey) -> Tape:
     if not key.wrap or not key.uses_flat_parameter:
         return tape
     element_bytes = 4 if key.precision == "fp32" else 2
+    aligned = 1 if key.flat_parameters else alignment(element_bytes)
     n_bytes = {}
     for unit, members in units_of(profile, key.wrap).members.items():
         if unit.is_outside_layers:
             index = 0 if unit == AT_ROOT else unit.number - FIRST_OF_ROOT + 1
-            elements = sum(aligned_splits([p.elements for p in members], element_bytes)[0])
+            elements = sum(aligned_splits([p.elements for p in members], aligned)[0])
             n_bytes[Category.GRADIENT + 2 * index + 1] = elements * element_bytes
     return _with_sizes(tape, n_bytes)
 

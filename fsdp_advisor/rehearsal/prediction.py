@@ -154,7 +154,14 @@ def _engine(engine: Mapping[str, Any]) -> dict[str, str]:
             sharding = engine["sharding"].rpartition(".")[2]
             if sharding not in _SHARDINGS:
                 raise NotRecognized(f"{sharding} is not recognized")
-            return {"strategy": _SHARDINGS[sharding], "backend": "fsdp1", **_offload(engine)}
+            return {
+                "strategy": _SHARDINGS[sharding],
+                "backend": "fsdp1",
+                "use-orig-params": _word(engine.get("use_orig_params", True)),
+                "backward-prefetch": engine.get("backward_prefetch", "BACKWARD_PRE").rpartition("_")[2].lower(),
+                "forward-prefetch": _word(engine.get("forward_prefetch", False)),
+                **_offload(engine),
+            }
         case "fsdp2":
             resharded = engine["reshard_after_forward"]
             strategy = "hsdp" if engine["mesh_dimensions"] == 2 else "zero3" if resharded else "zero2"

@@ -28,6 +28,7 @@ _LABELS = {
     "tokens": "Tokens to train on",
     "price": "Price per GPU hour",
     "wrap": "FSDP units",
+    "use_orig_params": "FSDP1's use_orig_params",
     "ignored_labels": "Fraction of labels ignored",
     "padding_fraction": "Padding",
     "images_per_sample": "Images per sample",

@@ -206,7 +206,7 @@ def _fsdp1(
     mixed = MixedPrecision(param_dtype=half(plan), reduce_dtype=torch.float32, buffer_dtype=half(plan))
     return FullyShardedDataParallel(
         model,
-        use_orig_params=True,
+        use_orig_params=plan.use_orig_params,
         device_id=torch.device(device),
         device_mesh=mesh if plan.strategy == "hsdp" else None,
         auto_wrap_policy=_fsdp1_policy(layers, plan),

@@ -209,8 +209,12 @@ def accelerate_trainer(
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         parallelism_config=parallel,
     )
-    optimizer = engines.optimizer_for(model, plan, training=False)
-    prepared, optimizer = accelerator.prepare(model, optimizer)
+    if plan.steps_flat_parameters:
+        prepared = accelerator.prepare(model)
+        optimizer = accelerator.prepare(engines.optimizer_for(prepared, plan, training=False))
+    else:
+        optimizer = engines.optimizer_for(model, plan, training=False)
+        prepared, optimizer = accelerator.prepare(model, optimizer)
     optimizer.train()
     return AccelerateTrainer(source, accelerator, prepared, optimizer, batch)
 
@@ -258,7 +262,7 @@ def _plugin(plan: Plan, classes: list[str]) -> Any:
     return plugin(
         fsdp_version=1, sharding_strategy=sharding, backward_prefetch=FSDP1_PREFETCH[plan.backward_prefetch],
         forward_prefetch=plan.forward_prefetch,
-        use_orig_params=True, sync_module_states=False, **common,
+        use_orig_params=plan.use_orig_params, sync_module_states=False, **common,
     )  # fmt: skip
 
 
@@ -289,6 +293,7 @@ def _fsdp_config(plan: Plan, classes: list[str], *, checkpointing: bool) -> dict
         "version": 1,
         "reshard_after_forward": "full_shard",
         "backward_prefetch": FSDP1_PREFETCH[plan.backward_prefetch].lower(),
+        "use_orig_params": plan.use_orig_params,
         "sync_module_states": False,
         **common,
     }

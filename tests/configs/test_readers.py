@@ -264,17 +264,18 @@ def test_old_words_of_the_trainers_fsdp() -> None:
 @pytest.mark.parametrize(
     ("keys", "backend", "reported"),
     [
-        ("fsdp_use_orig_params: false", "fsdp1", "only a part is trained"),
+        ("fsdp_use_orig_params: false", "fsdp1", ""),
         ("fsdp_sharding_strategy: NO_SHARD", "ddp", "the estimate is of DDP"),
         ("fsdp_use_orig_params: true", "fsdp1", ""),
         ("fsdp_version: 2, fsdp_use_orig_params: false", "fsdp2", ""),
     ],
 )
-def test_ways_of_fsdp1_that_are_not_modelled_are_reported(keys: str, backend: str, reported: str) -> None:
+def test_ways_of_fsdp1_are_read_or_reported(keys: str, backend: str, reported: str) -> None:
     found = read("fsdp.yaml", f"distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {{{keys}}}")
     assert found.options["backend"] == backend
     assert reported in said(found, "not_modelled")
     assert bool(reported) == bool(said(found, "not_modelled"))
+    assert found.options.get("use_orig_params", True) == (keys != "fsdp_use_orig_params: false")
 
 
 def test_trainer_through_accelerate_in_a_launch_script() -> None:

@@ -36,6 +36,7 @@ PLANS = {
     "fsdp2 on two nodes": plan("hsdp", "fsdp2", 2, framework="trainer", **FULL),
     "fsdp1": plan("zero2", "fsdp1", 2, precision="fp16-mixed", backward_prefetch="post"),
     "fsdp1 by size": plan("zero3", "fsdp1", wrap="size:1000000"),
+    "fsdp1 with flat parameters": plan("zero3", "fsdp1", use_orig_params=False),
     "fsdp2 in groups": plan("zero3", "fsdp2", wrap="every:2"),
     "ddp": plan("ddp", "ddp", precision="fp32", optim="sgd_momentum"),
     "deepspeed": plan("zero2", "deepspeed", offload="optimizer", **FULL),

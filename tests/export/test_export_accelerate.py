@@ -23,7 +23,8 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from export_jobs import HIDDEN, job, jobs, plan
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
-from fsdp_advisor.export import Job, export
+from fsdp_advisor.export import Job, export, find
+from fsdp_advisor.export.bundle import bundle
 from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.export.model_arguments import model_arguments
 from fsdp_advisor.job.adaptation import Adaptation
@@ -130,7 +131,16 @@ def test_fsdp_plugin_of_each_rank_matches_the_plan(backend: str) -> None:
             assert plugin.sharding_strategy == SHARDING[p.strategy]
             assert plugin.cpu_offload.offload_params == (p.offload == "parameters")
             assert plugin.backward_prefetch == PREFETCH[p.backward_prefetch]
-            assert plugin.use_orig_params and plugin.sync_module_states
+            assert plugin.use_orig_params == p.use_orig_params and plugin.sync_module_states
+
+
+def test_flat_parameters_are_made_before_the_optimizer_that_steps_them() -> None:
+    of = job(plan("zero3", "fsdp1", framework="accelerate", use_orig_params=False))
+    with mock.patch.dict(os.environ, launched(of)[2]):
+        assert FullyShardedDataParallelPlugin().use_orig_params is False
+    script = next(file.text for file in bundle(find("accelerate"), of).files if file.name == "train.py")
+    assert script.index("accelerator.prepare(model)") < script.index("torch.optim.AdamW(")
+    assert "optimizer, loader = accelerator.prepare(optimizer, loader)" in script
 
 
 def test_deepspeed_plugin_of_each_rank_matches_the_plan() -> None:

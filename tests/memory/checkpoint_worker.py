@@ -160,7 +160,8 @@ def to_empty(module: nn.Module) -> None:
 
 def fsdp1(model: nn.Module, **options: Any) -> FSDP:
     """Wrap on the CPU, where moving to the device does nothing."""
-    return FSDP(model, auto_wrap_policy=POLICY, use_orig_params=True, device_id=torch.device("cpu"), **options)
+    usual = {"auto_wrap_policy": POLICY, "use_orig_params": True, "device_id": torch.device("cpu")}
+    return FSDP(model, **(usual | options))
 
 
 def fsdp2(model: nn.Module) -> nn.Module:
@@ -409,7 +410,7 @@ def save(name: str, folder: Path) -> dict[str, Any]:
     for place in (folder.parent / "tiny", folder):
         model = empty(place)
         if name.startswith("save_fsdp1"):
-            model = fsdp1(model)
+            model = fsdp1(model, use_orig_params="flat" not in name)
         elif name.startswith("save_fsdp2"):
             model = fsdp2(model)
         out = place / name
@@ -419,7 +420,7 @@ def save(name: str, folder: Path) -> dict[str, Any]:
         dist.barrier()
         optimizer = stepped_optimizer(model) if name.endswith("_resumable") else None
         with HighWaterMark() as host:
-            SAVING[name.removesuffix("_resumable")](model, optimizer, out)
+            SAVING[name.replace("flat", "").removesuffix("_resumable")](model, optimizer, out)
         del model, optimizer
         dist.barrier()
     files = tensor_bytes(out) if dist.get_rank() == 0 else {}

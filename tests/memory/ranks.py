@@ -25,9 +25,12 @@ SAVED = (
 )  # fmt: skip
 RESUMABLE = tuple(
     f"save_{case}_resumable"
-    for case in ("fsdp1_full", "fsdp1_sharded", "fsdp1_local", "fsdp2_full", "fsdp2_sharded", "ddp_full")
-)
-"""Cases of checkpoint_worker.py."""
+    for case in (
+        "fsdp1_full", "fsdp1_sharded", "fsdp1_local", "fsdp1flat_full", "fsdp1flat_sharded", "fsdp1flat_local",
+        "fsdp2_full", "fsdp2_sharded", "ddp_full",
+    )
+)  # fmt: skip
+"""Cases of checkpoint_worker.py. `fsdp1flat`: FSDP1 without `use_orig_params`."""
 MMAP = "65536"
 """glibc returns freed allocations of at least this size to the kernel at once, so that the process's memory equals its live allocations."""
 

@@ -84,7 +84,12 @@ def test_ddp_files_match_a_real_run(measured: list[dict[str, Any]], way: str) ->
 @measures
 def test_files_with_optimizer_states_match_a_real_run(measured: list[dict[str, Any]], case: str) -> None:
     _, backend, way, _ = case.split("_")
-    job = plan(backend, "ddp" if backend == "ddp" else "zero3", **RESUMED)
+    job = plan(
+        backend.removesuffix("flat"),
+        "ddp" if backend == "ddp" else "zero3",
+        use_orig_params="flat" not in backend,
+        **RESUMED,
+    )
     (predicted,), files = save_method(llama(*SMALL), job, way).files, measured[0][case]["files"]
     padding = 3 * PADDING if (backend, way) == ("fsdp2", "full") else 0
     assert len(files) == predicted.count
@@ -113,6 +118,19 @@ def test_full_state_dicts_with_optimizer_states_need_the_memory_of_a_real_run(me
     fsdp1 = save_method(profile, plan("fsdp1", **RESUMED), "full")
     high = measured[0]["save_fsdp1_full_resumable"]["high_bytes"]
     assert fsdp1.first_rank_host_bytes <= high <= fsdp1.first_rank_host_bytes + fsdp1.gpu_bytes
+
+
+def test_a_checkpoint_of_flat_parameters_gathers_all_states_of_a_unit_at_once() -> None:
+    """AdamW's two moments, and with a sharded state dict this rank's rows of them."""
+    root, shards = 4 * sum(p.elements for p in LLAMA_7B.root.parameters), LLAMA_7B.parameters  # bytes, of four ranks
+    found = {
+        (m.way, original): m.gpu_bytes
+        for original in (True, False)
+        for m in save_methods(LLAMA_7B, plan("fsdp1", ranks=4, precision="fp32", use_orig_params=original))
+    }
+    assert found["full", True] == root * 5 // 4
+    assert found["full", False] == 2 * root
+    assert found["sharded", False] == shards + 2 * root * 5 // 4
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ class Case:
     wrap: str = "layer"
     forward_prefetch: bool = False
     reshard_after_forward: str = "auto"
+    use_orig_params: bool = True
 
     @property
     def settings(self) -> dict[str, Hashable]:
@@ -52,6 +53,7 @@ class Case:
             "backward_prefetch": self.backward_prefetch,
             "forward_prefetch": self.forward_prefetch,
             "reshard_after_forward": self.reshard_after_forward,
+            "use_orig_params": self.use_orig_params,
         }
 
     def __str__(self) -> str:
@@ -108,6 +110,7 @@ TORCH = [
     Case(PYTHIA, "fsdp2", "hsdp", 8, 2, 256, wrap="every:4", nnodes=2, activation_checkpointing="full"),
     Case(PYTHIA, "fsdp1", "zero2", 8, 2, 256, "fp32", forward_prefetch=True),
     Case(PYTHIA, "fsdp1", "hsdp", 16, 2, 256, nnodes=2, reshard_after_forward="false"),
+    Case(PYTHIA, "fsdp1", "zero3", 7, 2, 256, use_orig_params=False),
     Case(PYTHIA, "fsdp2", "hsdp", 16, 2, 256, nnodes=2, reshard_after_forward="4", activation_checkpointing="full"),
     Case(PYTHIA, "fsdp2", "zero3", 8, 2, 256, "fp32", reshard_after_forward="2"),
     Case(PYTHIA, "ddp", "ddp", 2, 2, 256, "bf16", optim="rmsprop"),
@@ -129,6 +132,23 @@ FRAMEWORKS = [
 
 MORE_TORCH = [
     Case(TINY, "fsdp2", "zero3", 2, 1, 128),
+    Case(GPT2, "fsdp1", "zero2", 3, 2, 256, "fp32", use_orig_params=False),
+    Case(T5, "fsdp1", "zero3", 7, 2, 256, activation_checkpointing="full", use_orig_params=False),
+    Case(
+        BLOOM,
+        "fsdp1",
+        "zero3",
+        5,
+        2,
+        128,
+        "bf16",
+        attention="eager",
+        gradient_accumulation_steps=2,
+        use_orig_params=False,
+    ),
+    Case(GEMMA3, "fsdp1", "zero3", 6, 1, 256, use_orig_params=False),
+    Case(PYTHIA, "fsdp1", "zero3", 3, 2, 256, "fp32", wrap=OF_A_MODULE, use_orig_params=False),
+    Case(GPT2, "fsdp1", "hsdp", 14, 2, 256, nnodes=2, use_orig_params=False),
     Case(QWEN2, "ddp", "ddp", 1, 2, 2048, "bf16"),
     Case(MISTRAL, "fsdp1", "zero3", 16, 1, 4096, "bf16"),
     Case(GEMMA, "ddp", "ddp", 2, 1, 512, activation_checkpointing="full", attention="eager"),
@@ -212,6 +232,10 @@ MORE_FRAMEWORKS = [
     Case(TINY, "fsdp2", "zero3", 8, 2, 512, activation_checkpointing="full", wrap="none"),
     Case(GPT2, "fsdp2", "zero2", 3, 2, 512, gradient_accumulation_steps=2, wrap="none"),
     Case(T5, "fsdp1", "zero2", 8, 2, 512, "bf16", framework="accelerate"),
+    Case(GPT2, "fsdp1", "zero2", 7, 2, 256, framework="accelerate", use_orig_params=False),
+    Case(
+        TINY, "fsdp1", "zero3", 3, 2, 256, activation_checkpointing="full", framework="trainer", use_orig_params=False
+    ),
     Case(PYTHIA, "fsdp1", "hsdp", 16, 4, 512, nnodes=2, framework="accelerate"),
     Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="schedule_free_adamw", framework="accelerate"),
     Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="schedule_free_adamw", framework="trainer"),

@@ -112,6 +112,16 @@ FSDP1_QLORA: Case = {"backend": "fsdp1", "framework": "trainer", "load_in_4bit":
             "is shared with a parameter already managed by another FSDP group",
             "share a weight",
         ),
+        (
+            {"backend": "fsdp1", "use_orig_params": "false"},
+            "has both parameters with requires_grad=True and False",
+            "trains all parameters of a unit or none",
+        ),
+        (
+            {"backend": "fsdp1", "framework": "trainer", "use_dora": "true"},
+            "tuple index out of range",
+            "DoRA reads the shape of an adapter's weight outside its unit",
+        ),
         ({**FSDP1_QLORA}, "Cannot flatten integer dtype tensors", "packed weights of an integer dtype"),
         (
             {**FSDP1_QLORA, "bnb_4bit_quant_storage": "bfloat16"},
@@ -128,8 +138,21 @@ def test_what_fsdp_cannot_train_is_refused(options: Case, error: str, message: s
     (plan,) = plans(request, seq_len=128)
     refused = model_refusal(profile, plan)
     assert refused is not None and message in refused.message
-    with pytest.raises((AssertionError, ValueError), match=error):
+    with pytest.raises((AssertionError, ValueError, IndexError), match=error):
         simulate(source_of(profile.config, name=request.model, task=profile.task), plan)
+
+
+@pytest.mark.parametrize(("precision", "refused"), [("bf16-mixed", True), ("fp32", False)])
+def test_dora_with_flat_parameters_in_mixed_precision_is_refused(precision: str, refused: bool, tmp_path: Path) -> None:
+    """The error is that of AdamW over gloo: expected dtype float for `end` but got dtype c10::BFloat16."""
+    options = {"backend": "fsdp1", "framework": "trainer", "use_orig_params": "false", "precision": precision}
+    case: Case = {"model": "llama", **ENGINES[2], "use_peft": "true", "use_dora": "true", **options}
+    request = make_request(options_of(CONFIGS, case, tmp_path))
+    profile = resolve(request.model).adapted(adaptation_of(request)).profile
+    assert profile is not None
+    (plan,) = plans(request, seq_len=128)
+    found = model_refusal(profile, plan)
+    assert (found is not None and "does not reduce the gradients" in found.message) == refused
 
 
 @pytest.mark.parametrize(

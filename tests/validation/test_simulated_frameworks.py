@@ -21,6 +21,7 @@ from compared_peaks import tape_for  # after the checks
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsdp_advisor import estimate
 from fsdp_advisor.engines.registry import not_modelled
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
@@ -65,6 +66,11 @@ MORE_ADAPTERS: tuple[dict[str, str], ...] = (
     {"model_type": "qwen3", "lora_dropout": "0.1", "gpus": "2"},
     {"lora_modules_to_save": "lm_head"},
     {"dtype": "bfloat16", "gradient_accumulation_steps": "2"},
+    {"use_orig_params": "false", "gpus": "7"},
+    {"use_orig_params": "false", "use_dora": "true", "precision": "fp32"},
+    {"use_orig_params": "false", "dtype": "bfloat16", "lora_target_modules": "all-linear", "lora_dropout": "0.1"},
+    {"use_orig_params": "false", "lora_modules_to_save": "lm_head", "activation_checkpointing": "full"},
+    {"use_orig_params": "false", "precision": "bf16", "gradient_accumulation_steps": "2"},
 )
 
 
@@ -92,6 +98,20 @@ def test_the_trainer_makes_units_of_adapters_with_fsdp1(case: dict[str, str], tm
     found = simulate(source_of(profile.config, name=request.model, task=profile.task), plan)
     for phase, n_bytes in found.phase_peaks.items():
         assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
+
+
+@in_turn(1, of=3)
+def test_flat_parameters_keep_copies_of_adapters_inputs_in_the_first_step_alone(tmp_path: Path) -> None:
+    """PEFT reads the dtype of the shard there, as with `use_orig_params` in each step. Later it is that of the last gathered weight."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY_CONFIG))
+    usual = {"gpus": 4, "strategy": "zero3", "backend": "fsdp1", "framework": "trainer", "dtype": "bfloat16"}
+    job = {**usual, "model": str(config), "gpu": "A100-80GB", "seq_len": 512, "use_peft": True, "lora_r": 1}
+    rows = {original: estimate(**job, use_orig_params=original).estimates[0] for original in (True, False)}
+    phases = {original: row.job_peaks.phases for original, row in rows.items() if row.job_peaks is not None}
+    first, steady = (phases[False][name].gpu_bytes for name in ("first_step", "steady_step"))
+    assert first == phases[True]["first_step"].gpu_bytes > steady
+    assert rows[False].needed_bytes == rows[True].needed_bytes
 
 
 COPIES: tuple[dict[str, str], ...] = ({"lora_modules_to_save": "lm_head"}, {"lora_modules_to_save": "embed_tokens"})

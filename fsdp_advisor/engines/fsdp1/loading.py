@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from fsdp_advisor.engines.fsdp1.units import flat_bytes, flat_elements
+from fsdp_advisor.engines.fsdp1.units import flat_bytes, unit_elements
 from fsdp_advisor.engines.transfer import (
     CPU_RAM_EFFICIENT_LOADING,
     LoadedCheckpoint,
@@ -105,7 +105,7 @@ def _flattened_units(profile: Profile, plan: Plan) -> list[FlattenedUnit]:
 
     @cache
     def flattened(unit: Unit) -> FlattenedUnit:
-        elements = flat_elements([p.elements for p in unit.parameters], plan.compute_bytes, n)
+        elements = unit_elements(unit, plan)
         parameters = sum((Storages.of(p.elements * k) for p in unit.parameters), NO_STORAGES)
         # accelerate makes the shard fp32 once all units are shards; it is counted as fp32 from the start
         return FlattenedUnit(parameters, Storages.of(elements * k), Storages.of(elements // n * flat_bytes(unit, plan)))

@@ -1,7 +1,8 @@
 """Saving under FSDP1: full, sharded and local state dicts of model and optimizer.
 
 Read in torch 2.13 (distributed/fsdp/_state_dict_utils.py, _optim_utils.py). `FSDP.optim_state_dict` gathers one state of one unit
-at a time: the whole flat state, and a copy of this rank's shard of it. It moves the results to the host (`OptimStateDictConfig`,
+at a time: the whole flat state, and a copy of this rank's shard of it. Without `use_orig_params` it gathers all states of a unit
+together, and a sharded state dict copies this rank's rows of them. It moves the results to the host (`OptimStateDictConfig`,
 offload_to_cpu=True). Under LOCAL_STATE_DICT each rank saves `optimizer.state_dict()`, its own shards.
 """
 
@@ -9,14 +10,15 @@ from __future__ import annotations
 
 from functools import cache
 
-from fsdp_advisor.engines.fsdp1.units import flat_bytes, flat_elements
+from fsdp_advisor.engines.fsdp1.units import flat_bytes, stepped_in, unit_elements
 from fsdp_advisor.engines.fsdp_shards import DCP_IN_FLIGHT_BYTES, StateDictBytes, dcp_files, shard_bytes, shard_shape
-from fsdp_advisor.engines.optimizer_state import saved_state
+from fsdp_advisor.engines.optimizer_state import SCALAR_BYTES, saved_state
 from fsdp_advisor.engines.transfer import Files, SaveMethod
 from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT
 from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.policies.optimizers import optimizer_of
 
 
 def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
@@ -50,7 +52,7 @@ def _full(profile: Profile, plan: Plan, *, rank0_only: bool) -> SaveMethod:
     return SaveMethod(
         way=way,
         how=how,
-        gpu_bytes=max(largest_unit, _gathered_state_bytes(profile, plan)),
+        gpu_bytes=max(largest_unit, _gathered_state_bytes(profile, plan, sharded=False)),
         first_rank_host_bytes=host,
         other_ranks_host_bytes=0 if rank0_only else host,
         ranks_per_node=plan.ranks_per_node,
@@ -68,7 +70,7 @@ def _sharded(profile: Profile, plan: Plan) -> SaveMethod:
     return SaveMethod(
         way="sharded",
         how="SHARDED_STATE_DICT, written by torch.distributed.checkpoint",
-        gpu_bytes=max(weights, state_dict.sharded + _gathered_state_bytes(profile, plan)),
+        gpu_bytes=max(weights, state_dict.sharded + _gathered_state_bytes(profile, plan, sharded=True)),
         first_rank_host_bytes=in_flight + optimizer,
         other_ranks_host_bytes=in_flight + optimizer,
         ranks_per_node=plan.ranks_per_node,
@@ -94,14 +96,18 @@ def _local(profile: Profile, plan: Plan) -> SaveMethod:
 
 
 def _own_state(profile: Profile, plan: Plan) -> int:
-    """Bytes of the optimizer state of one rank's flat shards. It includes the step counts of all parameters."""
+    """Bytes of the optimizer state of one rank's flat shards. It includes the step counts of all parameters that are stepped."""
+    if not plan.use_orig_params:
+        states = [_flat_state(unit, plan, plan.shard_degree) for unit in _units(profile, plan)]
+        return sum(sum(state) + optimizer_of(plan).host_state_bytes for state in states if state)
     state = saved_state(profile, plan, lambda p: (p.elements,))
     return -(-(state.total - state.scalars) // plan.shard_degree) + state.scalars
 
 
-def _gathered_state_bytes(profile: Profile, plan: Plan) -> int:
-    """GPU bytes of gathering one state of the largest unit: the whole state, and a copy of this rank's shard
-    (`_allgather_orig_param_states`).
+def _gathered_state_bytes(profile: Profile, plan: Plan, *, sharded: bool) -> int:
+    """GPU bytes of gathering the state of the largest unit: one whole state, and a copy of this rank's shard
+    (`_allgather_orig_param_states`); of flat parameters all states, and this rank's rows of them if the state dict is sharded
+    (`_unflatten_optim_state`).
     """
     if (
         plan.save_only_model
@@ -109,8 +115,21 @@ def _gathered_state_bytes(profile: Profile, plan: Plan) -> int:
         or not saved_state(profile, plan, lambda p: (p.elements,)).largest
     ):
         return 0
+    if not plan.use_orig_params:
+        states = (_flat_state(unit, plan, 1) for unit in _units(profile, plan))
+        largest = max(sum(n for n in state if n > SCALAR_BYTES) for state in states)
+        return largest + largest // plan.shard_degree if sharded else largest
     largest_unit = max(_root_and_layer_bytes(profile, plan))
     return largest_unit + largest_unit // plan.shard_degree
+
+
+def _flat_state(unit: Unit, plan: Plan, shards: int) -> list[int]:
+    """Bytes of each state of one of `shards` shards of a unit's flat parameter; none if it is not trained or only weights are saved."""
+    optimizer = optimizer_of(plan)
+    if plan.save_only_model or not unit.trainable_elements:
+        return []
+    ((parameter, elements),) = stepped_in(unit, plan, unit_elements(unit, plan) // shards)
+    return list(optimizer.all_state_storages(parameter, (elements,), flat_bytes(unit, plan)).each())
 
 
 def _root_and_layer_bytes(profile: Profile, plan: Plan) -> tuple[int, int]:
@@ -129,5 +148,4 @@ def _units(profile: Profile, plan: Plan) -> list[Unit]:
 @cache
 def _flat_bytes(unit: Unit, plan: Plan) -> int:
     """Bytes of a unit's flat parameter, gathered in the masters' dtype."""
-    elements = flat_elements([p.elements for p in unit.parameters], plan.compute_bytes, plan.shard_degree)
-    return elements * flat_bytes(unit, plan)
+    return unit_elements(unit, plan) * flat_bytes(unit, plan)

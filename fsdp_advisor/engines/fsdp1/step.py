@@ -1,4 +1,4 @@
-"""A step of PyTorch FSDP1 (`FullyShardedDataParallel`, `use_orig_params=True`), by default with a unit per layer and the root.
+"""A step of PyTorch FSDP1 (`FullyShardedDataParallel`), by default with a unit per layer and the root.
 
 Source: torch.distributed.fsdp._flat_param (`pre_unshard`, `unshard`, `post_unshard`) and _runtime_utils
 (`_post_forward_reshard`, `_pre_backward_hook`, `_post_backward_hook`, `_reduce_grad`), torch 2.13.
@@ -81,6 +81,8 @@ class Fsdp1Step(StepHooks):
         step.alloc(Account.PARAMETERS, self.states.parameters)
         step.alloc_in_first_step(Account.OPTIMIZER, self.states.optimizer)
         step.alloc(Account.OTHER, self.states.buffers)
+        if not self._plan.use_orig_params:  # `zero_grad` frees the gradients of flat parameters
+            return
         # NO_SHARD keeps the gradients that autograd allocates
         stream = Stream.ALL_GATHER if self._one_shard and not self._plan.mixed else Stream.REDUCE_SCATTER
         self._previous_gradients = step.alloc_in_first_step(Account.GRADIENTS, self.states.gradients, stream)

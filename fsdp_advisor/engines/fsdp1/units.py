@@ -1,6 +1,10 @@
-"""The flat parameters of PyTorch FSDP1 (`use_orig_params=True`) and their bytes on rank 0.
+"""The flat parameters of PyTorch FSDP1 and their bytes on rank 0.
 
-Source: torch.distributed.fsdp._flat_param (torch 2.13), `_init_flat_param_and_metadata`, `_get_shard`.
+With `use_orig_params` parameters are aligned within the flat parameter, its padding has a gradient, and the optimizer steps the pieces
+of the original parameters in a shard. Without it they are adjacent, a gradient is padded when it is reduced, and the optimizer steps
+the shard as one tensor.
+Source: torch.distributed.fsdp._flat_param (torch 2.13), `_init_flat_param_and_metadata`, `_get_shard`; _runtime_utils,
+`_get_reduce_scatter_tensors`.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fsdp_advisor.engines.units import buffers, per_unit, summed, total_of_policy
-from fsdp_advisor.engines.wrapping import wrapping_for
+from fsdp_advisor.engines.wrapping import effective_wrap, wrapping_for
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, Units
@@ -23,30 +27,48 @@ from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 ALIGNMENT_BYTES = 16
 
 
-def flat_elements(numels: list[int], compute_bytes: int, world_size: int) -> int:
-    """Elements of a unit's flat parameter: each parameter aligned to 16 bytes, the total padded to a multiple of the ranks.
+def flat_elements(numels: list[int], aligned: int, world_size: int) -> int:
+    """Elements of a flat parameter: each parameter begins at a multiple of `aligned`, the total is padded to a multiple of the ranks.
 
     >>> flat_elements([3, 8], 4, 5)
     15
     """
-    aligned, total = ALIGNMENT_BYTES // compute_bytes, 0
+    total = 0
     for numel in numels:
         total += -total % aligned + numel
     return total + -total % world_size
 
 
-def first_shard(numels: list[int], compute_bytes: int, shard_elements: int) -> list[int]:
+def first_shard(numels: list[int], aligned: int, shard_elements: int) -> list[int]:
     """Elements of each parameter that lie in rank 0's shard.
 
     >>> first_shard([3, 8], 4, 6)
     [3, 2]
     """
-    aligned, at, pieces = ALIGNMENT_BYTES // compute_bytes, 0, []
+    at, pieces = 0, []
     for numel in numels:
         at += -at % aligned
         pieces.append(max(0, min(numel, shard_elements - at)))
         at += numel
     return pieces
+
+
+def unit_elements(unit: Unit, plan: Plan) -> int:
+    """Elements of a unit's gathered flat parameter, padding included."""
+    return flat_elements([p.elements for p in unit.parameters], _alignment(plan), plan.shard_degree)
+
+
+def _alignment(plan: Plan) -> int:
+    """The elements to a multiple of which FSDP1 aligns each parameter of a unit."""
+    return ALIGNMENT_BYTES // plan.compute_bytes if plan.use_orig_params else 1
+
+
+def stepped_in(unit: Unit, plan: Plan, shard_elements: int) -> list[tuple[Parameter, int]]:
+    """The parameters that the optimizer steps, and the elements of each in rank 0's shard."""
+    if plan.use_orig_params:
+        pieces = first_shard([p.elements for p in unit.parameters], _alignment(plan), shard_elements)
+        return list(zip(unit.parameters, pieces, strict=True))
+    return [(Parameter("_flat_param", (unit.elements,), unit.trainable_elements > 0), shard_elements)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +82,11 @@ class UnitBytes:
     gathered_shard: Storages  # the all-gather's input, if it is a copy: in the compute dtype, or uploaded from the host
     uploaded_shard: Storages  # the shard on the GPU before its cast to the compute dtype
     unsharded: Storages
-    reduce_input: Storages  # the gradient in the reduce dtype; empty if it has that dtype
+    reduce_input: (
+        Storages  # the gradient in the reduce dtype, and padded; empty if it has that dtype and needs no padding
+    )
     reduce_output: Storages  # empty if the output has the dtype of the gradients and becomes them
-    norms: Storages  # one scalar for each parameter with elements in the shard
+    norms: Storages  # one scalar for each stepped parameter with elements in the shard
     gradients: Storages
     has_trained_piece: bool  # whether rank 0's shard has elements of a trained parameter
     elements: int  # of the unit, without padding
@@ -76,12 +100,11 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     trains = unit.trainable_elements > 0
     stepping = optimizer_of(plan)
     stored = flat_bytes(unit, plan)
-    numels = [p.elements for p in unit.parameters]
-    elements = flat_elements(numels, plan.compute_bytes, plan.shard_degree)
+    elements = unit_elements(unit, plan)
     local = elements // plan.shard_degree
-    pieces = first_shard(numels, plan.compute_bytes, local)
+    stepped = stepped_in(unit, plan, local)
     optimizer = paged = temporaries = norms = NO_STORAGES
-    for parameter, piece in zip(unit.parameters, pieces, strict=True):
+    for parameter, piece in stepped:
         if piece and stepping.keeps_state_of(parameter):
             optimizer += stepping.state_storages(parameter, (piece,), stored)
             paged += stepping.paged_state_storages(parameter, (piece,))
@@ -92,7 +115,6 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
                 temporaries += update
             elif update.exact > temporaries.exact:
                 temporaries = update
-    casts = plan.reduce_bytes != plan.compute_bytes and not alone
     reduces_low = plan.reduce_bytes != stored and not alone
     initial = Storages.of(local * plan.compute_bytes) if plan.mixed else NO_STORAGES
     if not alone:
@@ -109,16 +131,30 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
         else NO_STORAGES,
         uploaded_shard=Storages.of(local * stored) if plan.mixed and offload else NO_STORAGES,
         unsharded=Storages.of(elements * plan.compute_bytes) if plan.mixed or not alone else NO_STORAGES,
-        reduce_input=Storages.of(elements * plan.reduce_bytes) if casts else NO_STORAGES,
+        reduce_input=_reduce_input(unit, plan),
         reduce_output=Storages.of(local * plan.reduce_bytes) if reduces_low else NO_STORAGES,
         norms=norms,
         gradients=Storages.of(local * stored) if trains else NO_STORAGES,
-        has_trained_piece=any(p.trainable and piece for p, piece in zip(unit.parameters, pieces, strict=True)),
+        has_trained_piece=any(parameter.trainable and piece for parameter, piece in stepped),
         elements=unit.elements,
         stored_bytes=stored,
         trainable_elements=unit.trainable_elements,
         initial=initial,
     )
+
+
+def _reduce_input(unit: Unit, plan: Plan) -> Storages:
+    """What reduction makes of a unit's gradient: a cast to the reduce dtype, and a copy that is padded to a multiple of the ranks."""
+    if plan.shard_degree == 1:
+        return NO_STORAGES
+    padded = unit_elements(unit, plan)
+    elements = padded if plan.use_orig_params else unit.elements  # of the flat parameter's gradient
+    result = NO_STORAGES
+    if plan.reduce_bytes != plan.compute_bytes:
+        result += Storages.of(elements * plan.reduce_bytes)
+    if elements < padded:
+        result += Storages.of(padded * plan.reduce_bytes)
+    return result
 
 
 def flat_bytes(unit: Unit, plan: Plan) -> int:
@@ -132,7 +168,9 @@ def flat_bytes(unit: Unit, plan: Plan) -> int:
 
 
 def fsdp1_refusal(profile: Profile, plan: Plan) -> UsageError | None:
-    """Why FSDP1 cannot flatten the model's units; None if it can. Source: `_validate_tensors_to_flatten`."""
+    """Why FSDP1 cannot flatten or train the model's units; None if it can. Source: `_validate_tensors_to_flatten`."""
+    if effective_wrap(profile, plan) == "peft" and (refused := _dora_refusal(profile, plan)) is not None:
+        return refused
     for unit in wrapping_for(profile, plan).in_order(profile):
         packed = [p for p in unit.parameters if p.role == "quantized"]
         if any(not is_floating(p) for p in packed):
@@ -142,6 +180,8 @@ def fsdp1_refusal(profile: Profile, plan: Plan) -> UsageError | None:
                 if has_8_bit_weights(profile)
                 else "--backend fsdp2, --strategy ddp, or --framework trl with --bnb-4bit-quant-storage bfloat16",
             )
+        if not plan.use_orig_params and (refused := _mixed_refusal(unit)) is not None:
+            return refused
         first: dict[int, Parameter] = {}
         for parameter in unit.parameters:
             first.setdefault(loaded_bytes(plan, parameter), parameter)
@@ -155,6 +195,41 @@ def fsdp1_refusal(profile: Profile, plan: Plan) -> UsageError | None:
             else "--framework trainer, which makes units of adapters, --backend fsdp2, or --dtype float32 with --precision bf16-mixed",
         )
     return None
+
+
+def _dora_refusal(profile: Profile, plan: Plan) -> UsageError | None:
+    """Why DoRA cannot be trained with units of adapters; None if it can, or is not used.
+
+    The first forward of an adapter computes DoRA's norm, which has no gradient. In mixed precision FSDP1 registers the reduction of a
+    gradient only there, so the optimizer finds a whole gradient in 16 bits, and fails.
+    Source: peft 0.21, tuners/lora/dora.py, `get_lora_weight`; torch 2.13, fsdp/_runtime_utils.py, `_register_post_backward_hook`.
+    """
+    parameters = (p for unit, _ in profile.counted_units() for p in unit.parameters)
+    if not any("lora_magnitude_vector" in p.name for p in parameters):
+        return None
+    if plan.use_orig_params:
+        return UsageError(
+            "DoRA reads the shape of an adapter's weight outside its unit, where FSDP1 with use_orig_params has only a flat shard",
+            hint="--backend fsdp2, or LoRA",
+        )
+    if plan.mixed:
+        return UsageError(
+            "FSDP1's mixed precision does not reduce the gradients of DoRA's adapters, and the optimizer fails",
+            hint="--backend fsdp2, --precision bf16, or LoRA",
+        )
+    return None
+
+
+def _mixed_refusal(unit: Unit) -> UsageError | None:
+    """Why one flat parameter cannot have all of the unit's parameters: some are trained, others are not. None if it can."""
+    trained = [p for p in unit.parameters if p.requires_grad]
+    frozen = [p for p in unit.parameters if not p.requires_grad]
+    if not trained or not frozen:
+        return None
+    return UsageError(
+        f"without use_orig_params FSDP1 trains all parameters of a unit or none: {trained[0].name} is trained, {frozen[0].name} is not",
+        hint="use_orig_params true, --backend fsdp2, or for adapters --framework trainer, which makes units of them",
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,12 @@ reads `PYTORCH_ALLOC_CONF`. May import `program`, `model` and `errors`.
 
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
 from fsdp_advisor.memory.allocator.conf import AllocatorConf
-from fsdp_advisor.memory.allocator.job_operations import StepOperations, with_evaluation, with_graph
+from fsdp_advisor.memory.allocator.job_operations import (
+    StepOperations,
+    with_evaluation,
+    with_first_step,
+    with_graph,
+)
 from fsdp_advisor.memory.allocator.operations import step_operations
 from fsdp_advisor.memory.allocator.simulation import AllocatorResult, Verdict, completes, simulate_allocator
 
@@ -22,5 +27,6 @@ __all__ = [
     "simulate_allocator",
     "step_operations",
     "with_evaluation",
+    "with_first_step",
     "with_graph",
 ]

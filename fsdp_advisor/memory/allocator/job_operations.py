@@ -1,4 +1,4 @@
-"""The allocator's operations of a job, and what an evaluation or a CUDA graph changes in them."""
+"""The allocator's operations of a job, and what an evaluation, a CUDA graph or another first step changes in them."""
 
 from __future__ import annotations
 
@@ -70,6 +70,18 @@ def with_evaluation(
         change(n_bytes)
     between += [*_shifted(forward.following[ends:], own, shift), *(operation(FREE, number) for number in alive)]
     return replace(steps, requests=tuple(requests), between=tuple(between))
+
+
+def with_first_step(steps: StepOperations, first: StepOperations) -> StepOperations:
+    """The operations of steps whose first step is that of `first`, which has the same states."""
+    own = _allocated(steps.following)
+    shift = operation(MALLOC, len(first.requests))
+    return replace(
+        first,
+        requests=(*first.requests, *steps.requests),
+        following=tuple(_shifted(steps.following, own, shift)),
+        visits=steps.visits,
+    )
 
 
 def with_graph(steps: StepOperations) -> StepOperations:

@@ -78,6 +78,9 @@ def engine_of(module: Any, torch: ModuleType) -> dict[str, Any]:
             return {
                 "backend": "fsdp1",
                 "sharding": str(each.sharding_strategy),
+                "use_orig_params": each._use_orig_params,
+                "backward_prefetch": getattr(each.backward_prefetch, "name", "NONE"),
+                "forward_prefetch": each.forward_prefetch,
                 "precision": str(each.mixed_precision),
                 "offloads_parameters": bool(each.cpu_offload is not None and each.cpu_offload.offload_params),
             }
