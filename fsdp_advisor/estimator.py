@@ -99,6 +99,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
         request=request,
         seq_len=seq_len,
         model_name=model.name,
+        weights=model.weights or model.name,
         model_source=model.source,
         parameters=model.parameters,
         trainable_parameters=model.trainable_parameters,

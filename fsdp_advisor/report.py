@@ -389,6 +389,8 @@ class Report(Printable):
     request: EstimateRequest
     seq_len: int
     model_name: str
+    weights: str
+    """The hub id or directory of the model's weights: not `model_name` if another model has the same shapes."""
     model_source: str
     parameters: int
     trainable_parameters: int

@@ -116,7 +116,7 @@ def _unrecorded(plan: Plan, request: EstimateRequest, model: Resolved) -> Job:
     return Job(
         plan=plan,
         label=label(plan.strategy, plan.offload),
-        model_name=model.name,
+        model_name=model.weights or model.name,
         task=profile.task if profile else None,
         layer_classes=profile.layer_classes if profile else (),
         largest_parameter_elements=profile.largest_parameter_elements if profile else None,

@@ -68,7 +68,7 @@ class Job:
         return cls(
             plan=estimate.plan,
             label=estimate.label,
-            model_name=report.model_name,
+            model_name=report.weights,
             task=report.task,
             layer_classes=report.layer_classes,
             largest_parameter_elements=report.largest_parameter_elements,

@@ -174,6 +174,15 @@ def name_with_words(entry: Entry, words: str) -> str:
     return next((one for one in (entry.id, *entry.aliases) if wanted <= set(_tokens(one))), entry.id)
 
 
+def spelled(entry: Entry, name: str) -> str:
+    """A name of the entry's model as the hub spells it, if the entry has it.
+
+    >>> [spelled(find("gpt2"), name) for name in ("OpenAI-Community/GPT2", "someone/a-copy")]
+    ['openai-community/gpt2', 'someone/a-copy']
+    """
+    return next((one for one in (entry.id, *entry.aliases) if one.lower() == name.lower()), name)
+
+
 def _has_in_order(wanted: list[str], tokens: list[str]) -> bool:
     """Whether `tokens` begins with the first of `wanted` and contains the others in this order. False if `wanted` has no number,
     because words alone match too many models.

@@ -50,7 +50,8 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
     from fsdp_advisor.model.config import config_path, read_config
 
     if allow_paths and (path := config_path(wanted)) is not None:
-        return resolve_config(read_config(path, wanted), wanted, "config")
+        found = resolve_config(read_config(path, wanted), wanted, "config")
+        return replace(found, weights=str(path.parent.resolve()))
     if _count_shaped(wanted):
         return _counted(wanted)
     named = catalog.by_short_name(wanted)
@@ -116,6 +117,7 @@ def _catalogued(entry: catalog.Entry, wanted: str, recording_allowed: bool) -> R
         notes,
         recording_allowed,
         recorded_locally=not entry.has_tapes,
+        weights=catalog.spelled(entry, catalog.without_format(meant)),
     )
 
 

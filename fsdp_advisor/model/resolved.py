@@ -55,6 +55,8 @@ class Resolved:
     """The changes made to the model before it trains."""
     packed: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """The settings of a GPTQ or AWQ checkpoint; empty for other models."""
+    weights: str | None = None
+    """The hub id or directory of the weights, if it is not `name`."""
 
     @property
     def from_catalog(self) -> bool:

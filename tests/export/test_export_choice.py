@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import yaml
 from matrix import in_turn
@@ -103,3 +106,31 @@ def test_options_that_were_assumed_are_assumed_anew() -> None:
         "full",
         {"activation_checkpointing"},
     )
+
+
+@pytest.mark.parametrize(
+    ("named", "loaded"),
+    [
+        ("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("meta-llama/llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("Meta-Llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("someone/Llama-3.1-8B-FP8", "someone/Llama-3.1-8B"),
+        ("gpt2", "openai-community/gpt2"),
+    ],
+)
+def test_files_load_the_model_that_was_named_and_not_the_one_with_its_shapes(named: str, loaded: str) -> None:
+    found, _ = exported("trl", model=named, gpu="H100-80GB", gpus=8, strategy="zero3")
+    assert found["model_name_or_path"] == loaded
+
+
+def test_files_load_the_directory_of_a_configuration_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = resolve("openai-community/gpt2").profile
+    assert profile is not None
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(profile.config))
+    monkeypatch.chdir(tmp_path)
+    for named in ("mine/config.json", "./mine"):
+        found, _ = exported("trl", model=named, gpu="H100-80GB", strategy="ddp")
+        assert found["model_name_or_path"] == str(tmp_path / "mine")
