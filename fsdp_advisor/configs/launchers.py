@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fsdp_advisor.configs.shell_words import assignment
@@ -140,6 +141,7 @@ def _program(word: str) -> str | None:
 
 def _launch(program: str, words: Sequence[str], environment: Mapping[str, str]) -> Launch | None:
     rest = list(words if words[0].endswith(".py") else words[1:])
+    launch = partial(Launch, program=program, environment=environment)
     if program in _VERBS:
         if rest[:1] and rest[0] in _VERBS[program]:
             rest = rest[1:]
@@ -150,23 +152,13 @@ def _launch(program: str, words: Sequence[str], environment: Mapping[str, str]) 
             if not rest or rest[0] not in _METHODS:
                 return None
             options, arguments = _of_accelerate(rest[1:])
-            return Launch(
-                program=program,
-                options=options,
-                script=f"trl.scripts.{rest[0]}",
-                arguments=arguments,
-                environment=environment,
-            )
+            return launch(options=options, script=f"trl.scripts.{rest[0]}", arguments=arguments)
         case "axolotl" | "llamafactory-cli":
             split = rest.index("--") if "--" in rest else len(rest)
             options = dict(named_values(rest[split + 1 :], FLAGS["torchrun"]))
-            return Launch(
-                program=program, options=options, script=program, arguments=rest[:split], environment=environment
-            )
+            return launch(options=options, script=program, arguments=rest[:split])
         case "run_train.sh":
-            return Launch(
-                program=program, options={}, script="torchtitan.train", arguments=rest, environment=environment
-            )
+            return launch(options={}, script="torchtitan.train", arguments=rest)
         case "python":
             return _python(rest, environment)
     return _launched(program, rest, environment)
@@ -187,6 +179,7 @@ def _python(words: Sequence[str], environment: Mapping[str, str]) -> Launch | No
 def _launched(program: str, words: Sequence[str], environment: Mapping[str, str]) -> Launch | None:
     """A launch by a program that takes its own options, the script and the script's arguments."""
     flags = FLAGS["torchrun" if program == "tune" else program]
+    launch = partial(Launch, program=program, environment=environment)
     options: dict[str, Any] = {}
     unknown: list[str] = []
     position = 0
@@ -197,22 +190,9 @@ def _launched(program: str, words: Sequence[str], environment: Mapping[str, str]
             unknown.append(word)
             continue
         if program == "python" and word.startswith("-m") and len(word) > 2:  # -mtrl.scripts.sft
-            return Launch(
-                program=program,
-                options={"m": True},
-                script=word[2:],
-                arguments=words[position:],
-                environment=environment,
-            )
+            return launch(options={"m": True}, script=word[2:], arguments=words[position:])
         if not word.startswith("-"):
-            return Launch(
-                program=program,
-                options=options,
-                script=word,
-                arguments=words[position:],
-                environment=environment,
-                unknown=unknown,
-            )
+            return launch(options=options, script=word, arguments=words[position:], unknown=unknown)
         name, equals, value = _name(word)
         following = words[position] if position < len(words) else "-"
         if program == "python" and name == "c":
@@ -224,11 +204,9 @@ def _launched(program: str, words: Sequence[str], environment: Mapping[str, str]
         else:
             options[name] = following
             position += 1
-    return (
-        Launch(program=program, options=options, script="", arguments=(), environment=environment, unknown=unknown)
-        if options and program != "python"
-        else None
-    )
+    if not options or program == "python":
+        return None
+    return launch(options=options, script="", arguments=(), unknown=unknown)
 
 
 def _is_script(word: str) -> bool:
@@ -245,6 +223,9 @@ def _name(word: str) -> tuple[str, bool, str]:
     return name.replace("-", "_"), bool(equals), value
 
 
+_OF_ACCELERATE = ("num_processes", "num_machines", "mixed_precision", "accelerate_config")
+
+
 def _of_accelerate(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """(the options for `accelerate launch`, the remaining words) of TRL's command, which passes these options on to accelerate."""
     options: dict[str, Any] = {}
@@ -252,12 +233,7 @@ def _of_accelerate(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     position = 0
     while position < len(words):
         name, equals, value = _name(words[position])
-        if words[position].startswith("-") and name in (
-            "num_processes",
-            "num_machines",
-            "mixed_precision",
-            "accelerate_config",
-        ):
+        if words[position].startswith("-") and name in _OF_ACCELERATE:
             options[name] = value if equals else words[position + 1] if position + 1 < len(words) else True
             position += 1 if equals else 2
         else:
