@@ -17,7 +17,7 @@ from fsdp_advisor.policies.optimizers.interface import (
     NotForDeepSpeed,
     Refusal,
     Shape,
-    engine_refusal,
+    without_deepspeed,
 )
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
@@ -52,7 +52,6 @@ class CpuOffload(NotForDeepSpeed):
 
 
 _CONSTRUCTOR = Constructor(module="torchao.optim", name="CPUOffloadOptimizer")
-_NOT_DEEPSPEED = engine_refusal("adamw_cpu_offload", "deepspeed")
 
 ADAMW_CPU_OFFLOAD = CpuOffload(
     name="adamw_cpu_offload",
@@ -60,13 +59,9 @@ ADAMW_CPU_OFFLOAD = CpuOffload(
     transformers=Refusal(
         "transformers 5.23 has no name for CPUOffloadOptimizer: pass torchao.optim.CPUOffloadOptimizer to the Trainer"
     ),
-    deepspeed=_NOT_DEEPSPEED,
-    deepspeed_offloaded=_NOT_DEEPSPEED,
+    **without_deepspeed("adamw_cpu_offload", host_kernel="one_pass"),
     measured=_CONSTRUCTOR,
     measured_zero1=Refusal("CPUOffloadOptimizer is for one GPU"),
     measured_on_cpu=Refusal("CPUOffloadOptimizer needs a GPU"),
-    host_kernel="one_pass",
-    deepspeed_host_kernel="one_pass",
-    is_cpu_adam=False,
     notes=("CPUOffloadOptimizer copies each gradient to the host in backward, before it can be clipped",),
 )

@@ -17,7 +17,7 @@ from fsdp_advisor.policies.optimizers.interface import (
     Refusal,
     Shape,
     Stepped,
-    engine_refusal,
+    without_deepspeed,
 )
 from fsdp_advisor.policies.optimizers.variables import Variables
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
@@ -67,21 +67,16 @@ class GrokAdamW(PlainLoop):
 
 
 _CONSTRUCTOR = Constructor(module="grokadamw", name="GrokAdamW")
-_NOT_DEEPSPEED = engine_refusal("grokadamw", "deepspeed")
 
 GROKADAMW = GrokAdamW(
     name="grokadamw",
     script=_CONSTRUCTOR,
     transformers=NamedOptimizer(name="grokadamw"),
-    deepspeed=_NOT_DEEPSPEED,
-    deepspeed_offloaded=_NOT_DEEPSPEED,
+    **without_deepspeed("grokadamw"),
     measured=_CONSTRUCTOR,
     measured_zero1=Refusal("ZeroRedundancyOptimizer does not know GrokAdamW's state, which is in its groups"),
     measured_on_cpu=Refusal("GrokAdamW's state is on the host, so a run on the CPU has no copies of it"),
     follows_groups=True,
-    host_kernel="many_passes",
-    deepspeed_host_kernel="many_passes",
-    is_cpu_adam=False,
     notes=(
         "GrokAdamW's state is in pageable host memory, whose copies can be slower than the link's rate for pinned memory",
     ),

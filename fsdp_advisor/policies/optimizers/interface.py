@@ -13,7 +13,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from fsdp_advisor.job.choices import Backend, OptimizerName
+from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.job.optimizers import LIMITS
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers.variables import Variables
@@ -319,21 +319,18 @@ class PlainLoop(NotForDeepSpeed):
         return self.loop([Stepped(parameter, shape, element_bytes)]).peak
 
 
-def engine_refusal(name: OptimizerName, backend: Backend) -> Refusal:
-    """A refusal with the reason in `job.optimizers.LIMITS` why the engine cannot step the optimizer."""
-    return Refusal(LIMITS[name][backend].reason)
+def without_deepspeed(name: OptimizerName, *, host_kernel: HostKernel = "many_passes") -> dict[str, Any]:
+    """The fields about DeepSpeed and the host of an optimizer that DeepSpeed cannot step, for the reason in `job.optimizers.LIMITS`."""
+    refusal = Refusal(LIMITS[name]["deepspeed"].reason)
+    return {
+        "deepspeed": refusal,
+        "deepspeed_offloaded": refusal,
+        "host_kernel": host_kernel,
+        "deepspeed_host_kernel": host_kernel,
+        "is_cpu_adam": False,
+    }
 
 
 def only_in_transformers(name: OptimizerName, *, script: Refusal) -> dict[str, Any]:
     """The fields of an optimizer that runs only under transformers' Trainer. `script`: why scripts and `validate` cannot build it."""
-    deepspeed = engine_refusal(name, "deepspeed")
-    return {
-        "script": script,
-        "deepspeed": deepspeed,
-        "deepspeed_offloaded": deepspeed,
-        "measured": script,
-        "measured_zero1": script,
-        "host_kernel": "many_passes",
-        "deepspeed_host_kernel": "many_passes",
-        "is_cpu_adam": False,
-    }
+    return without_deepspeed(name) | {"script": script, "measured": script, "measured_zero1": script}

@@ -19,7 +19,7 @@ from fsdp_advisor.policies.optimizers.interface import (
     Refusal,
     Shape,
     Shards,
-    engine_refusal,
+    without_deepspeed,
 )
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
@@ -168,20 +168,15 @@ def _gather_us(n_bytes: float, shards: Shards) -> float:
     return START_US + hops * (HOP_ACROSS_US if across else HOP_US) + moved / rate * 1e6
 
 
-_NOT_DEEPSPEED = engine_refusal("muon", "deepspeed")
 _SCRIPT = Refusal("Muon needs a second optimizer for embeddings, norms and head, which exported scripts do not have")
 
 MUON = Muon(
     name="muon",
     script=_SCRIPT,
     transformers=Refusal("transformers 5.23 has no Muon: pass both optimizers to the Trainer"),
-    deepspeed=_NOT_DEEPSPEED,
-    deepspeed_offloaded=_NOT_DEEPSPEED,
+    **without_deepspeed("muon"),
     measured=_SCRIPT,
     measured_zero1=_SCRIPT,
-    host_kernel="many_passes",
-    deepspeed_host_kernel="many_passes",
-    is_cpu_adam=False,
     notes=(
         "muon is torch.optim.Muon for the matrices of the layers, and fused AdamW for embeddings, head, norms and biases; its matrix "
         "products are timed at the GPU's rate in the training precision, and under HSDP as with one replica",

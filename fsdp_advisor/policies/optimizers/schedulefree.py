@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.policies.optimizers.elementwise import Elementwise
-from fsdp_advisor.policies.optimizers.interface import Constructor, NamedOptimizer, Refusal, engine_refusal
+from fsdp_advisor.policies.optimizers.interface import Constructor, NamedOptimizer, Refusal, without_deepspeed
 
 
 def _schedule_free(name: OptimizerName, cls: str, *, moments: int, temporaries: int, passes: int) -> Elementwise:
@@ -20,13 +20,9 @@ def _schedule_free(name: OptimizerName, cls: str, *, moments: int, temporaries: 
         name=name,
         script=constructor,
         transformers=NamedOptimizer(name=name),
-        deepspeed=engine_refusal(name, "deepspeed"),
-        deepspeed_offloaded=engine_refusal(name, "deepspeed"),
+        **without_deepspeed(name),
         measured=constructor,
         measured_zero1=Refusal(f"ZeroRedundancyOptimizer has no train(), without which {name} does not step"),
-        host_kernel="many_passes",
-        deepspeed_host_kernel="many_passes",
-        is_cpu_adam=False,
         moments=moments,
         temporaries=temporaries,
         passes=passes,

@@ -9,12 +9,11 @@ Source: torch-optimi 0.3.3, optimi/stableadamw.py (`_init_state`, `_triton_stabl
 from __future__ import annotations
 
 from fsdp_advisor.policies.optimizers.elementwise import Elementwise
-from fsdp_advisor.policies.optimizers.interface import Constructor, NamedOptimizer, Refusal, engine_refusal
+from fsdp_advisor.policies.optimizers.interface import Constructor, NamedOptimizer, Refusal, without_deepspeed
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 HALF_BYTES, FP32_BYTES = 2, 4
 _CONSTRUCTOR = Constructor(module="optimi", name="StableAdamW")
-_NOT_DEEPSPEED = engine_refusal("stable_adamw", "deepspeed")
 
 
 class StableAdamW(Elementwise):
@@ -35,14 +34,10 @@ STABLE_ADAMW = StableAdamW(
     name="stable_adamw",
     script=_CONSTRUCTOR,
     transformers=NamedOptimizer(name="stable_adamw"),
-    deepspeed=_NOT_DEEPSPEED,
-    deepspeed_offloaded=_NOT_DEEPSPEED,
+    **without_deepspeed("stable_adamw"),
     measured=_CONSTRUCTOR,
     measured_zero1=_CONSTRUCTOR,
     measured_on_cpu=Refusal("the kernels of StableAdamW run on a GPU; on the CPU it allocates more"),
-    host_kernel="many_passes",
-    deepspeed_host_kernel="many_passes",
-    is_cpu_adam=False,
     moments=2,
     temporaries=0,
     passes=9,  # the gradient; each moment read twice and written; the parameter read and written: 1 + 6 + 2 tensors
