@@ -179,6 +179,27 @@ NF4 = {
 }  # fmt: skip
 
 
+@with_all_cases
+@pytest.mark.parametrize(
+    "of",
+    taken([plan("zero3", "fsdp2", gpus=2, precision="fp32")], [plan("ddp", "ddp", gpus=2, precision="fp32")]),
+    ids=taken(["fsdp2"], ["ddp"]),
+)
+def test_a_script_with_adapters_saves_them_without_the_base_and_resumes(
+    of: Plan, tiny: dict[str, Path], tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    base, adapted = tiny["untied"], job(of, adaptation=Adaptation(peft=LORA))
+    first = script(tmp_path, adapted, "--model", str(base), "--output", "checkpoint", "--lr", "1e-2")
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()}
+    assert sum(sizes.values()) < (base / "model.safetensors").stat().st_size / 2, sizes
+    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(model, tmp_path / "checkpoint" / "adapter")
+    assert all(p.abs().sum() > 0 for name, p in loaded.named_parameters() if "lora_B" in name)  # zeros before training
+    again = script(tmp_path, adapted, "--model", str(base), "--resume", "checkpoint", "--lr", "1e-2")
+    assert trained(again) and again[0] < first[0]
+
+
 @in_turn(1, of=3)
 @pytest.mark.parametrize(
     ("of", "adaptation", "more"),
