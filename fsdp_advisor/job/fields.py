@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -30,7 +30,7 @@ _TYPES: dict[type, str] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rule:
     """Help and limits of a field.
 
@@ -43,6 +43,7 @@ class Rule:
     """
 
     about: str
+    _: KW_ONLY
     group: str = "Output"
     default: str | None = None
     ge: float | None = None
