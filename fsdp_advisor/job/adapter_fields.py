@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.fields import Rule
 
 GROUP = "Adapters"
+rule = partial(Rule, group=GROUP)
 MAX_NAMES = 4096
 MAX_CONFIG = 65_536
 """The largest accepted number of characters of an adapter_config.json."""
@@ -60,17 +62,14 @@ def with_files_read(given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-UsePeft = Annotated[bool, Rule(about="train LoRA adapters on a frozen base model", group=GROUP)]
-LoraR = Annotated[int, Rule(about="the rank of the adapters", group=GROUP, ge=1, le=65_536)]
-LoraAlpha = Annotated[
-    int, Rule(about="the scale of the adapters, for exported files; it changes no figure", group=GROUP, ge=1, le=10**6)
-]
-LoraDropout = Annotated[float, Rule(about="the dropout rate in front of the adapters", group=GROUP, ge=0, lt=1)]
+UsePeft = Annotated[bool, rule("train LoRA adapters on a frozen base model")]
+LoraR = Annotated[int, rule("the rank of the adapters", ge=1, le=65_536)]
+LoraAlpha = Annotated[int, rule("the scale of the adapters, for exported files; it changes no figure", ge=1, le=10**6)]
+LoraDropout = Annotated[float, rule("the dropout rate in front of the adapters", ge=0, lt=1)]
 LoraTargetModules = Annotated[
     str | None,
-    Rule(
-        about="the modules that get adapters: names separated by commas, or all-linear",
-        group=GROUP,
+    rule(
+        "the modules that get adapters: names separated by commas, or all-linear",
         metavar="NAMES",
         default="PEFT's for the architecture",
         max_length=MAX_NAMES,
@@ -78,29 +77,26 @@ LoraTargetModules = Annotated[
 ]
 LoraTargetParameters = Annotated[
     str | None,
-    Rule(
-        about="the parameters that get adapters directly, such as weights of experts: names separated by commas",
-        group=GROUP,
+    rule(
+        "the parameters that get adapters directly, such as weights of experts: names separated by commas",
         metavar="NAMES",
         max_length=MAX_NAMES,
     ),
 ]
 LoraModulesToSave = Annotated[
     str | None,
-    Rule(
-        about="the modules that are trained in full, as copies: names separated by commas",
-        group=GROUP,
+    rule(
+        "the modules that are trained in full, as copies: names separated by commas",
         metavar="NAMES",
         max_length=MAX_NAMES,
     ),
 ]
-UseDora = Annotated[bool, Rule(about="train the magnitude and the direction of weights separately (DoRA)", group=GROUP)]
-UseRslora = Annotated[bool, Rule(about="scale adapters by the root of their rank (rank-stabilized LoRA)", group=GROUP)]
+UseDora = Annotated[bool, rule("train the magnitude and the direction of weights separately (DoRA)")]
+UseRslora = Annotated[bool, rule("scale adapters by the root of their rank (rank-stabilized LoRA)")]
 PeftConfig = Annotated[
     str | None,
-    Rule(
-        about="a file adapter_config.json of any PEFT method, instead of the options of LoRA",
-        group=GROUP,
+    rule(
+        "a file adapter_config.json of any PEFT method, instead of the options of LoRA",
         metavar="FILE",
         max_length=MAX_CONFIG,
         word=read_adapter_config,
@@ -110,9 +106,8 @@ PeftConfig = Annotated[
 ]
 Freeze = Annotated[
     tuple[str, ...],
-    Rule(
-        about="the parameters that are not trained, by patterns of their names: model.embed_tokens, visual.*",
-        group=GROUP,
+    rule(
+        "the parameters that are not trained, by patterns of their names: model.embed_tokens, visual.*",
         metavar="PATTERN",
         min_length=1,
         max_length=256,
@@ -120,18 +115,17 @@ Freeze = Annotated[
 ]
 Dtype = Annotated[
     StoredDtype,
-    Rule(
-        about="the dtype in which the weights of the model are stored; auto follows precision and framework",
+    rule(
+        "the dtype in which the weights of the model are stored; auto follows precision and framework",
         group="Training",
         synonyms={"fp32": "float32", "bf16": "bfloat16"},
         not_modelled=("float16", "fp16", "float8"),
     ),
 ]
-LoadIn4bit = Annotated[bool, Rule(about="keep the base model in 4 bits with bitsandbytes (QLoRA)", group=GROUP)]
-LoadIn8bit = Annotated[bool, Rule(about="keep the base model in 8 bits with bitsandbytes", group=GROUP)]
-Bnb4bitQuantType = Annotated[QuantType, Rule(about="the data type of a base in 4 bits", group=GROUP)]
-UseBnbNestedQuant = Annotated[bool, Rule(about="quantize the scales of a base in 4 bits too", group=GROUP)]
+LoadIn4bit = Annotated[bool, rule("keep the base model in 4 bits with bitsandbytes (QLoRA)")]
+LoadIn8bit = Annotated[bool, rule("keep the base model in 8 bits with bitsandbytes")]
+Bnb4bitQuantType = Annotated[QuantType, rule("the data type of a base in 4 bits")]
+UseBnbNestedQuant = Annotated[bool, rule("quantize the scales of a base in 4 bits too")]
 Bnb4bitQuantStorage = Annotated[
-    QuantStorage,
-    Rule(about="the dtype that holds the packed weights; FSDP shards only floating-point ones", group=GROUP),
+    QuantStorage, rule("the dtype that holds the packed weights; FSDP shards only floating-point ones")
 ]

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fsdp_advisor.job.choices import MAX_GPUS
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.units import parse_bytes
 
-GROUP = "Hardware"
+rule = partial(Rule, group="Hardware")
 
-Gpus = Annotated[int, Rule(about="the total number of ranks, one per GPU", group=GROUP, ge=1, le=MAX_GPUS)]
+Gpus = Annotated[int, rule("the total number of ranks, one per GPU", ge=1, le=MAX_GPUS)]
 Nnodes = Annotated[
-    int,
-    Rule(
-        about="the number of nodes",
-        group=GROUP,
-        default="as many as the GPUs need at the usual number per node",
-        ge=1,
-        le=MAX_GPUS,
-    ),
+    int, rule("the number of nodes", default="as many as the GPUs need at the usual number per node", ge=1, le=MAX_GPUS)
 ]
 Gpu = Annotated[
     str | None,
-    Rule(
-        about="the name of a GPU (case and punctuation are ignored: H100, rtx4090), or a memory size such as 24GiB",
-        group=GROUP,
+    rule(
+        "the name of a GPU (case and punctuation are ignored: H100, rtx4090), or a memory size such as 24GiB",
         metavar="GPU",
         default="the attached GPU, else H100-80GB",
         max_length=128,
@@ -33,10 +26,9 @@ Gpu = Annotated[
 ]
 Interconnect = Annotated[
     str | None,
-    Rule(
-        about="the network between nodes: a name (InfiniBand NDR, RoCE, EFA, 100GbE), or the rate of each GPU "
+    rule(
+        "the network between nodes: a name (InfiniBand NDR, RoCE, EFA, 100GbE), or the rate of each GPU "
         "(400Gb/s, 50GB/s)",
-        group=GROUP,
         metavar="NAME",
         default="usual for the GPU",
         max_length=128,
@@ -44,18 +36,16 @@ Interconnect = Annotated[
 ]
 AllocatorConf = Annotated[
     str | None,
-    Rule(
-        about="the settings of PyTorch's caching allocator, as in PYTORCH_ALLOC_CONF: expandable_segments:True",
-        group=GROUP,
+    rule(
+        "the settings of PyTorch's caching allocator, as in PYTORCH_ALLOC_CONF: expandable_segments:True",
         metavar="CONF",
         max_length=1024,
     ),
 ]
 HostMemory = Annotated[
     int | None,
-    Rule(
-        about="the host memory that the job may use on one node, with its unit, such as 512GiB",
-        group=GROUP,
+    rule(
+        "the host memory that the job may use on one node, with its unit, such as 512GiB",
         metavar="SIZE",
         default="unlimited",
         ge=2**30,

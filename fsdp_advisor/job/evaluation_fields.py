@@ -5,50 +5,33 @@ Source: transformers 5.23, training_args.py; `compute_metrics` is an argument of
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 from fsdp_advisor.job.fields import Rule
 
-GROUP = "Evaluation"
+rule = partial(Rule, group="Evaluation")
 
 EvalStrategy = Literal["no", "steps", "epoch"]
 
 EvalStrategyOption = Annotated[
     EvalStrategy,
-    Rule(
-        about="when the Trainer evaluates: never, every eval_steps, or after each epoch",
-        group=GROUP,
+    rule(
+        "when the Trainer evaluates: never, every eval_steps, or after each epoch",
         synonyms={"none": "no", "false": "no"},
     ),
 ]
-PerDeviceEvalBatchSize = Annotated[
-    int, Rule(about="sequences per rank and forward pass of evaluation", group=GROUP, ge=1, le=1_048_576)
-]
+PerDeviceEvalBatchSize = Annotated[int, rule("sequences per rank and forward pass of evaluation", ge=1, le=1_048_576)]
 ComputeMetrics = Annotated[
-    bool,
-    Rule(
-        about="keep the logits on the GPU, as the Trainer does with a function compute_metrics",
-        group=GROUP,
-    ),
+    bool, rule("keep the logits on the GPU, as the Trainer does with a function compute_metrics")
 ]
-PredictionLossOnly = Annotated[bool, Rule(about="keep only losses, also with compute_metrics", group=GROUP)]
+PredictionLossOnly = Annotated[bool, rule("keep only losses, also with compute_metrics")]
 EvalAccumulationSteps = Annotated[
     int | None,
-    Rule(
-        about="the batches after which kept logits move to the host",
-        group=GROUP,
-        default="never before the last one",
-        ge=1,
-        le=1_048_576,
+    rule(
+        "the batches after which kept logits move to the host", default="never before the last one", ge=1, le=1_048_576
     ),
 ]
 EvalSamples = Annotated[
-    int | None,
-    Rule(
-        about="the sequences of the evaluation set, whose logits are kept",
-        group=GROUP,
-        default="unknown",
-        ge=1,
-        le=10**12,
-    ),
+    int | None, rule("the sequences of the evaluation set, whose logits are kept", default="unknown", ge=1, le=10**12)
 ]

@@ -20,23 +20,21 @@ from fsdp_advisor.job.choices import (
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.wrap_policy import WRAP_EXAMPLE, read_wrap
 
-GROUP = "Strategy"
+rule = partial(Rule, group="Strategy")
 
-OFFLOAD = Rule(
-    about="the states that are kept in host memory; parameters means parameters, gradients and optimizer state",
-    group=GROUP,
+OFFLOAD = rule(
+    "the states that are kept in host memory; parameters means parameters, gradients and optimizer state",
     synonyms={"full": "parameters", "all": "parameters", "params": "parameters", "false": "none", "no": "none"},
     elsewhere={
         "cpu": "offload names the states to offload: parameters or optimizer",
         "nvme": "offload_device nvme, with offload",
     },
 )
-OFFLOAD_DEVICE = Rule(about="the target of offload", group=GROUP)
+OFFLOAD_DEVICE = rule("the target of offload")
 StrategyOption = Annotated[
     Literal[Strategy, "all"],
-    Rule(
-        about="the sharding strategy; FSDP's names work too: full_shard, shard_grad_op, hybrid_shard, no_shard",
-        group=GROUP,
+    rule(
+        "the sharding strategy; FSDP's names work too: full_shard, shard_grad_op, hybrid_shard, no_shard",
         synonyms=STRATEGY_SYNONYMS,
         elsewhere={
             "fsdp1": "strategy zero3 with backend fsdp1",
@@ -49,9 +47,8 @@ StrategyOption = Annotated[
 ]
 BackendOption = Annotated[
     Literal[Backend, "auto"],
-    Rule(
-        about="the library that shards; auto is ddp for ddp, deepspeed for zero1 and for --offload optimizer, else fsdp2",
-        group=GROUP,
+    rule(
+        "the library that shards; auto is ddp for ddp, deepspeed for zero1 and for --offload optimizer, else fsdp2",
         synonyms={"fsdp": "fsdp2", "ds": "deepspeed", "zero": "deepspeed"},
         not_modelled=("megatron", "xla", "colossalai"),
     ),
@@ -60,17 +57,13 @@ OffloadOption = Annotated[Offload, OFFLOAD]
 OffloadDeviceOption = Annotated[OffloadDevice, OFFLOAD_DEVICE]
 BackwardPrefetchOption = Annotated[
     BackwardPrefetch,
-    Rule(
-        about="the BackwardPrefetch of FSDP1; accelerate and the Trainer have none unless their configuration sets it",
-        group=GROUP,
-    ),
+    rule("the BackwardPrefetch of FSDP1; accelerate and the Trainer have none unless their configuration sets it"),
 ]
 WrapOption = Annotated[
     Wrap,
-    Rule(
-        about="the units that FSDP gathers as a whole: layer, each layer; none, the whole model; size:N, modules of at least N parameters; "
+    rule(
+        "the units that FSDP gathers as a whole: layer, each layer; none, the whole model; size:N, modules of at least N parameters; "
         "class:A,B, layers of these classes; every:N, groups of N layers",
-        group=GROUP,
         metavar="POLICY",
         max_length=256,
         word=read_wrap,
@@ -79,27 +72,24 @@ WrapOption = Annotated[
 ]
 ForwardPrefetch = Annotated[
     bool,
-    Rule(
-        about="all-gather the next layer before a layer's forward: FSDP1's forward_prefetch, FSDP2's "
-        "set_modules_to_forward_prefetch",
-        group=GROUP,
+    rule(
+        "all-gather the next layer before a layer's forward: FSDP1's forward_prefetch, FSDP2's "
+        "set_modules_to_forward_prefetch"
     ),
 ]
 UseOrigParams = Annotated[
     bool,
-    Rule(
-        about="the use_orig_params of FSDP1: the optimizer steps the original parameters; without it, one flat parameter per "
+    rule(
+        "the use_orig_params of FSDP1: the optimizer steps the original parameters; without it, one flat parameter per "
         "unit, which must be trained as a whole or not at all",
-        group=GROUP,
         default="yes",
     ),
 ]
 ReshardAfterForward = Annotated[
     str,
-    Rule(
-        about="whether FSDP frees gathered parameters after forward: auto follows the strategy, false keeps them (with hsdp this "
+    rule(
+        "whether FSDP frees gathered parameters after forward: auto follows the strategy, false keeps them (with hsdp this "
         "is HYBRID_SHARD_ZERO2), a number shards them over this many ranks (FSDP2)",
-        group=GROUP,
         metavar="RESHARD",
         max_length=16,
         word=partial(read_word_or_number, words=("auto", "false"), low=2, high=MAX_GPUS),
@@ -108,9 +98,8 @@ ReshardAfterForward = Annotated[
 ]
 FrameworkOption = Annotated[
     Framework,
-    Rule(
-        about="the library that prepares the model and runs the training loop",
-        group=GROUP,
+    rule(
+        "the library that prepares the model and runs the training loop",
         synonyms={"pytorch": "torch", "transformers": "trainer", "hf_trainer": "trainer"},
         not_modelled=("lightning", "megatron", "nemo"),
     ),

@@ -25,12 +25,11 @@ from fsdp_advisor.job.choices import (
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.projection import read_optim_args, read_target_modules
 
-GROUP = "Training"
+rule = partial(Rule, group="Training")
 
-CHECKPOINTING = Rule(
-    about="the layers that backward recomputes: none, full (all), reentrant (all, with use_reentrant), every-N (one of N, without it), or "
+CHECKPOINTING = rule(
+    "the layers that backward recomputes: none, full (all), reentrant (all, with use_reentrant), every-N (one of N, without it), or "
     "selective (all, but the outputs of matrix products and attention are kept, as torchtitan's SelectiveAC keeps them)",
-    group=GROUP,
     default="none; full with TRL, selective with torchtitan",
     metavar="POLICY",
     max_length=32,
@@ -40,9 +39,8 @@ CHECKPOINTING = Rule(
 )
 PrecisionOption = Annotated[
     Precision,
-    Rule(
-        about="the precision of weights and computation",
-        group=GROUP,
+    rule(
+        "the precision of weights and computation",
         default="bf16-mixed; fp16-mixed on a GPU without bf16",
         synonyms={
             "float32": "fp32",
@@ -62,9 +60,8 @@ PrecisionOption = Annotated[
 ]
 Optim = Annotated[
     OptimizerName,
-    Rule(
-        about="the optimizer, by its Hugging Face name",
-        group=GROUP,
+    rule(
+        "the optimizer, by its Hugging Face name",
         synonyms=OPTIMIZER_SYNONYMS,
         elsewhere={"cpu_offload_optimizer": "offload optimizer, which is DeepSpeed's, with adamw_torch_fused"},
         nearest=NEAREST_OPTIMIZERS,
@@ -73,9 +70,8 @@ Optim = Annotated[
 ]
 OptimArgs = Annotated[
     str | None,
-    Rule(
-        about="the settings of GaLore and APOLLO: rank=128,update_proj_gap=200",
-        group=GROUP,
+    rule(
+        "the settings of GaLore and APOLLO: rank=128,update_proj_gap=200",
         metavar="ARGS",
         max_length=256,
         word=read_optim_args,
@@ -84,9 +80,8 @@ OptimArgs = Annotated[
 ]
 OptimTargetModules = Annotated[
     str | None,
-    Rule(
-        about="the linear layers that GaLore and APOLLO project: parts of names separated by commas, or all-linear",
-        group=GROUP,
+    rule(
+        "the linear layers that GaLore and APOLLO project: parts of names separated by commas, or all-linear",
         metavar="NAMES",
         default="all-linear",
         max_length=1024,
@@ -97,9 +92,8 @@ OptimTargetModules = Annotated[
 ActivationCheckpointing = Annotated[Checkpointing, CHECKPOINTING]
 AttentionOption = Annotated[
     Attention,
-    Rule(
-        about="the attention implementation",
-        group=GROUP,
+    rule(
+        "the attention implementation",
         aliases=("attn_implementation",),
         synonyms={"flash": "flash_attention_2", "flash_attention": "flash_attention_2", "fa2": "flash_attention_2"},
         not_modelled=("flash_attention_3", "flex_attention"),
@@ -107,10 +101,9 @@ AttentionOption = Annotated[
 ]
 LossOption = Annotated[
     Loss,
-    Rule(
-        about="the loss: auto, as the framework computes it; full, from all logits at once; chunked, in TRL's "
+    rule(
+        "the loss: auto, as the framework computes it; full, from all logits at once; chunked, in TRL's "
         "tiles or torchtitan's chunks; liger, by Liger's fused linear cross entropy; cce, by cut cross entropy",
-        group=GROUP,
         synonyms={
             "chunked_nll": "chunked",
             "flce": "liger",
@@ -121,19 +114,17 @@ LossOption = Annotated[
 ]
 UseLigerKernel = Annotated[
     bool,
-    Rule(
-        about="Liger's kernels for norms, positions and feed-forward networks; with --loss auto also its loss, except with TRL, "
-        "which keeps its own",
-        group=GROUP,
+    rule(
+        "Liger's kernels for norms, positions and feed-forward networks; with --loss auto also its loss, except with TRL, "
+        "which keeps its own"
     ),
 ]
 CompileOption = Annotated[
     Compile,
-    Rule(
-        about="part of the model that torch.compile compiles: layer is each layer separately, with torchtitan also the loss, with "
+    rule(
+        "part of the model that torch.compile compiles: layer is each layer separately, with torchtitan also the loss, with "
         "accelerate and the Trainer also embedding, final norm and head (use_regional_compilation); model is the "
         "whole model with its loss, which FSDP2's hooks divide into its units",
-        group=GROUP,
         synonyms={
             "layers": "layer",
             "block": "layer",
@@ -148,28 +139,25 @@ CompileOption = Annotated[
 ]
 MemoryBudget = Annotated[
     float,
-    Rule(
-        about="part of the activations of compiled layers that the compiler may keep for backward "
+    rule(
+        "part of the activations of compiled layers that the compiler may keep for backward "
         "(torch._functorch.config.activation_memory_budget): 1 keeps what saves most time, 0 only the layers' inputs",
-        group=GROUP,
         ge=0,
         le=1,
     ),
 ]
 CudaGraphs = Annotated[
     bool,
-    Rule(
-        about="torchtitan captures forward and backward as a CUDA graph, as 0.3 does unless --training.disable_cuda_graphs is given; "
-        "gradients then stay from step to step",
-        group=GROUP,
+    rule(
+        "torchtitan captures forward and backward as a CUDA graph, as 0.3 does unless --training.disable_cuda_graphs is given; "
+        "gradients then stay from step to step"
     ),
 ]
 Fp8Option = Annotated[
     Fp8,
-    Rule(
-        about="the recipe of torchao's float8 training, in which linear layers but the head multiply in fp8 if both dimensions are "
+    rule(
+        "the recipe of torchao's float8 training, in which linear layers but the head multiply in fp8 if both dimensions are "
         "multiples of 16",
-        group=GROUP,
         synonyms={"tensor": "tensorwise", "axiswise": "rowwise", "row": "rowwise"},
         not_modelled=("rowwise_with_gw_hp", "blockwise", "delayed", "nvfp4"),
         elsewhere={
@@ -180,10 +168,9 @@ Fp8Option = Annotated[
 ]
 TiledMlp = Annotated[
     str,
-    Rule(
-        about="the shards of the sequence in which feed-forward networks run, one after the other, and again in backward: a number, or "
+    rule(
+        "the shards of the sequence in which feed-forward networks run, one after the other, and again in backward: a number, or "
         "auto, a shard per as many tokens as the hidden size (axolotl: per 32,768 tokens)",
-        group=GROUP,
         metavar="SHARDS",
         max_length=8,
         synonyms={"true": "auto", "yes": "auto", "false": "none", "no": "none"},
@@ -193,50 +180,34 @@ TiledMlp = Annotated[
 ]
 ExpertsImplementationOption = Annotated[
     ExpertsImplementation,
-    Rule(
-        about="the code for a mixture of experts: grouped_mm, one kernel for all experts; batched_mm, a copy of the weights for each "
+    rule(
+        "the code for a mixture of experts: grouped_mm, one kernel for all experts; batched_mm, a copy of the weights for each "
         "token and expert; eager, a loop over the experts",
-        group=GROUP,
         not_modelled=("scattermoe", "sonicmoe", "megablocks"),
         nearest={"scattermoe": "grouped_mm", "sonicmoe": "grouped_mm", "megablocks": "grouped_mm"},
     ),
 ]
 ExpertImbalance = Annotated[
     float,
-    Rule(
-        about="the tokens of the busiest expert as a multiple of the mean; only the memory of eager depends on it",
-        group=GROUP,
+    rule(
+        "the tokens of the busiest expert as a multiple of the mean; only the memory of eager depends on it",
         ge=1,
         le=1000,
     ),
 ]
 Task = Annotated[
     TrainingTask,
-    Rule(
-        about="the trainer of TRL: sft; dpo or reward, whose micro-batch counts pairs of sequences; kto; or grpo",
-        group=GROUP,
-    ),
+    rule("the trainer of TRL: sft; dpo or reward, whose micro-batch counts pairs of sequences; kto; or grpo"),
 ]
 PrecomputeRefLogProbs = Annotated[
-    bool,
-    Rule(
-        about="dpo and kto: compute the reference's log-probabilities before training, so that no step needs it",
-        group=GROUP,
-    ),
+    bool, rule("dpo and kto: compute the reference's log-probabilities before training, so that no step needs it")
 ]
 ActivationOffload = Annotated[
     bool,
-    Rule(
-        about="keep activations in pinned host memory until backward: the inputs of checkpointed layers; with trl the "
+    rule(
+        "keep activations in pinned host memory until backward: the inputs of checkpointed layers; with trl the "
         "tensors that its activation_offloading selects; without checkpointing all saved tensors",
-        group=GROUP,
         aliases=("activation_offloading",),
     ),
 ]
-SaveOnlyModel = Annotated[
-    bool,
-    Rule(
-        about="save only the weights, without the optimizer state that a restart needs",
-        group=GROUP,
-    ),
-]
+SaveOnlyModel = Annotated[bool, rule("save only the weights, without the optimizer state that a restart needs")]
