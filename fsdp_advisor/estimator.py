@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.assumption_notes import assumption_notes, batch_notes, image_notes, memory_notes
@@ -14,7 +14,7 @@ from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.batch import divided
-from fsdp_advisor.job.compatibility import label, plans
+from fsdp_advisor.job.compatibility import label, plans, plans_and_refusals
 from fsdp_advisor.job.ignored import ignored_in_estimate
 from fsdp_advisor.job.keywords import EstimateOptions, with_signature_of
 from fsdp_advisor.job.parsing import make_request
@@ -87,10 +87,10 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
     conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None
     seq_len, length_notes = sequence_length(request, model.profile)
     profile = model.profile
-    wanted = plans(request, seq_len=seq_len)
+    wanted, refused = plans_and_refusals(request, seq_len=seq_len)
     if gpu.unified_memory:
         wanted = [plan for plan in wanted if plan.offload == "none"]
-    possible, refused = _possible(wanted, profile)
+    possible, unable = _possible(wanted, profile)
 
     def row(plan: Plan) -> StrategyEstimate:
         return estimate_plan(model, plan, gpu, explain=explain, conf=conf, host_memory_bytes=request.host_memory)
@@ -115,7 +115,9 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
         else None,
         adapted_modules=profile.adapted_modules if profile and not model.adaptation.names_modules else (),
         packed=model.packed,
-        notes=_notes(request, model, gpu, of_gpu=notes, of_length=length_notes, of_plans=refused),
+        notes=_notes(
+            request, model, gpu, of_gpu=notes, of_length=length_notes, of_plans=_left_out([*refused, *unable])
+        ),
     )
 
 
@@ -168,17 +170,21 @@ def _check_layer_classes(request: EstimateRequest, profile: Profile | None) -> N
                 )
 
 
-def _possible(wanted: Sequence[Plan], profile: Profile | None) -> tuple[list[Plan], list[str]]:
-    """The plans that can train the model, and a note on each other one. Raises UsageError if there is none."""
-    possible, notes = [], []
-    error: UsageError | None = None
-    for plan in wanted:
-        found = None if profile is None else model_refusal(profile, plan)
-        if found is None:
-            possible.append(plan)
-        else:
-            error = found
-            notes.append(f"{label(plan.strategy, plan.offload)} is left out: {found.message}; {found.hint}")
-    if error is not None and not possible:
-        raise error
-    return possible, notes
+def _possible(wanted: Sequence[Plan], profile: Profile | None) -> tuple[list[Plan], list[tuple[str, UsageError]]]:
+    """The plans that can train the model, and the labels of the others with the reasons. Raises UsageError if there is none."""
+    refusals = {plan: model_refusal(profile, plan) for plan in wanted} if profile else {}
+    left_out = [(label(plan.strategy, plan.offload), error) for plan, error in refusals.items() if error is not None]
+    if left_out and len(left_out) == len(wanted):
+        raise left_out[-1][1]
+    return [plan for plan in wanted if refusals.get(plan) is None], left_out
+
+
+def _left_out(refusals: Iterable[tuple[str, UsageError]]) -> list[str]:
+    """Notes on the rows that are left out, one for each reason."""
+    rows: dict[str, list[str]] = {}
+    for name, error in refusals:
+        rows.setdefault(f"{error.message}; {error.hint}", []).append(name)
+    return [
+        f"{' and '.join(filter(None, [', '.join(names[:-1]), names[-1]]))} {'is' if len(names) == 1 else 'are'} left out: {reason}"
+        for reason, names in rows.items()
+    ]

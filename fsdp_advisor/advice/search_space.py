@@ -15,6 +15,7 @@ from fsdp_advisor.job.losses import LossCode, loss_code, loss_words
 from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.job.tiled_mlp import tiling_backends
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 """The policies that a search chooses from, the fastest first."""
@@ -239,6 +240,7 @@ def _is_open(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnode
             or (request.backend == "auto" and choice.backend in _automatic(request.optim, request.framework))
         )
         and choice.backend in FRAMEWORKS[request.framework].backends
+        and (request.tiled_mlp == "none" or choice.backend in tiling_backends(request.framework, gpus))
         and optimizer_refusal(request.optim, choice.backend, choice.offload, request.framework) is None
         and (choice.offload_device == "cpu" or choice.backend == "deepspeed")
         and combination_refusal(

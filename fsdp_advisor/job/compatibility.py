@@ -20,7 +20,7 @@ from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.projection import check_projection
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.job.tiled_mlp import check_tiled_mlp, tiled_mlp_refusal
+from fsdp_advisor.job.tiled_mlp import check_tiled_mlp, tiled_mlp_refusal, tiling_backends
 from fsdp_advisor.job.training_task import check_task, reference_of
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 from fsdp_advisor.parallelism.mesh import Mesh
@@ -89,32 +89,51 @@ def check_request(request: EstimateRequest, seq_len: int) -> None:
 
 def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
     """One plan per row of the answer. Raises UsageError if no backend supports the request."""
+    return plans_and_refusals(request, seq_len=seq_len)[0]
+
+
+def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[Plan], list[tuple[str, UsageError]]]:
+    """One plan per row of the answer, and the labels of rows that are left out because their backends cannot run compiled code, fp8 or a
+    tiled MLP, with the reasons. Raises UsageError if no backend supports the request.
+    """
     check_request(request, seq_len)
     check_compile(request)
     check_graphs(request)
     check_fp8(request)
     check_tiled_mlp(request)
     if request.strategy != "all":
-        return [_plan(request, request.strategy, request.offload, seq_len)]
+        plan = _plan(request, request.strategy, request.offload, seq_len)
+        if (refused := _step_refusal(plan)) is not None:
+            raise refused
+        return [plan], []
     if request.offload == "none":
         rows = [*OVERVIEW, ("hsdp", "none")] if request.nnodes > 1 else list(OVERVIEW)
     else:
         rows = [(s, request.offload) for s in OFFLOADS[request.offload] if s != "hsdp" or request.nnodes > 1]
-    known = _backends(request, request.offload) if request.backend == "auto" else (request.backend,)
+    known = _able_backends(request, request.offload) if request.backend == "auto" else (request.backend,)
     possible = [(s, o) for s, o in rows if any(_offers(request, s, o, b) for b in known)]
     if FRAMEWORKS[request.framework].fsdp1_shards_fully and request.backend == "fsdp1":
         possible = [(s, o) for s, o in possible if s == "zero3"]
     if not possible:
         unable = unable_backends(request.optim, request.framework)
         tried = (*known, *(b for b in FRAMEWORKS[request.framework].backends if b in unable))
-        refused = (optimizer_refusal(request.optim, b, o, request.framework) for b in tried for _, o in rows)
-        if (error := next(filter(None, refused), None)) is not None:
+        unable_to_step = (optimizer_refusal(request.optim, b, o, request.framework) for b in tried for _, o in rows)
+        if (error := next(filter(None, unable_to_step), None)) is not None:
             raise error
         raise UsageError(
             f"backend {request.backend} has no strategy with offload {request.offload}",
             hint="offload optimizer: deepspeed; offload parameters: fsdp2, fsdp1 or deepspeed",
         )
-    return [_plan(request, s, o, seq_len) for s, o in possible]
+    refusals = {plan: _step_refusal(plan) for plan in (_plan(request, s, o, seq_len) for s, o in possible)}
+    left_out = [(label(plan.strategy, plan.offload), error) for plan, error in refusals.items() if error is not None]
+    if len(left_out) == len(refusals):
+        raise left_out[0][1]
+    return [plan for plan, error in refusals.items() if error is None], left_out
+
+
+def _step_refusal(plan: Plan) -> UsageError | None:
+    """Why the plan's backend cannot run compiled code, fp8 or a tiled MLP; None if it can, or runs none of them."""
+    return compile_refusal(plan) or fp8_refusal(plan) or tiled_mlp_refusal(plan)
 
 
 def _offers(request: EstimateRequest, strategy: Strategy, offload: Offload, backend: Backend) -> bool:
@@ -123,18 +142,26 @@ def _offers(request: EstimateRequest, strategy: Strategy, offload: Offload, back
     return backend in OFFLOADS[offload].get(strategy, ()) and refused is None
 
 
-def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]:
-    """The backends among which `auto` chooses: the framework's that can step the optimizer. Only DeepSpeed offloads to NVMe."""
+def _able_backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]:
+    """The framework's backends that can step the optimizer and load the model. Only DeepSpeed offloads to NVMe."""
     unable = unable_backends(request.optim, request.framework)
     known = tuple(b for b in FRAMEWORKS[request.framework].backends if b not in unable)
-    if request.compile != "none":
-        known = tuple(b for b in known if b in COMPILING)
-        if adaptation_of(request).in_one_graph:
-            known = ("ddp",)
-    if request.fp8 != "none":
-        known = tuple(b for b in known if b in CONVERTING)
+    if request.compile != "none" and adaptation_of(request).in_one_graph:
+        known = ("ddp",)
     if offload != "none" and request.offload_device == "nvme":
         return tuple(b for b in known if b == "deepspeed")
+    return known
+
+
+def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]:
+    """The backends among which `auto` chooses: the able ones that run compiled code, fp8 and a tiled MLP if these are asked for."""
+    known = _able_backends(request, offload)
+    if request.compile != "none":
+        known = tuple(b for b in known if b in COMPILING)
+    if request.fp8 != "none":
+        known = tuple(b for b in known if b in CONVERTING)
+    if request.tiled_mlp != "none":
+        known = tuple(b for b in known if b in tiling_backends(request.framework, request.gpus))
     return known
 
 
@@ -299,8 +326,6 @@ def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_le
     )
     check_fsdp_options(plan)
     _check_torchtitan(plan)
-    if (refused := compile_refusal(plan) or fp8_refusal(plan) or tiled_mlp_refusal(plan)) is not None:
-        raise refused
     return plan
 
 

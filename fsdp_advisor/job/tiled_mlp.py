@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.choices import Framework
+from fsdp_advisor.job.choices import Backend, Framework
 from fsdp_advisor.job.conflicts import check_conflicts
+from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 
@@ -49,6 +50,13 @@ def check_tiled_mlp(request: EstimateRequest) -> None:
         "--activation-offload": request.activation_offload,
     }  # fmt: skip
     check_conflicts("a tiled MLP", others)
+
+
+def tiling_backends(framework: Framework, gpus: int) -> tuple[Backend, ...]:
+    """The backends with which a tiled MLP can be trained; `tiled_mlp_refusal` says why the others cannot."""
+    if gpus == 1:
+        return ("ddp", "fsdp2", "deepspeed")
+    return ("deepspeed",) if FRAMEWORKS[framework].uses_trainer else ("fsdp2", "deepspeed")
 
 
 def tiled_mlp_refusal(plan: Plan) -> UsageError | None:

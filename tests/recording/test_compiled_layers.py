@@ -12,6 +12,9 @@ from matrix import in_turn
 
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.errors import NotRecordable, UsageError
+from fsdp_advisor.estimator import lazy_report
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.report import StrategyEstimate
 
 CONFIG = {
@@ -104,3 +107,11 @@ def test_trls_loss_is_compiled_if_its_last_tile_is_whole() -> None:
     assert loss.forward() == 1 and loss.forward._torchdynamo_disable  # type: ignore[attr-defined]  # Dynamo's own mark
     with pytest.raises(NotRecordable, match="65536 entries"):
         leave_uncompiled(SimpleNamespace(weight=torch.empty(65536, 1)), "model")
+
+
+def test_rows_of_engines_that_do_not_compile_are_left_out_with_the_reason() -> None:
+    job: dict[str, Any] = {"model": "openai-community/gpt2", "gpu": "H100-80GB", "gpus": 2, "compile": "layer"}
+    report = lazy_report(make_request(job), resolve(job["model"]))
+    assert {plan.backend for plan in report.estimates.plans} == {"ddp", "fsdp2"}
+    rows = "ZeRO-1, ZeRO-2 + optimizer offload and ZeRO-3 + optimizer offload are left out: "
+    assert f"{rows}--compile layer is not modelled with backend deepspeed" in "".join(report.notes)

@@ -12,9 +12,13 @@ import pytest
 from matrix import in_turn, taken
 
 from fsdp_advisor import estimate
+from fsdp_advisor.advice.search_space import search_space
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.estimator import lazy_report
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.report import StrategyEstimate
 
 CONFIG: dict[str, Any] = {
@@ -126,3 +130,19 @@ def test_engines_that_are_refused_fail(engine: str, error: str, tmp_path: Path) 
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert f"FOUND {error}" in done.stdout, done.stderr[-3000:]
+
+
+def test_all_strategies_leave_out_the_rows_that_cannot_tile_and_say_why() -> None:
+    job: dict[str, Any] = {"model": "openai-community/gpt2", "gpu": "H100-80GB", "gpus": 2, "tiled_mlp": "4"}
+    report = lazy_report(make_request(job), resolve(job["model"]))
+    rows = {(plan.strategy, plan.backend) for plan in report.estimates.plans}
+    sharded = {(strategy, backend) for strategy in ("zero2", "zero3") for backend in ("fsdp2", "deepspeed")}
+    assert rows == {("zero1", "deepspeed"), *sharded}
+    assert any(note.startswith("DDP is left out: DDP fails with a tiled MLP") for note in report.notes)
+    axolotl = lazy_report(make_request({**job, "framework": "axolotl"}), resolve(job["model"]))
+    assert {plan.backend for plan in axolotl.estimates.plans} == {"deepspeed"}
+
+
+def test_search_leaves_out_the_engines_that_cannot_tile() -> None:
+    request = make_request({"model": "openai-community/gpt2", "gpus": 2, "tiled_mlp": "4"}, RecommendRequest)
+    assert {choice.backend for choice in search_space(request, gpus=2, nnodes=1)} == {"fsdp2", "deepspeed"}
