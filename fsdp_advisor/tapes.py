@@ -93,7 +93,7 @@ def _code_path(plan: Plan, profile: Profile | None) -> TapeKey:
         precision = "bf16"
     if plan.backend == "deepspeed" and profile is not None and profile.mixes_dtypes:
         engine = "plain+cast"
-    if plan.backend == "ddp" and plan.stores_half:
+    if plan.stores_half and (plan.backend == "ddp" or (engine == "fsdp2" and profile and profile.has_usual_buffers)):
         precision = "bf16-weights-mixed"
     wrap = tape_wrap(profile, plan) if profile is not None else ""
     one = plan.tape_shape[0] * sequences_per_example(plan.task) == 1

@@ -80,7 +80,7 @@ class Zero3Reference(DeepspeedStep):
     def __init__(self, profile: Profile, plan: Plan) -> None:
         super().__init__(profile, plan)
         kept = shards(frozen(profile), plan) + persistent(profile, plan, self._settings)
-        self.states = States(parameters=kept, buffers=buffers(profile))
+        self.states = States(parameters=kept, buffers=buffers(profile, plan.param_bytes))
 
     def first_step_transients(self) -> Storages:
         return NO_STORAGES

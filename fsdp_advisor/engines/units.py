@@ -90,15 +90,17 @@ def root_parts(profile: Profile) -> list[Unit]:
 
 
 @lru_cache(maxsize=256)
-def buffers(profile: Profile, floating_bytes: int | None = None) -> Storages:
-    """The model's buffers, which every rank keeps whole. `floating_bytes`: bytes per element to which an engine casts registered
-    floating-point buffers.
+def buffers(profile: Profile, loaded_bytes: int, floating_bytes: int | None = None) -> Storages:
+    """The model's buffers, which every rank keeps whole. `loaded_bytes`: bytes per element of buffers in the dtype in which the model is
+    loaded. `floating_bytes`: bytes per element to which an engine casts registered floating-point buffers.
     """
 
     def of(unit: Unit) -> Storages:
         result = NO_STORAGES
         for buffer in unit.buffers:
-            element = floating_bytes if floating_bytes and buffer.is_cast else buffer.bytes_per_element
+            element = loaded_bytes if buffer.is_usual else buffer.bytes_per_element
+            if floating_bytes and buffer.is_cast:
+                element = floating_bytes
             result += Storages.of(buffer.bytes_at(element))
         return result
 

@@ -61,7 +61,8 @@ class Buffer:
     """A tensor that lives as long as the model and is not a parameter. `bytes_per_element`: in its own dtype.
 
     `registered`: False for the scales and tables of a quantized layer, which engines neither cast nor broadcast. `matrix`: the shape of
-    the weight that a buffer of packed values contains; None for other tensors.
+    the weight that a buffer of packed values contains; None for other tensors. `is_usual`: whether the model has it in the dtype in which
+    it is loaded, like its weights; then its own dtype does not count.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Buffer:
     bytes_per_element: int
     registered: bool = True
     matrix: tuple[int, ...] | None = None
+    is_usual: bool = False
 
     @property
     def n_bytes(self) -> int:
@@ -261,6 +263,11 @@ class Profile:
     def shares_between_layers(self) -> bool:
         """Whether layers have parameters in common."""
         return any(p.in_other_layers for stack in self.stacks for unit in stack.units for p in unit.parameters)
+
+    @cached_property
+    def has_usual_buffers(self) -> bool:
+        """Whether some buffers have the dtype in which the model is loaded."""
+        return any(b.is_usual for unit, _ in self.counted_units() for b in unit.buffers)
 
     @cached_property
     def mixes_dtypes(self) -> bool:

@@ -253,6 +253,8 @@ def _parameter_row(p: Parameter) -> list[Any]:
 
 def _buffer_row(b: Buffer) -> list[Any]:
     row = [b.name, b.shape, b.dtype, b.bytes_per_element]
+    if b.is_usual:
+        return [*row, b.registered, b.matrix, True]
     if b.matrix:
         return [*row, b.registered, b.matrix]
     return row if b.registered else [*row, False]
@@ -287,8 +289,8 @@ def _parameter(row: list[Any]) -> Parameter:
 def _buffer(row: list[Any]) -> Buffer:
     name, shape, dtype, size, *more = row
     registered = more[0] if more else True
-    matrix = tuple(more[1]) if len(more) > 1 else None
-    return Buffer(name, tuple(shape), dtype, size, registered, matrix)
+    matrix = tuple(more[1]) if len(more) > 1 and more[1] else None
+    return Buffer(name, tuple(shape), dtype, size, registered, matrix, is_usual=len(more) > 2)
 
 
 def _stack(row: dict[str, Any]) -> Stack:

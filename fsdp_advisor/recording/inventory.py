@@ -14,6 +14,9 @@ from fsdp_advisor.recording.quantized import is_packed, packed_shape, state_tens
 from fsdp_advisor.recording.roles import parameter_roles
 from fsdp_advisor.recording.source import LayerStack, Source
 
+ROTARY = {"inv_freq", "original_inv_freq"}
+"""Buffers of rotary embeddings, which transformers has in fp32 whatever the model's dtype."""
+
 
 def kinds_of_layers(model: nn.Module, stacks: Iterable[LayerStack]) -> dict[str, list[int]]:
     """By path of a stack, a number for each layer; layers of one kind have the same number."""
@@ -44,6 +47,7 @@ def inventory_of(
     names of buffers that a step replaces, which are not states.
     """
     parameters = _Parameters(model, source)
+    usual = _usual_buffers(model, source)
     modules = {id(module): name for name, module in model.named_modules()}
     seen: set[int] = set()
     prefixes: list[str] = []
@@ -54,7 +58,7 @@ def inventory_of(
             prefix = modules[id(layer)] + "."
             prefixes.append(prefix)
             if index in recorded[stack.path]:
-                units.append(parameters.unit(layer, prefix, seen))
+                units.append(parameters.unit(layer, prefix, seen, usual))
             seen |= {id(tensor) for tensor in kinds.tensors_of(layer)}
         runs = kinds.runs(kinds_by_stack[stack.path], recorded[stack.path])
         profile_stacks.append(Stack(stack.path, tuple(units), runs))
@@ -66,7 +70,7 @@ def inventory_of(
         root=Unit(
             type(model).__name__,
             tuple(parameters.of_root(name, parameter, starts) for name, parameter in of_root),
-            tuple(b for b in _buffers(model, seen) if not b.name.startswith(starts) and b.name not in replaced),
+            tuple(b for b in _buffers(model, seen, usual) if not b.name.startswith(starts) and b.name not in replaced),
         ),
         stacks=tuple(profile_stacks),
         order=_order(model, [modules[id(stack.layers[0])] for stack in stacks], seen),
@@ -108,10 +112,10 @@ class _Parameters:
         others = (n for n in self._names[id(parameter)] if n != name and not n.startswith(layer_prefixes))
         return self._parameter(name, parameter, tied=tuple(others))
 
-    def unit(self, layer: nn.Module, prefix: str, seen: Set[int]) -> Unit:
-        """The unit of a layer. Tensors in `seen` are left out, because earlier layers have them."""
+    def unit(self, layer: nn.Module, prefix: str, seen: Set[int], usual: Set[int]) -> Unit:
+        """The unit of a layer. Tensors in `seen` are left out, because earlier layers have them. `usual`: as in `_buffers`."""
         own = tuple(self._of_layer(name, p, prefix) for name, p in layer.named_parameters() if id(p) not in seen)
-        return Unit(type(layer).__name__, own, _buffers(layer, seen))
+        return Unit(type(layer).__name__, own, _buffers(layer, seen, usual))
 
     def _of_layer(self, name: str, parameter: nn.Parameter, prefix: str) -> Parameter:
         names = self._names[id(parameter)]
@@ -140,19 +144,41 @@ class _Parameters:
         )
 
 
-def _buffers(module: nn.Module, seen: Set[int]) -> tuple[Buffer, ...]:
-    """The registered buffers of a module that are not in `seen`, and the scales and tables of its quantized layers."""
+def _usual_buffers(model: nn.Module, source: Source) -> set[int]:
+    """The buffers, by `id`, whose dtype is that in which the model is built."""
+    names = [name for name, buffer in model.named_buffers() if buffer.dtype == source.inventory_dtype]
+    if all(name.rpartition(".")[2] in ROTARY for name in names):
+        return set()
+    other = torch.float32 if source.inventory_dtype != torch.float32 else torch.bfloat16
+    own, others = dict(model.named_buffers()), dict(source.build(other).named_buffers())
+    return {id(own[name]) for name in names if name in others and others[name].dtype == other}
+
+
+def _buffers(module: nn.Module, seen: Set[int], usual: Set[int]) -> tuple[Buffer, ...]:
+    """The registered buffers of a module that are not in `seen`, and the scales and tables of its quantized layers. `usual`: the buffers
+    whose dtype is that in which the model is loaded.
+    """
     packed = packed_weights(module)
     return (
-        *(_buffer(n, b, matrix=packed.get(n)) for n, b in module.named_buffers() if id(b) not in seen),
+        *(
+            _buffer(n, b, matrix=packed.get(n), is_usual=id(b) in usual)
+            for n, b in module.named_buffers()
+            if id(b) not in seen
+        ),
         *(_buffer(n, t, registered=False) for n, t in state_tensors(module)),
     )
 
 
 def _buffer(
-    name: str, buffer: torch.Tensor, *, registered: bool = True, matrix: tuple[int, int] | None = None
+    name: str,
+    buffer: torch.Tensor,
+    *,
+    registered: bool = True,
+    matrix: tuple[int, int] | None = None,
+    is_usual: bool = False,
 ) -> Buffer:
-    return Buffer(name, tuple(buffer.shape), _dtype_name(buffer), buffer.dtype.itemsize, registered, matrix)
+    dtype, n_bytes = _dtype_name(buffer), buffer.dtype.itemsize
+    return Buffer(name, tuple(buffer.shape), dtype, n_bytes, registered, matrix, is_usual)
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

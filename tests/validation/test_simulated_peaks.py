@@ -7,12 +7,18 @@ embedding scale, 512 bytes, as the catalog's tapes do.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from matrix import taken
 from simulated_cases import FRAMEWORKS, MORE_FRAMEWORKS, MORE_TORCH, TORCH, Case, of_case, plan_of, settings_of
 
 torch = pytest.importorskip("torch")
 
+from compared_peaks import predicted_and_simulated
+
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.recording import TransformersSource
 from fsdp_advisor.step_figures import peak_of_step  # after the check for torch
@@ -43,3 +49,29 @@ def test_predicted_peaks_equal_pytorch(case: Case) -> None:
 def test_cases_cover_the_settings_of_the_whole_matrix() -> None:
     part, more = [*TORCH, *FRAMEWORKS], [*MORE_TORCH, *MORE_FRAMEWORKS]
     assert settings_of(part) == settings_of([*part, *more])
+
+
+MINIMAX = {
+    "model_type": "minimax", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "layer_types": ["full_attention", "linear_attention"],
+}  # fmt: skip
+"""Its linear attention multiplies by buffers that have the dtype in which the model is loaded."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    taken(
+        [{"strategy": "zero3"}, {"strategy": "ddp"}],
+        [{"strategy": "zero3", "backend": "fsdp1"}, {"strategy": "ddp", "precision": "bf16"}, {"strategy": "ddp", "dtype": "float32"}],
+        days=2,
+    ),
+    ids=str,
+)  # fmt: skip
+def test_buffers_have_the_dtype_in_which_the_model_is_loaded(options: dict[str, str], tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(MINIMAX))
+    job = {"model": str(config), "gpus": "4", "seq_len": "300", "dtype": "bfloat16", **options}
+    job |= {"dtype": "auto"} if "precision" in options else {}
+    predicted, simulated = predicted_and_simulated(make_request(job))
+    assert predicted == simulated

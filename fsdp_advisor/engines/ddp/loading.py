@@ -32,7 +32,7 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
             gradient_buckets += n_bytes * count if p.requires_grad else 0
     broadcast_buckets = min(weights.exact, 2 * (BROADCAST_BUCKET_BYTES + largest))
     buckets = max(gradient_buckets, broadcast_buckets) if plan.world_size > 1 else 0
-    gpu = weights.rounded + buffers(profile).rounded + buckets
+    gpu = weights.rounded + buffers(profile, plan.param_bytes).rounded + buckets
     in_conversion = min(LOADER_THREADS * largest, checkpoint.private_bytes)
     return (
         LoadMethod(

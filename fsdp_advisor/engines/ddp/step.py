@@ -121,7 +121,7 @@ def ddp_states(profile: Profile, plan: Plan) -> States:
         optimizer=total(profile, optimizer) + stepping.shared_state,
         paged=total(profile, paged) if stepping.is_paged else NO_STORAGES,
         communication=buckets(profile, plan) if plan.world_size > 1 else NO_STORAGES,
-        buffers=buffers(profile),
+        buffers=buffers(profile, plan.param_bytes),
     )
 
 

@@ -74,7 +74,7 @@ def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
         LoadMethod(
             way="zero_init",
             how="from_pretrained after HfDeepSpeedConfig (zero.Init): modules are sharded as they are built, rank 0 reads the file",
-            gpu_bytes=max(shards_on_gpu + module + buffers(profile).rounded, initialized_gpu),
+            gpu_bytes=max(shards_on_gpu + module + buffers(profile, plan.compute_bytes).rounded, initialized_gpu),
             first_rank_host_bytes=max(shards_on_host + converted_module, initialized_host),
             other_ranks_host_bytes=max(shards_on_host, initialized_host),
             ranks_per_node=plan.ranks_per_node,
@@ -95,7 +95,7 @@ def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
 
 
 def _whole_model_bytes(profile: Profile, plan: Plan) -> int:
-    return profile.bytes_of(partial(cast_bytes, plan)) + buffers(profile).rounded
+    return profile.bytes_of(partial(cast_bytes, plan)) + buffers(profile, plan.compute_bytes).rounded
 
 
 def _flat_buffer_bytes(profile: Profile, plan: Plan) -> int:

@@ -19,6 +19,7 @@ from fsdp_advisor.engines.deepspeed.settings import (
     offloads_parameters,
     stage,
 )
+from fsdp_advisor.engines.units import buffers
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
@@ -176,7 +177,7 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
     """
     ranks, c = plan.shard_degree, plan.compute_bytes
     offloaded, optimizer = offloads_optimizer(plan), optimizer_states(profile, plan, settings)
-    buffers = sum((Storages.of(b.n_bytes, n) for unit, n in profile.counted_units() for b in unit.buffers), NO_STORAGES)
+    of_model = buffers(profile, c)
     if stage(plan) < 3:
         flat = flat_elements(profile.trainable_parameters, ranks)
         whole = (
@@ -186,7 +187,7 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
             parameters=sum(whole, Storages.of(c * flat)),
             optimizer=optimizer.masters + optimizer.moments,
             communication=Storages.of(c * largest_parameter(profile)) if offloaded else NO_STORAGES,
-            buffers=buffers,
+            buffers=of_model,
             paged=optimizer.paged,
         )
     return States(
@@ -194,7 +195,7 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
         gradients=NO_STORAGES if offloaded else Storages.of(c * shard_total(profile, ranks)),
         optimizer=optimizer.masters + optimizer.moments,
         communication=Storages.of(c * settings.reduce_bucket_size),
-        buffers=buffers,
+        buffers=of_model,
         paged=optimizer.paged,
     )
 

@@ -47,7 +47,7 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
         [WeightTransfer.of_shard(unit.parameters + unit.flat, unit.shard, offload=offload) for unit in units]
     )
     shards = sum(unit.shard.rounded for unit in units)
-    gpu = peak_bytes(transfers) + buffers(profile).rounded
+    gpu = peak_bytes(transfers) + buffers(profile, plan.param_bytes).rounded
     shards_on_host = shards if offload else 0
     loaded = max(checkpoint.private_bytes, shards_on_host)
 
@@ -92,7 +92,7 @@ def _without_device_id(
     return LoadMethod(
         way="every_rank_without_device_id",
         how="from_pretrained on every rank; FSDP(model) without device_id shards on the CPU, then .to(device)",
-        gpu_bytes=(0 if plan.offload == "parameters" else shards) + buffers(profile).rounded,
+        gpu_bytes=(0 if plan.offload == "parameters" else shards) + buffers(profile, plan.param_bytes).rounded,
         first_rank_host_bytes=host,
         other_ranks_host_bytes=host,
         ranks_per_node=plan.ranks_per_node,

@@ -264,7 +264,7 @@ def fsdp1_units(profile: Profile, plan: Plan) -> tuple[Fsdp1Units, States]:
         by_id = {unit_id: _measure(part.unit, plan) for unit_id, part in wrapping.parts.items()}
     units = Fsdp1Units(profile, wrapping.units, by_id)
     # MixedPrecision's buffer_dtype: FSDP1 casts floating-point buffers once, before the first forward (`_lazy_init`)
-    states = States(buffers=buffers(profile, plan.compute_bytes if plan.mixed else None))
+    states = States(buffers=buffers(profile, plan.param_bytes, plan.compute_bytes if plan.mixed else None))
     if plan.offload != "parameters":
         states = replace(
             states,

@@ -64,7 +64,7 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     every_rank = LoadMethod(
         way="every_rank",
         how="from_pretrained on every rank; fully_shard moves one unit at a time",
-        gpu_bytes=peak_bytes(by_unit) + buffers(profile).rounded,
+        gpu_bytes=peak_bytes(by_unit) + buffers(profile, plan.param_bytes).rounded,
         first_rank_host_bytes=loaded,
         other_ranks_host_bytes=loaded,
         ranks_per_node=plan.ranks_per_node,
@@ -74,7 +74,7 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     efficient = LoadMethod(
         way="cpu_ram_efficient_loading",
         how=CPU_RAM_EFFICIENT_LOADING,
-        gpu_bytes=peak_bytes(scattered) + buffers(profile).rounded,
+        gpu_bytes=peak_bytes(scattered) + buffers(profile, plan.param_bytes).rounded,
         first_rank_host_bytes=loaded,
         other_ranks_host_bytes=loaded,
         ranks_per_node=plan.ranks_per_node,
@@ -99,7 +99,7 @@ def _from_meta_device(
     sharded = LoadMethod(
         way="sharded",
         how="build on the meta device, fully_shard, to_empty; dcp.load with HuggingFaceStorageReader: each rank reads its own rows",
-        gpu_bytes=shards_on_gpu + buffers(profile).rounded,
+        gpu_bytes=shards_on_gpu + buffers(profile, plan.param_bytes).rounded,
         first_rank_host_bytes=shards_on_host + converted_shard,
         other_ranks_host_bytes=shards_on_host + converted_shard,
         ranks_per_node=plan.ranks_per_node,
@@ -109,7 +109,7 @@ def _from_meta_device(
         way="rank0",
         how="only rank 0 loads, all build on the meta device, fully_shard, to_empty; "
         "set_model_state_dict(full_state_dict=True, broadcast_from_rank0=True)",
-        gpu_bytes=peak_bytes(broadcast) + buffers(profile).rounded,
+        gpu_bytes=peak_bytes(broadcast) + buffers(profile, plan.param_bytes).rounded,
         first_rank_host_bytes=checkpoint.private_bytes + shards_on_host + broadcast_on_host,
         other_ranks_host_bytes=shards_on_host + broadcast_on_host,
         ranks_per_node=plan.ranks_per_node,

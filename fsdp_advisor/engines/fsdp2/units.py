@@ -105,7 +105,7 @@ def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId,
     units = per_unit(profile, lambda unit: measure(unit, plan)) if wrapping.has_layers else {}
     units |= {unit_id: measure(part.unit, plan) for unit_id, part in wrapping.parts.items()}
 
-    states = States(buffers=buffers(profile))
+    states = States(buffers=buffers(profile, plan.param_bytes))
     if plan.offload == "parameters":
         states = replace(states, parameters=_summed(profile, wrapping, units, lambda unit: unit.ignored))
     else:
