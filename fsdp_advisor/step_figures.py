@@ -38,7 +38,7 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.program.instructions import StepProgram
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.tapes import gpu_tape, tape_for_search, tape_of_row
+from fsdp_advisor.tapes import gpu_tape, records_each_batch, tape_for_search, tape_of_row
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline
 
 remembered = lru_cache(maxsize=1024)
@@ -203,7 +203,16 @@ def evaluation_bytes(step: StepInput, evaluation: StepInput) -> int:
 
 
 def tensor_bytes(model: Resolved, plan: Plan, gpu: Gpu) -> int:
-    """Peak tensor bytes of a plan's step, a lower bound of its memory. Raises AdvisorError if there is no tape."""
+    """Peak tensor bytes of a plan's step, a lower bound of its memory. Raises AdvisorError if there is no tape.
+
+    If every micro-batch needs a recording of its own, which takes the longer the larger it is, the result is a lower bound of the peak but
+    for the rounding of storages: it is on the line through the peaks of micro-batches 2 and 3. A peak is a maximum of straight lines, so
+    it never grows more slowly later.
+    """
+    size = plan.micro_batch_size
+    if size > 3 and records_each_batch(model, plan, gpu):
+        two, three = (tensor_bytes(model, replace(plan, micro_batch_size=few), gpu) for few in (2, 3))
+        return three + (size - 3) * (three - two)
     step = _step(model, plan, gpu)
     return peak_bytes_of_step(step.profile, step.tape, plan)
 

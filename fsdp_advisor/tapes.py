@@ -260,7 +260,7 @@ def tape_of_row(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> Selected
         or takes_long_on_cpu(profile, plan)
         or (key.at is None and _is_refused(profile, key, NotPolynomial))
     ):
-        if has_loop(profile) and _gpu_sizes_are_not_polynomials(profile):
+        if has_loop(profile) and _gpu_sizes_are_not_polynomials(profile, key):
             key = replace(key, at=plan.tape_shape)
         try:
             return _gpu_step_tape(model, profile, key, plan)
@@ -273,10 +273,13 @@ def tape_of_row(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> Selected
     return select_tape(model, plan, gpu)
 
 
-def _gpu_sizes_are_not_polynomials(profile: Profile) -> bool:
-    """Whether a recording of a step on a GPU has shown that its sizes are not polynomials; then they are not on any code path."""
+def _gpu_sizes_are_not_polynomials(profile: Profile, key: TapeKey) -> bool:
+    """Whether a recording of a step on a GPU has shown that its sizes are not polynomials. Then they are not on any code path with the
+    key's images, over which a vision tower may loop.
+    """
     kind = NotPolynomial.__name__
-    return any(refusal["kind"] == kind and "|gpu|" in name for name, refusal in profile.refusals.items())
+    refused = [TapeKey.from_name(name) for name, refusal in profile.refusals.items() if refusal["kind"] == kind]
+    return any(other.device == "gpu" and other.images == key.images for other in refused)
 
 
 def takes_long_on_cpu(profile: Profile, plan: Plan) -> bool:
@@ -404,27 +407,44 @@ def gpu_tape(profile: Profile, selected: SelectedTape, plan: Plan, gpu: Gpu) -> 
 def tape_for_search(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
     """The tape of a plan's step with the GPU's kernels, for a search. Raises AdvisorError if there is none.
 
-    For a model that is not in the catalog, only this tape is recorded, because a search needs no tape of the CPU.
+    If the catalog lacks it, only this tape is recorded, because a search needs no tape of the CPU.
     """
     profile = _profile_of(model)
-    if not model.from_catalog and model.recording_allowed:
+    is_catalogued = model.from_catalog and tape_key_of(plan, profile).name in profile.tapes
+    if model.recording_allowed and not is_catalogued:
         with contextlib.suppress(AdvisorError):  # then the CPU's tape is used, or its error raised
             return _recorded_for(model, profile, plan, gpu)
     return gpu_tape(profile, tape_of_row(model, plan, gpu), plan, gpu)
+
+
+def records_each_batch(model: Resolved, plan: Plan, gpu: Gpu) -> bool:
+    """Whether a search has to record the plan's own micro-batch, because no recording is valid for every one."""
+    profile = _profile_of(model)
+    key = _searched_key(profile, plan, gpu)
+    own = replace(key, at=plan.tape_shape)
+    return own.name not in profile.tapes and _gpu_sizes_are_not_polynomials(profile, key)
+
+
+def _searched_key(profile: Profile, plan: Plan, gpu: Gpu) -> TapeKey:
+    """The key of the tape with the kernels of `gpu`, whatever has been recorded."""
+    cpu_key = tape_key_of(plan, profile)
+    filled = _needs_window(profile, cpu_key, plan)
+    names = [key.name for key in gpu_tape_keys(cpu_key, window_filled=filled)]
+    return gpu_tape_key(cpu_key, gpu.compute_capability, window_filled=filled, recorded=names)
 
 
 def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Tape:
     """The tape with the GPU's kernels. It is recorded if it is missing; the CPU's tape is not. For a micro-batch above 1 the recording is
     valid for every batch, because a search asks for other batches next.
     """
-    cpu_key = tape_key_of(plan, profile)
-    filled = _needs_window(profile, cpu_key, plan)
-    names = [key.name for key in gpu_tape_keys(cpu_key, window_filled=filled)]
-    key = gpu_tape_key(cpu_key, gpu.compute_capability, window_filled=filled, recorded=names)
+    key = _searched_key(profile, plan, gpu)
     if key.device == "cpu":
         raise NotRecordable(f"the kernels of {gpu.name} are not modelled", hint="the step on a CPU is used instead")
     own = replace(key, at=plan.tape_shape)
-    if (key.batch_is_one or own.name in profile.tapes) and _is_first_question(model, profile, key, own):
+    asks_for_others = not key.batch_is_one and own.name not in profile.tapes
+    if _gpu_sizes_are_not_polynomials(profile, key) or (
+        not asks_for_others and _is_first_question(model, profile, key, own)
+    ):
         return model.tape(own)
     with contextlib.suppress(NotPolynomial):
         return model.tape(key)

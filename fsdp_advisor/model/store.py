@@ -34,7 +34,7 @@ from fsdp_advisor.model.tape import (
 )
 
 FORMAT = 4
-RECORDING = 21
+RECORDING = 22
 """The version of recordings. Increase it whenever the recorder's tapes change: profiles with another version are recorded
 again.
 """

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, get_args
 
@@ -86,6 +87,8 @@ class Recorder:
         self._replaced = replaced_buffers(model, [layer for stack in stacks for layer in stack.layers])
         kinds = kinds_of_layers(model, stacks)
         self._kept = {path: representatives(of_stack) for path, of_stack in kinds.items()}
+        self.recorded_kinds = [[kinds[path][layer] for layer in kept] for path, kept in self._kept.items()]
+        """The kinds of the recorded layers of each stack, as numbers."""
         self.profile = inventory_of(model, source, stacks, kinds, self._kept, self._replaced)
         source.keep_layers(model, self._kept)
         self._models = {source.inventory_dtype: model}
@@ -99,7 +102,7 @@ class Recorder:
         """
         if key.device == "gpu":
             tape = self._tape(key, sums_in_place=True)
-            if repeats_are_alike(self.profile, tape):
+            if repeats_are_alike(self.profile, tape, self.recorded_kinds):
                 return tape
         return self._tape(key, sums_in_place=False)
 
@@ -376,25 +379,27 @@ def record_module(
     return Recorder(ModuleSource(builder, batch, loss, tuple(wrap), name))
 
 
-def repeats_are_alike(profile: Profile, tape: Tape) -> bool:
-    """Whether each repeated layer allocates as many storages as the layer before it. If not, its events cannot be replayed for the
-    layers that it stands for.
+def repeats_are_alike(profile: Profile, tape: Tape, kinds: Sequence[Sequence[int]]) -> bool:
+    """Whether each recorded layer that stands for several allocates as many storages as the nearest layers of its kind: the one before
+    it in forward, the one after it in backward. If not, its events cannot be replayed for the layers that it stands for. `kinds`: of the
+    recorded layers of each stack.
     """
     births = {
         (segment.phase, segment.stack, segment.layer): len(made)
         for segment, made in zip(tape.segments, tape.births, strict=True)
     }
-    for s, stack in enumerate(profile.stacks):
-        for run in stack.runs:
-            if run.repeats == 1:
+    forwards = ("forward", *get_args(ScoringPhase))
+    for s, (stack, of) in enumerate(zip(profile.stacks, kinds, strict=True)):
+        for layer, count in Counter(stack.recorded_order).items():
+            if count == 1:
                 continue
-            for layer in run.pattern:
-                forwards = ("forward", *get_args(ScoringPhase))
-                earlier = [(phase, layer - len(run.pattern)) for phase in forwards]
-                for phase, before in (*earlier, ("backward", layer + len(run.pattern))):
-                    own = births.get((phase, s, layer))
-                    if births.get((phase, s, before), own) != own:
-                        return False
+            same = [other for other, kind in enumerate(of) if kind == of[layer]]
+            before = max((other for other in same if other < layer), default=layer)
+            after = min((other for other in same if other > layer), default=layer)
+            for phase, other in (*((phase, before) for phase in forwards), ("backward", after)):
+                own = births.get((phase, s, layer))
+                if births.get((phase, s, other), own) != own:
+                    return False
     return True
 
 

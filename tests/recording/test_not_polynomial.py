@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 from matrix import in_turn, taken
+from vision_models import config_of
 
 pytest.importorskip("torch")
 
 from fsdp_advisor import estimate
 from fsdp_advisor.errors import NotPolynomial
 from fsdp_advisor.hardware import find_gpu
+from fsdp_advisor.job.images import Images
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
@@ -25,7 +27,7 @@ from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.spans import storage_bytes
 from fsdp_advisor.recording import Recorder
 from fsdp_advisor.recording.transformers_models import TransformersSource
-from fsdp_advisor.step_figures import peak_of_step
+from fsdp_advisor.step_figures import peak_of_step, tensor_bytes
 from fsdp_advisor.tapes import gpu_tape, select_tape, tape_for_search, tape_of_row
 from fsdp_advisor.validation.simulate import simulate
 
@@ -165,6 +167,36 @@ def test_a_search_records_only_the_tape_of_the_gpu(batch: int) -> None:
     assert TapeKey.from_name(name).at == ((1, 100) if batch == 1 else None)
     own = gpu_tape(model.profile, select_tape(model, plan), plan, gpu)
     assert peak_of_step(model.profile, tape, plan) == peak_of_step(model.profile, own, plan)
+
+
+@pytest.mark.usefixtures("home")
+def test_a_search_records_only_the_tape_of_the_gpu_that_the_catalog_lacks() -> None:
+    model, gpu = resolve("tiny"), find_gpu("A100-80GB")
+    assert model.from_catalog and model.profile is not None
+    before = set(model.profile.tapes)
+    tape_for_search(model, replace(PLAN, activation_checkpointing="every-2"), gpu)
+    [name] = set(model.profile.tapes) - before
+    assert TapeKey.from_name(name).device == "gpu"
+
+
+@in_turn(3, of=4)
+def test_a_search_records_few_micro_batches_with_images(home: Path) -> None:
+    """A vision tower loops over the images of a batch: no tape is valid for every micro-batch, with checkpoints either. Two small ones
+    bound the peak of a larger one.
+    """
+    path = home / "config.json"
+    path.write_text(json.dumps(config_of("qwen3_vl")))
+    model, gpu = resolve(str(path)), find_gpu("A100-80GB")
+    assert model.profile is not None
+    plan = replace(PLAN, seq_len=600, images=Images(1, 64, 64, 0))
+    for each in (plan, replace(plan, activation_checkpointing="full"), replace(plan, micro_batch_size=3)):
+        tape_for_search(model, each, gpu)
+        assert len(model.profile.refusals) == 1
+    larger = replace(plan, micro_batch_size=5)
+    bound = tensor_bytes(model, larger, gpu)
+    assert {TapeKey.from_name(name).at for name in model.profile.tapes} == {(2, 600), (3, 600)}
+    peak = peak_of_step(model.profile, tape_for_search(model, larger, gpu), larger).peak
+    assert bound == pytest.approx(peak, rel=1e-5)  # the rounding of storages to 512 bytes
 
 
 @in_turn(1, of=2)

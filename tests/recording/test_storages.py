@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 
 from fsdp_advisor.model.tape_key import TapeKey
-from fsdp_advisor.recording.recorder import record_module, repeats_are_alike
+from fsdp_advisor.recording.recorder import Recorder, record_module, repeats_are_alike
 from fsdp_advisor.recording.storages import StorageWatch
+from fsdp_advisor.recording.transformers_models import TransformersSource
 
 
 def used_twice() -> Any:
@@ -107,4 +108,22 @@ def test_a_gradient_that_all_layers_add_to_keeps_them_alike() -> None:
     layers = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
     recorder = record_module(build, batch, loss, wrap=layers)
     variant = TapeKey("plain", "fp32", "sdpa", "none", at=(2, 8))
-    assert repeats_are_alike(recorder.profile, recorder.tape(variant))
+    assert repeats_are_alike(recorder.profile, recorder.tape(variant), recorder.recorded_kinds)
+
+
+def test_layers_of_an_irregular_pattern_add_gradients_in_place() -> None:
+    """As in a regular one: its recorded layers, too, are compared with the nearest ones of their kind."""
+
+    def storages(kinds: list[str]) -> int:
+        """How many storages the backward of the second layer, a convolution, allocates on a GPU."""
+        config = {
+            "model_type": "lfm2", "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
+            "vocab_size": 100, "num_hidden_layers": len(kinds), "layer_types": kinds,
+        }  # fmt: skip
+        recorder = Recorder(TransformersSource(config, name="short-convolutions"))
+        tape = recorder.tape(TapeKey("plain", "fp32", "eager", "none", device="gpu", at=(2, 8)))
+        segments = zip(tape.segments, tape.births, strict=True)
+        (count,) = (len(made) for s, made in segments if (s.phase, s.stack, s.layer) == ("backward", 0, 1))
+        return count
+
+    assert storages(3 * [*5 * ["conv"], "full_attention"]) == storages(6 * ["conv"])
