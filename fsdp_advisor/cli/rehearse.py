@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,8 @@ from fsdp_advisor.cli.options import FileOptions
 from fsdp_advisor.cli.output import Destination, as_json
 from fsdp_advisor.job.choices import MAX_GPUS
 from fsdp_advisor.job.fields import Rule
+
+_rule = partial(Rule, group="Rehearsal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,36 +26,31 @@ class RehearseOptions(FileOptions):
     nnodes: Annotated[int, Rule(about="the number of nodes", group="Hardware", ge=1, le=MAX_GPUS)] = 1
     steps: Annotated[
         int,
-        Rule(
-            about="the optimizer steps after which the script is ended; 0 runs it to its end", group="Rehearsal", ge=0
-        ),
+        _rule(about="the optimizer steps after which the script is ended; 0 runs it to its end", ge=0),
     ] = 3
     ranks: Annotated[
         tuple[int, ...],
-        Rule(
+        _rule(
             about="the ranks to run, each alone, with the others answered in their place; rank 0 of 1024 is one process",
-            group="Rehearsal",
             default="all",
             metavar="N",
             ge=0,
         ),
     ] = ()
     empty_weights: Annotated[
-        bool, Rule(about="build models from their configurations instead of loading weights", group="Rehearsal")
+        bool,
+        _rule(about="build models from their configurations instead of loading weights"),
     ] = False
-    random_data: Annotated[bool, Rule(about="random tokens instead of data sets", group="Rehearsal")] = False
-    timeout: Annotated[
-        float, Rule(about="end the command after this time", group="Rehearsal", metavar="SECONDS", ge=1)
-    ] = 1800.0
+    random_data: Annotated[bool, _rule(about="random tokens instead of data sets")] = False
+    timeout: Annotated[float, _rule(about="end the command after this time", metavar="SECONDS", ge=1)] = 1800.0
     snapshot: Annotated[
         Path | None,
-        Rule(
+        _rule(
             about="a folder for an allocator snapshot per rank, for `diagnose` and pytorch.org/memory_viz",
-            group="Rehearsal",
             metavar="DIR",
         ),
     ] = None
-    predict: Annotated[bool, Rule(about="show the estimate of the job too", group="Rehearsal")] = True
+    predict: Annotated[bool, _rule(about="show the estimate of the job too")] = True
     json: Annotated[bool, Rule(about="write JSON")] = False
     quiet: Annotated[bool, Rule(about="do not show the output of the command")] = False
 

@@ -60,6 +60,7 @@ class Alive:
 
 
 def segments_of(snapshot: Snapshot, device: int) -> tuple[Segment, ...]:
+    """The segments of one GPU."""
     return tuple(segment for segment in snapshot.segments if segment.device == device)
 
 

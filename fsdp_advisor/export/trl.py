@@ -67,6 +67,7 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
 
 
 def notes(job: Job) -> list[str]:
+    """What a configuration of TRL cannot set for this job, one sentence each."""
     found = [DATASET_NOTE, *accelerate.difference_notes(job.plan)]
     if job.plan.loss_code == "full" and job.plan.task != "reward":
         found.append(LOSS_NOTE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from fsdp_advisor.errors import UsageError
@@ -14,6 +15,8 @@ from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.sharding_fields import OFFLOAD, OFFLOAD_DEVICE
 from fsdp_advisor.job.step_fields import CHECKPOINTING
 from fsdp_advisor.units import parse_count, parse_fraction
+
+_rule = partial(Rule, group="Search")
 
 SEARCHED_CHECKPOINTING = replace(
     CHECKPOINTING, default=None, word=read_searched_checkpointing, example=f"auto, {CHECKPOINTING_EXAMPLE}"
@@ -42,33 +45,29 @@ class RecommendRequest(EstimateRequest):
 
     find: Annotated[
         Find | None,
-        Rule(
+        _rule(
             about="the quantity to optimize: the largest micro-batch (batch) or sequence that fits, the fewest GPUs (at most "
             "--gpus if that is above 1), or the smallest GPU (gpu-type)",
-            group="Search",
         ),
     ] = None
     method: Annotated[
         TrainingMethod,
-        Rule(
+        _rule(
             about="the training method: fixed is what the other options say; any compares full fine-tuning, LoRA and QLoRA, whatever"
             " use_peft and load_in_4bit say, and recommends the first that fits, if possible without offload to a host of unknown memory",
-            group="Search",
         ),
     ] = "fixed"
     thorough: Annotated[
         bool,
-        Rule(
+        _rule(
             about="also search other losses, selective checkpointing and activation offload: their steps are recorded, which takes seconds "
             "to minutes the first time and needs torch",
-            group="Search",
         ),
     ] = False
     margin: Annotated[
         float,
-        Rule(
+        _rule(
             about="the fraction of the GPU's memory to leave free for all but the allocator's cache, as 0.08 or 8%",
-            group="Search",
             metavar="PART",
             ge=0,
             lt=1,
@@ -78,9 +77,8 @@ class RecommendRequest(EstimateRequest):
     ] = 0.08
     tokens: Annotated[
         int | None,
-        Rule(
+        _rule(
             about="the number of tokens to train on, such as 10e9 or 10B; the answer then has days and GPU hours",
-            group="Search",
             ge=1,
             le=10**18,
             parse=parse_count,
@@ -89,9 +87,8 @@ class RecommendRequest(EstimateRequest):
     ] = None
     price: Annotated[
         float | None,
-        Rule(
+        _rule(
             about="the price of one GPU for one hour in any currency; with --tokens, the answer then has the cost",
-            group="Search",
             metavar="PRICE",
             ge=0,
             le=1e6,

@@ -310,4 +310,5 @@ def _described(key: TapeKey) -> str:
 
 
 def versions_of(profile: Profile) -> str:
+    """The libraries that the profile was recorded with, as a phrase such as "torch 2.9.0 and transformers 4.57.1"."""
     return " and ".join(f"{k} {v}" for k, v in profile.versions.items())

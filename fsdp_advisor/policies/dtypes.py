@@ -18,6 +18,7 @@ FP32_BYTES = 4
 
 
 def is_floating(parameter: Parameter) -> bool:
+    """Whether the parameter has a floating dtype: its own, or the model's (None)."""
     return parameter.dtype is None or "float" in parameter.dtype
 
 

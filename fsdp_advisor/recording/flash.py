@@ -47,6 +47,7 @@ def scratch() -> Iterator[None]:
 
 
 def in_scratch() -> bool:
+    """Whether the running code is within `scratch`."""
     return _Scratch.active
 
 
@@ -87,6 +88,9 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def flash_scratch(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+    """What FlashAttention's backward allocates beside its results, for q and k of shape (B, T, H, D), k with maybe fewer heads: dq
+    in fp32 with D rounded up, one fp32 value per row and head, and dk and dv for all heads of q if k has fewer.
+    """
     b, t, h, d = q.shape
     rounded = -(-d // HEAD_ROUNDING) * HEAD_ROUNDING
     taken = [q.new_empty((b, t, h, rounded), dtype=torch.float32), q.new_empty((b, h, t), dtype=torch.float32)]
@@ -96,6 +100,7 @@ def flash_scratch(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
 
 
 def cudnn_scratch(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+    """What cuDNN's backward allocates beside its results, for q of shape (B, T, H, D): dq and a value per row and head, in fp32."""
     b, t, h, d = q.shape
     return [q.new_empty((b, t, h, d + 1), dtype=torch.float32)]
 

@@ -30,6 +30,8 @@ from fsdp_advisor.recording.operators import NONE, Work
 
 @dataclass
 class RawSegment:
+    """The events and the work of one layer, or of the modules outside of layers, in one phase of a step."""
+
     phase: TapePhase
     stack: int
     layer: int
@@ -90,6 +92,7 @@ class RawStep:
 
 
 def quantities(work: Work) -> tuple[int, int, int]:
+    """The FLOPs of matrix products, the FLOPs of attention and the bytes of traffic."""
     return work.matmul_flops, work.attention_flops, work.traffic_bytes
 
 
@@ -113,6 +116,7 @@ def storages_of(raw_step: RawStep) -> object:
 
 
 def operators(works: list[Work]) -> int:
+    """The number of operators in all works."""
     return sum(work.operators for work in works)
 
 

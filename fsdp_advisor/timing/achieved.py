@@ -323,8 +323,10 @@ def host_bytes_per_s(gpu: Gpu) -> float:
 
 
 def latency_s(link: Link) -> float:
+    """Seconds per hop of the link: its published latency, else that of its kind."""
     return LATENCY_S[link.kind] if link.latency_s is None else link.latency_s
 
 
 def bus_bytes_per_s(link: Link) -> float:
+    """The bytes per second that collectives reach on the link: a share of the link's rate."""
     return link.bytes_per_s * BUS_SHARE[link.kind]

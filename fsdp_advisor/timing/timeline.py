@@ -122,6 +122,7 @@ class MicroBatchTime:
 
     @property
     def hidden(self) -> float:
+        """Seconds of communication that compute hides."""
         return max(self.sent - self.exposed, 0.0)
 
     @property

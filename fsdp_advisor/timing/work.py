@@ -33,6 +33,7 @@ class Work(NamedTuple):
 
     @property
     def gpu(self) -> float:
+        """Seconds on the GPU: all but those of the CPU."""
         return self.matmul + self.attention + self.pointwise + self.loss + self.recomputation + self.copies
 
 

@@ -74,6 +74,7 @@ def shard_elements(elements: int, ranks: int) -> int:
 
 
 def shard_total(profile: Profile, ranks: int) -> int:
+    """The elements that a rank holds of all trained parameters, each padded to a multiple of the ranks."""
     return sum(shard_elements(p.elements, ranks) * n for p, n in each_parameter(profile) if p.trainable)
 
 
@@ -201,4 +202,5 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
 
 
 def largest_parameter(profile: Profile) -> int:
+    """The elements of the largest trained parameter, whole."""
     return max(p.elements for p, _ in each_parameter(profile) if p.trainable)

@@ -58,6 +58,7 @@ def hidden_size(profile: Profile) -> int | None:
 
 
 def stage(plan: Plan) -> int:
+    """The ZeRO stage, 1 to 3. Raises KeyError for a strategy that is no stage of ZeRO."""
     return {"zero1": 1, "zero2": 2, "zero3": 3}[plan.strategy]
 
 

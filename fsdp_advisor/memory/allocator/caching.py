@@ -42,10 +42,12 @@ def operation(kind: int, storage: int) -> int:
 
 
 def kind_of(operation: int) -> int:
+    """The kind of an operation: MALLOC, FREE, FREE_LATER or WAIT."""
     return operation & 3
 
 
 def storage_of(operation: int) -> int:
+    """The storage of an operation; of a WAIT, the number of late frees that have ended."""
     return operation >> 2
 
 
