@@ -34,8 +34,14 @@ FLATTENED_PATCHES = 2048
 def batch_of_task(task: str, config: Any, names: Collection[str], b: int, t: int) -> Batch:
     """Inputs and labels of one micro-batch, on the current default device. `names`: the parameters of the model's forward."""
     match task:
+        case "image-classification" if {"input_ids", "pixel_values"} <= set(
+            names
+        ):  # ShieldGemma 2 answers yes or no to a text
+            return {"input_ids": _tokens(b, t), "labels": _tokens(b, t)}
         case "image-classification":
             return {**_image(config, names, b), "labels": _labels(b)}
+        case "speech-seq2seq" | "seq2seq-lm" if config.model_type == "voxtral_realtime":
+            return _speech_as_it_comes(config, b, t)
         case "speech-seq2seq" if config.model_type == "dia":
             return _speech_to_make(config, b, t)
         case "speech-seq2seq" if config.model_type == "kyutai_speech_to_text":
@@ -125,6 +131,17 @@ def _image(config: Any, names: Collection[str], b: int) -> Batch:
         }
     height, width = _pair(getattr(vision, "image_size", USUAL_IMAGE_SIZE))
     return {"pixel_values": torch.zeros(b, channels, height, width)}
+
+
+def _speech_as_it_comes(config: Any, b: int, t: int) -> Batch:
+    """T tokens, and the frames of the sound that is heard meanwhile: a convolution and the projector join several to a token."""
+    audio = config.audio_config
+    frames = torch.zeros(b, audio.num_mel_bins, _CONVOLUTION_STRIDE * config.downsample_factor * t)
+    return {"input_ids": _tokens(b, t), "input_features": frames, "labels": _tokens(b, t)}
+
+
+_CONVOLUTION_STRIDE = 2
+"""Frames that Voxtral's encoder joins. Source: voxtral_realtime/modeling_voxtral_realtime.py, VoxtralRealtimeEmbedder, `conv2`."""
 
 
 def _speech_to_make(config: Any, b: int, t: int) -> Batch:

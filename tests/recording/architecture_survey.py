@@ -230,7 +230,9 @@ def survey(task: str, model_type: str, *, any_batch: bool = True) -> Line:
 def _compared(task: str, model_type: str, *, any_batch: bool) -> Line:
     config = task_config(task, model_type)
     if task != "causal-lm":
-        config, _ = trained_part(config, model_type)
+        part, _ = trained_part(config, model_type)
+        can_be_built = part["model_type"] in {*REGISTERED[task], *REGISTERED["causal-lm"]}
+        config = part if can_be_built else config
     recorder = _recorder(config, task, model_type)
     try:
         for_any, plan, off, peak = _step(recorder, PLAN, any_batch=any_batch)
