@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from fsdp_advisor.engines.wrapping import head_is_alone, takes_root_apart, tape_wrap, with_role
+from fsdp_advisor.engines.wrapping import head_gathered_by_loss, takes_root_apart, tape_wrap
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotPolynomial, NotRecordable, UsageError
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.adaptation import CONFIG_KEY, may_adapt
@@ -179,15 +179,11 @@ def _with_loss(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
 
 
 def _gathered_head(plan: Plan, profile: Profile | None) -> GatheredHead:
-    """The dtype in which TRL's loss gathers the head's weight; empty if FSDP2 gathers it.
-
-    The loss never calls the head, so no module's forward gathers one that is a unit by itself. It gathers the dtype in which the head is
-    stored. Source: trl 1.16, trainer/utils.py, `_fused_forward`.
-    """
-    if profile is None or plan.loss_code != "trl" or not head_is_alone(profile, plan):
+    """The dtype in which TRL's loss gathers the head's weight, which is the one in which it is stored; empty if FSDP2 gathers it."""
+    index = None if profile is None else head_gathered_by_loss(profile, plan)
+    if profile is None or index is None:
         return ""
-    head = profile.root.parameters[with_role(profile, "head")[0]]
-    return "bfloat16" if stored_bytes(plan, head) == 2 else "float32"
+    return "bfloat16" if stored_bytes(plan, profile.root.parameters[index]) == 2 else "float32"
 
 
 @lru_cache(maxsize=1024)  # one object per key, because each caches its name

@@ -88,6 +88,19 @@ def head_is_alone(profile: Profile, plan: Plan) -> bool:
     return is_apart and bool(profile.adapter_parameters) and "head" in roles and "final_norm" not in roles
 
 
+def head_gathered_by_loss(profile: Profile, plan: Plan) -> int | None:
+    """The index among the root's parameters of the weight that TRL's loss gathers itself: the head's, or that of its trained copy.
+
+    None if FSDP2 gathers it. The loss never calls the head, so no module's forward gathers one that is a unit by itself.
+    Source: trl 1.16, trainer/utils.py, `_fused_forward`; peft 0.21, utils/other.py, `ModulesToSaveWrapper`.
+    """
+    if plan.loss_code != "trl" or not head_is_alone(profile, plan):
+        return None
+    found = _in_module(profile, "head")
+    copies = (i for i in found if ".modules_to_save." in profile.root.parameters[i].name)
+    return next(copies, found[0])
+
+
 def wrapping_for(profile: Profile, plan: Plan) -> Wrapping:
     """The units of a plan that are not single layers."""
     wrap = effective_wrap(profile, plan)

@@ -68,7 +68,7 @@ class RouterLoss:
     def loss(self, outputs: Any) -> torch.Tensor:
         """The weighted loss of the routers in the forward with these outputs."""
         mask, self._mask = self._mask, None
-        if not (self._has_layers and torch.is_grad_enabled()):
+        if _Recorded.begin is None or not (self._has_layers and torch.is_grad_enabled()):
             loss = load_balancing_loss_func(outputs.router_logits, self._experts, self._chosen, mask)
         else:
             loss = self._sum_of_terms(outputs.router_logits, mask)
@@ -85,8 +85,7 @@ class RouterLoss:
         terms = []
         for place, logits in zip(self._places, router_logits, strict=True):
             _Recorded.begin("routers", *place)
-            self._freed_by_loss.append(_kept_by_softmax(logits))
-            terms.append(_Term.apply(logits, flat, self._chosen))  # type: ignore[no-untyped-call]
+            terms.append(_Term.apply(logits, flat, self._chosen, self._freed_by_loss))  # type: ignore[no-untyped-call]
         _Recorded.begin("forward", ROOT, 0)
         loss = torch.stack(terms).sum()
         loss.register_hook(lambda _: self._freed_by_loss.clear())
@@ -96,31 +95,39 @@ class RouterLoss:
 class _Term(torch.autograd.Function):
     """The term of one layer. logits (tokens, experts) -> scalar.
 
-    It keeps the gradient of the logits, which the loss's backward allocates for all layers at once.
+    It keeps the gradient of the logits, which the loss's backward allocates for all layers at once. Until then the other bytes of the
+    probabilities are in `freed_by_loss`.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, mask: torch.Tensor | None, chosen: int) -> torch.Tensor:
-        ctx.gradient = torch.empty_like(logits)
-        probabilities = F.softmax(logits.to(_dtype_of_softmax(logits)), dim=-1)
-        torch.topk(probabilities, chosen, dim=-1)
+    def forward(
+        ctx: Any, logits: torch.Tensor, mask: torch.Tensor | None, chosen: int, freed_by_loss: list[torch.Tensor]
+    ) -> torch.Tensor:
+        dtype = torch.float32 if torch.is_autocast_enabled("cpu") else logits.dtype
+        previous = _topk_result(
+            logits, chosen, dtype
+        )  # of the layer before, in variables that this layer's result replaces
+        probabilities = F.softmax(logits.to(dtype), dim=-1)
+        found = torch.topk(probabilities, chosen, dim=-1)
+        del previous
         summed = probabilities.float()
-        return (summed if mask is None else summed * mask.unsqueeze(-1)).sum()
+        term = (summed if mask is None else summed * mask.unsqueeze(-1)).sum()
+        more = probabilities.nbytes - logits.nbytes
+        del found, summed, probabilities
+        ctx.gradient = torch.empty_like(logits)
+        freed_by_loss.append(torch.empty(more, dtype=torch.uint8))
+        return term
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         gradient, ctx.gradient = ctx.gradient, None
-        return gradient, None, None
+        return gradient, None, None, None
 
 
-def _dtype_of_softmax(logits: torch.Tensor) -> torch.dtype:
-    return torch.float32 if torch.is_autocast_enabled("cpu") else logits.dtype
-
-
-def _kept_by_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """A tensor with the bytes of the probabilities beyond those of the gradient that replaces them when the loss's backward runs."""
-    more = logits.numel() * _dtype_of_softmax(logits).itemsize - logits.nbytes
-    return torch.empty(more, dtype=torch.uint8)
+def _topk_result(logits: torch.Tensor, chosen: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensors like the values and indices that `torch.topk` returns for these logits."""
+    shape = *logits.shape[:-1], chosen
+    return torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=torch.long)
 
 
 def router_loss(model: PreTrainedModel, stacks: Sequence[LayerStack]) -> RouterLoss | None:

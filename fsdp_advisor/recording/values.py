@@ -44,6 +44,8 @@ _CHOICE = _aten.topk.default
 """The operator with which routers choose experts."""
 _CONCATENATED = _aten.cat.default
 """The operator with which GLM-5.3 puts the mask of its tokens beside their keys, whose values are unknown."""
+_EMPTY = (_aten.new_empty.default, _aten.new_empty_strided.default, _aten.empty_like.default)
+"""Operators whose result is uninitialized memory. It is assumed to be zeros, so that indices in it exist."""
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -129,6 +131,8 @@ class KnownValues(TorchDispatchMode):
                 return result
             with _on_host():
                 made = func(*host_args, **host_kwargs)
+                if func in _EMPTY:
+                    made.zero_()
         for tensor, value in zip(tensors_in(result), tensors_in(made), strict=True):
             self._learn(tensor, value)
         return result

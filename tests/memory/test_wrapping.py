@@ -293,3 +293,13 @@ def test_a_loss_that_finds_the_head_of_a_peft_model_sharded_is_warned_of(
     profile = resolve(request.model).adapted(adaptation_of(request)).profile
     assert profile is not None
     assert any("fails in this job" in warning for warning in unit_warnings(profile, plan)) == fails
+
+
+@pytest.mark.parametrize(("saved", "warns"), [("lm_head", True), ("embed_tokens", False)])
+def test_a_trained_head_whose_gradient_nothing_averages_is_warned_of(saved: str, *, warns: bool) -> None:
+    job = {"model": "meta-llama/Llama-3.1-8B", "gpus": 4, "strategy": "zero3", "use_peft": True, "framework": "trl"}
+    request = make_request({**job, "lora_modules_to_save": saved})
+    (plan,) = plans(request, seq_len=1024)
+    profile = resolve(request.model).adapted(adaptation_of(request)).profile
+    assert profile is not None
+    assert any("not averaged over the ranks" in warning for warning in unit_warnings(profile, plan)) == warns

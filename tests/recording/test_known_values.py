@@ -30,6 +30,15 @@ def test_concatenation_keeps_the_values_of_its_known_parts() -> None:
         assert values.value_of(joined[..., -1]) is None
 
 
+def test_uninitialized_indices_select_elements_that_exist() -> None:
+    with FakeTensorMode(), KnownValues() as values:
+        mask = torch.ones(3, 5, dtype=torch.bool)
+        indices = mask.new_empty((8, 2), dtype=torch.long)
+        assert values.knows(indices)
+        rows, columns = indices.unbind(1)
+        assert mask[rows, columns].shape == (8,)
+
+
 def test_recordings_for_any_length_are_not_tried_again_after_one_failed() -> None:
     entry = catalog.find("moonshotai/Kimi-Linear-48B-A3B-Base")
     assert entry is not None

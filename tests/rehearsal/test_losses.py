@@ -16,17 +16,19 @@ CONFIG = {**rehearsed_jobs.CONFIG, "num_hidden_layers": 2}
 JOBS = dict(
     taken(
         [
-            ("trl", ("trl", "bf16-mixed", False, 4, 2048)),
-            ("liger in half precision", ("liger", "bf16", True, 3, 2000)),
+            ("trl", ("trl", "bf16-mixed", False, 4, 2048, False)),
+            ("liger in half precision", ("liger", "bf16", True, 3, 2000, False)),
+            ("trl and a copy of the head", ("trl", "bf16-mixed", False, 4, 2048, True)),
         ],
         [
-            ("trl in half precision, less than a tile", ("trl", "bf16", True, 1, 1000)),
-            ("cce", ("cce", "bf16-mixed", True, 4, 2048)),
+            ("trl in half precision, less than a tile", ("trl", "bf16", True, 1, 1000, False)),
+            ("cce", ("cce", "bf16-mixed", True, 4, 2048, False)),
+            ("liger and a copy of the head", ("liger", "bf16-mixed", False, 4, 2048, True)),
         ],
         days=2,
     )
 )
-"""Loss, precision, whether embeddings are tied, micro-batch, sequence length."""
+"""Loss, precision, whether embeddings are tied, micro-batch, sequence length, and whether PEFT trains LoRA and a copy of the head."""
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +38,10 @@ def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_loss_of_the_library_needs_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
-    loss, precision, tied, batch, length = JOBS[name]
+    loss, precision, tied, batch, length, adapts = JOBS[name]
     config = {**CONFIG, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": tied}
     by = {"framework": "trl"} if loss == "trl" else {"framework": "trainer", "loss": loss}
+    by |= rehearsed_jobs.LORA_OPTIONS | {"lora_modules_to_save": "lm_head", "dtype": "float32"} if adapts else {}
     row = rehearsed_jobs.row_of(tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, **by)
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=2e-4)
 
@@ -49,7 +52,7 @@ def test_trl_keeps_terms_of_the_routers_loss_for_each_layer(run: Callable[..., d
         "num_key_value_heads": 2, "head_dim": 64, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 1000,
         "max_position_embeddings": 4096,
     }  # fmt: skip
-    found = run("losses.py", json.dumps(config), json.dumps({"trl": ("trl", "bf16-mixed", False, 4, 2000)}))
+    found = run("losses.py", json.dumps(config), json.dumps({"trl": ("trl", "bf16-mixed", False, 4, 2000, False)}))
     row = rehearsed_jobs.row_of(
         tmp_path, config, framework="trl", precision="bf16-mixed", micro_batch_size=4, seq_len=2000
     )

@@ -79,7 +79,9 @@ MORE_ADAPTERS: tuple[dict[str, str], ...] = (
 def test_the_trainer_makes_units_of_adapters_with_fsdp1(case: dict[str, str], tmp_path: Path) -> None:
     values = dict(case)
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({**TINY_CONFIG, "model_type": values.pop("model_type", "llama")}))
+    config.write_text(
+        json.dumps({**TINY_CONFIG, "num_key_value_heads": 4, "model_type": values.pop("model_type", "llama")})
+    )
     usual = {
         "gpus": "4",
         "strategy": "zero3",
@@ -309,3 +311,22 @@ def test_unsupported_plans_are_refused_with_a_hint(case: Case) -> None:
     with pytest.raises(ModeUnavailable) as refused:
         simulate(TransformersSource({"model_type": "gpt2"}, name="gpt2"), plan_of(case))
     assert refused.value.hint
+
+
+@in_turn(2, of=3)
+@pytest.mark.parametrize("checkpointing", taken(["none"], ["full"]))
+def test_trls_routers_loss_keeps_what_transformers_function_keeps(checkpointing: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    experts = {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    config.write_text(json.dumps({**TINY_CONFIG, **experts, "num_key_value_heads": 2, "head_dim": 16}))
+    options = {"framework": "trl", "strategy": "ddp", "seq_len": "2000", "activation_checkpointing": checkpointing}
+    check_accelerates_phases(config, options)
+
+
+@in_turn(2, of=3)
+@pytest.mark.parametrize("dtype", taken(["bfloat16"], ["float32"]))
+def test_trls_loss_gathers_the_trained_copy_of_the_head(dtype: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**TINY_CONFIG, "vocab_size": 20_000}))
+    adapted = {"use_peft": "true", "lora_modules_to_save": "lm_head"}
+    check_accelerates_phases(config, {"framework": "trl", "dtype": dtype, **adapted})

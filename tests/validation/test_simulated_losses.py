@@ -17,9 +17,11 @@ pytest.importorskip("torch")
 
 from compared_peaks import predicted_and_simulated
 
-from fsdp_advisor.errors import NotRecordable  # after the check
+from fsdp_advisor.errors import NotRecordable, UsageError  # after the check
+from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.validation.predict import predict
 
 pytestmark = pytest.mark.slow
@@ -63,6 +65,7 @@ FEW: list[Case] = [
     {"model": "llama", "loss": "cce", **ENGINES[1], **VARIATIONS[6]},
     {"model": "llama", "loss": "chunked", **ENGINES[0], **VARIATIONS[5]},
     {"model": "qwen3", "loss": "chunked", **ENGINES[2], **VARIATIONS[3]},
+    {"model": "llama", "loss": "chunked", **ENGINES[2], **VARIATIONS[5], "lora_modules_to_save": "lm_head"},
 ]
 MORE: list[Case] = [
     _complete({"model": model, "loss": loss, **ENGINES[(m + i) % 4], **VARIATIONS[(3 * m + i) % len(VARIATIONS)]})
@@ -97,3 +100,18 @@ def test_no_loss_in_tiles_holds_the_logits(tmp_path: Path) -> None:
 def test_a_model_that_the_loss_is_not_made_for_is_refused(model: str, loss: str, tmp_path: Path) -> None:
     with pytest.raises(NotRecordable, match="loss"):
         predict(asked({"model": model, "loss": loss, **ENGINES[0]}, tmp_path))
+
+
+def test_an_adapter_of_the_head_that_the_loss_would_not_train_is_refused(tmp_path: Path) -> None:
+    adapted = {"use_peft": "true", "lora_target_modules": "q_proj,lm_head"}
+    with pytest.raises(NotRecordable, match="would not be trained"):
+        predict(asked({"model": "llama", "loss": "cce", **ENGINES[0], **adapted}, tmp_path))
+
+
+@pytest.mark.parametrize(("framework", "loss"), [("trl", "auto"), ("trainer", "liger")])
+def test_a_trained_head_that_is_an_fsdp1_unit_is_refused(framework: str, loss: str, tmp_path: Path) -> None:
+    """The loss reads the head's weight without calling the head, and PEFT's policy makes the trained copy a unit."""
+    job = {"use_peft": "true", "lora_modules_to_save": "lm_head", "framework": framework, "loss": loss}
+    request = asked({"model": "llama", **ENGINES[3], **job}, tmp_path)
+    with pytest.raises(UsageError, match="unit by itself"):
+        estimate_resolved(request, resolve(request.model))

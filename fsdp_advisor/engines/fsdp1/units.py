@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fsdp_advisor.engines.units import buffers, per_unit, summed, total_of_policy
-from fsdp_advisor.engines.wrapping import effective_wrap, wrapping_for
+from fsdp_advisor.engines.wrapping import Wrapping, effective_wrap, wrapping_for
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, Units
@@ -168,10 +168,17 @@ def flat_bytes(unit: Unit, plan: Plan) -> int:
 
 
 def fsdp1_refusal(profile: Profile, plan: Plan) -> UsageError | None:
-    """Why FSDP1 cannot flatten or train the model's units; None if it can. Source: `_validate_tensors_to_flatten`."""
+    """Why FSDP1 cannot train the model's units; None if it can. Source of what it can flatten: `_validate_tensors_to_flatten`."""
     if effective_wrap(profile, plan) == "peft" and (refused := _dora_refusal(profile, plan)) is not None:
         return refused
-    for unit in wrapping_for(profile, plan).in_order(profile):
+    wrapping = wrapping_for(profile, plan)
+    if plan.loss_code != "full" and _has_head_unit(wrapping):
+        return UsageError(
+            "the head is an FSDP1 unit by itself, and its weight is sharded when the loss reads it"
+            + ("; Liger's loss, which gathers it, is not modelled there" if plan.loss_code == "liger" else ""),
+            hint="--loss full, --strategy ddp, or --backend fsdp2 with --framework trl or torch",
+        )
+    for unit in wrapping.in_order(profile):
         packed = [p for p in unit.parameters if p.role == "quantized"]
         if any(not is_floating(p) for p in packed):
             return UsageError(
@@ -230,6 +237,14 @@ def _mixed_refusal(unit: Unit) -> UsageError | None:
         f"without use_orig_params FSDP1 trains all parameters of a unit or none: {trained[0].name} is trained, {frozen[0].name} is not",
         hint="use_orig_params true, --backend fsdp2, or for adapters --framework trainer, which makes units of them",
     )
+
+
+def _has_head_unit(wrapping: Wrapping) -> bool:
+    """Whether the weight of the head, or the copy of it that PEFT trains, is in a unit within the root."""
+    units = {unit_id: part.unit.parameters for unit_id, part in wrapping.parts.items()}
+    heads = {p.name.partition(".original_module.")[0] for found in units.values() for p in found if p.role == "head"}
+    inner = [p for unit_id, found in units.items() if unit_id != AT_ROOT for p in found]
+    return any(p.role == "head" or p.name.partition(".modules_to_save.")[0] in heads for p in inner)
 
 
 @dataclass(frozen=True, eq=False)

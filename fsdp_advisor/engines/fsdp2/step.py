@@ -17,7 +17,7 @@ from fsdp_advisor.engines.fsdp2.units import UnitBytes, fsdp2_units, managed_ord
 from fsdp_advisor.engines.fsdp_shards import shard_shape
 from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, host_step, optimizer_temporaries, shards_of
 from fsdp_advisor.engines.policy_walk import OneUnitPerLayer, PolicyWalk
-from fsdp_advisor.engines.wrapping import HEAD, Part, marked_units
+from fsdp_advisor.engines.wrapping import HEAD, Part, head_gathered_by_loss, marked_units
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_of
 from fsdp_advisor.model.profile import Profile
@@ -52,7 +52,9 @@ class Fsdp2Step(StepHooks):
         policy = self._wrapping.units
         self._walk = PolicyWalk(profile, policy) if policy is not None else OneUnitPerLayer()
         self._chunked_loss = loss_in_chunks(profile, plan, self._wrapping)
-        self.gradient_hooks = plan.defers_reduction or self._chunked_loss is not None
+        gathered = head_gathered_by_loss(profile, plan)
+        self._head_of_loss = gathered if gathered is not None and profile.root.parameters[gathered].trainable else None
+        self.gradient_hooks = plan.defers_reduction or self._chunked_loss is not None or self._head_of_loss is not None
         # State within one micro-batch
         self._is_first = self._reduces = True
         self._repeated = False  # a forward of this micro-batch has run before
@@ -227,16 +229,26 @@ class Fsdp2Step(StepHooks):
                 step.free(output)
 
     def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: BufferId) -> None:
-        """After the last chunk of a loss in chunks, reduce the head's gradient. Without such a loss, free a gradient that autograd has
-        added to that of an earlier micro-batch.
+        """After the last chunk of a loss in chunks, reduce the head's gradient; keep a shard of that of a head that the loss has gathered.
+        Otherwise, free a gradient that autograd has added to that of an earlier micro-batch.
         """
         if self._chunked_loss is not None:
             if unit == AT_ROOT and parameter == self._chunked_loss.parameter and not self._loss_ended:
                 self._end_loss(step, gradient)
             return
         fresh = step.take_new_gradients()
-        if not self._is_first:
+        if unit == AT_ROOT and parameter == self._head_of_loss:
+            self._keep_shard(step, gradient)
+        elif not self._is_first and self._plan.defers_reduction:
             step.free(*fresh)
+
+    def _keep_shard(self, step: StepBuilder, gradient: BufferId) -> None:
+        """Keep a shard of the gradient of the head's weight, which the backward of `DTensor.full_tensor` makes. Nothing reduces it."""
+        shard = step.alloc(Account.GRADIENTS, self._units[HEAD].gradients)
+        step.free(gradient)
+        if not self._is_first:  # autograd adds it to that of an earlier micro-batch
+            step.add(Copy(HEAD, ADDED_TENSORS * self._units[HEAD].gradients.exact))
+            step.free(shard)
 
     def _end_loss(self, step: StepBuilder, gradient: BufferId) -> None:
         """Reduce the head's gradient after the last chunk, and free the unit's parameters, which backward gathers again."""

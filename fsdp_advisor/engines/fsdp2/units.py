@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp_shards import shard_shape
 from fsdp_advisor.engines.units import buffers, per_unit, recorded_units, root_parts, summed, total_of_policy
-from fsdp_advisor.engines.wrapping import Wrapping, head_is_alone, takes_root_apart, wrapping_for
+from fsdp_advisor.engines.wrapping import Wrapping, head_gathered_by_loss, head_is_alone, takes_root_apart, wrapping_for
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
@@ -196,7 +196,7 @@ def _dtypes_refusal(profile: Profile, plan: Plan) -> UsageError | None:
 
 
 def unit_warnings(profile: Profile, plan: Plan) -> list[str]:
-    """Warnings about a loss that reads the head's weight while it is sharded, about packed weights that are not sharded, and about the
+    """Warnings about a loss that reads or gathers the head's weight by itself, about packed weights that are not sharded, and about the
     parameter whose padding costs every rank most.
     """
     warnings = list(_padding_warnings(profile, plan.without_step))
@@ -204,6 +204,12 @@ def unit_warnings(profile: Profile, plan: Plan) -> list[str]:
         warnings.append(
             f"--loss {plan.loss_code} fails in this job: it reads the head's weight without calling the head, which accelerate makes a "
             "unit by itself in a PEFT model, so FSDP2 does not gather it; use --loss full, or --framework trl, whose loss gathers it"
+        )
+    gathered = head_gathered_by_loss(profile, plan)
+    if gathered is not None and profile.root.parameters[gathered].trainable:
+        warnings.append(
+            "the head's gradient is not averaged over the ranks: TRL's loss gathers the weight itself, so each rank trains its shard of "
+            "the head on its own batch only; --strategy ddp averages it"
         )
     whole = profile.bytes_of(lambda p: 0 if is_sharded(p, plan) else stored_bytes(plan, p))
     if whole and plan.shard_degree > 1:

@@ -144,9 +144,22 @@ def _routers_of(model: PreTrainedModel) -> RouterLoss | None:
 
 
 def causal_model(module: nn.Module, name: str) -> PreTrainedModel:
-    """The transformers model that has the head, which may be inside wrappers of adapters. Raises NotRecordable if there is none."""
+    """The transformers model that has the head, which may be inside wrappers of adapters.
+
+    Raises NotRecordable if there is none, and if the head has an adapter: the loss reads the head's weight and does not call the head.
+    TRL refuses such an adapter, too (trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`).
+    """
     for inner in module.modules():
-        if isinstance(inner, PreTrainedModel) and isinstance(inner.get_output_embeddings(), nn.Linear):
+        head = inner.get_output_embeddings() if isinstance(inner, PreTrainedModel) else None
+        if isinstance(getattr(head, "base_layer", None), nn.Linear):
+            raise NotRecordable(
+                f"{name}: a fused loss reads the head's weight, so an adapter of the head would not be trained",
+                hint="leave the head out of the adapter's targets; --lora-modules-to-save trains it in full; or use --loss full",
+            )
+        if isinstance(
+            getattr(head, "original_module", head), nn.Linear
+        ):  # in PEFT's wrapper of a module that it trains in full
+            assert isinstance(inner, PreTrainedModel)
             return inner
     raise NotRecordable(
         f"{name}: a fused loss needs a linear head over a vocabulary, which the model does not have",

@@ -1,6 +1,6 @@
 """Peaks of training steps with the losses of TRL, Liger and cut cross entropy, as the libraries' own trainers run them.
 
-Arguments: the model's configuration, and for each job its loss, precision, micro-batch and length, as JSON.
+Arguments: the model's configuration, and for each job its values, as `measured` takes them, as JSON.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from cut_cross_entropy import linear_cross_entropy
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from training import SteadyPeak, print_peaks, tokenizer, usual_arguments
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
@@ -49,10 +50,14 @@ def peak_of(model: Any, loss: str, precision: str, batch: int, length: int) -> i
     return found.peak
 
 
-def measured(config: dict[str, Any], job: tuple[str, str, bool, int, int]) -> int:
-    loss, precision, tied, batch, length = job
+def measured(config: dict[str, Any], job: tuple[str, str, bool, int, int, bool]) -> int:
+    loss, precision, tied, batch, length, adapts = job
     settings = AutoConfig.for_model(**{**config, "tie_word_embeddings": tied})
     model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    if adapts:  # which trains a copy of the head, too
+        model = get_peft_model(
+            model, LoraConfig(r=16, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
+        )
     return peak_of(model, loss, precision, batch, length)
 
 
