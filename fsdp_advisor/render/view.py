@@ -219,46 +219,37 @@ def _footnotes(report: Report, rows: Sequence[RowView], sizes: Sizes, unit: str)
 def job_items(report: Report) -> tuple[str, ...]:
     """The options of the job that its figures depend on."""
     request = report.request
-    checkpointing = request.activation_checkpointing
-    items: list[str] = [request.precision, request.optim]
-    if report.model_source != "count":
-        items = [
-            f"micro-batch {request.micro_batch_size}",
-            task_of(report.task).of_length(report.seq_len, images=request.images_per_sample),
-            *items,
-            request.attention,
-        ]
-        if request.gradient_accumulation_steps > 1:
-            items.append(f"accumulation {request.gradient_accumulation_steps}")
-        items.append(f"{'no' if checkpointing == 'none' else checkpointing} activation checkpointing")
-    items += ["Liger's kernels"] if request.use_liger_kernel else []
-    if request.experts_implementation != "grouped_mm":
-        items.append(f"experts {request.experts_implementation}")
-    if request.expert_imbalance != 1.0:
-        items.append(f"busiest expert {request.expert_imbalance:g} times the mean")
-    items += ["activations on the host"] if request.activation_offload else []
-    items += [compiled_text(request)] if request.compile != "none" else []
-    items += [f"MLP in shards ({request.tiled_mlp})"] if request.tiled_mlp != "none" else []
-    items += [changed] if (changed := adaptation_of(request).on_checkpoint(report.packed).text) else []
-    if request.dtype != "auto":
-        items.append(f"weights in {request.dtype}")
-    if request.wrap != "layer":
-        items.append("one FSDP unit" if request.wrap == "none" else f"FSDP units {request.wrap}")
-    if request.framework != "torch":
-        items.append(f"framework {request.framework}")
-    if request.packing != "none":
-        items.append(f"packed {request.packing}")
-    items += ["padding-free"] if request.padding_free else []
-    items += [f"{request.padding_fraction:.0%} padding"] if request.padding_fraction else []
-    items += [str(images)] if (images := images_of(request)) is not None else []
-    if request.task != "sft":
-        without = " with the reference's log-probabilities precomputed" if request.precompute_ref_log_probs else ""
-        items.append(f"task {request.task}{without}")
-    if (generation := generation_of(request)) is not None:
-        items.append(generation.text)
-    if request.offload != "none" and request.offload_device != "cpu":
-        items.append(f"offload to {request.offload_device}")
-    return tuple(items)
+    has_step = report.model_source != "count"
+    accumulation, checkpointing = request.gradient_accumulation_steps, request.activation_checkpointing
+    reference = " with the reference's log-probabilities precomputed" if request.precompute_ref_log_probs else ""
+    images, generation = images_of(request), generation_of(request)
+    shown_if = {
+        f"micro-batch {request.micro_batch_size}": has_step,
+        task_of(report.task).of_length(report.seq_len, images=request.images_per_sample): has_step,
+        request.precision: True,
+        request.optim: True,
+        request.attention: has_step,
+        f"accumulation {accumulation}": has_step and accumulation > 1,
+        f"{'no' if checkpointing == 'none' else checkpointing} activation checkpointing": has_step,
+        "Liger's kernels": request.use_liger_kernel,
+        f"experts {request.experts_implementation}": request.experts_implementation != "grouped_mm",
+        f"busiest expert {request.expert_imbalance:g} times the mean": request.expert_imbalance != 1.0,
+        "activations on the host": request.activation_offload,
+        compiled_text(request): request.compile != "none",
+        f"MLP in shards ({request.tiled_mlp})": request.tiled_mlp != "none",
+        adaptation_of(request).on_checkpoint(report.packed).text: True,
+        f"weights in {request.dtype}": request.dtype != "auto",
+        "one FSDP unit" if request.wrap == "none" else f"FSDP units {request.wrap}": request.wrap != "layer",
+        f"framework {request.framework}": request.framework != "torch",
+        f"packed {request.packing}": request.packing != "none",
+        "padding-free": request.padding_free,
+        f"{request.padding_fraction:.0%} padding": request.padding_fraction > 0,
+        str(images): images is not None,
+        f"task {request.task}{reference}": request.task != "sft",
+        generation.text if generation else "": True,
+        f"offload to {request.offload_device}": request.offload != "none" and request.offload_device != "cpu",
+    }
+    return tuple(item for item, shown in shown_if.items() if item and shown)
 
 
 def model_text(report: Report) -> str:
