@@ -75,11 +75,10 @@ def with_evaluation(
 def with_first_step(steps: StepOperations, first: StepOperations) -> StepOperations:
     """The operations of steps whose first step is that of `first`, which has the same states."""
     own = _allocated(steps.following)
-    shift = operation(MALLOC, len(first.requests))
     return replace(
         first,
         requests=(*first.requests, *steps.requests),
-        following=tuple(_shifted(steps.following, own, shift)),
+        following=tuple(_shifted(steps.following, own, len(first.requests))),
         visits=steps.visits,
     )
 

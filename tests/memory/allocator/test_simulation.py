@@ -16,9 +16,10 @@ from fsdp_advisor.memory.allocator import (
     CachingAllocator,
     StepOperations,
     simulate_allocator,
+    with_first_step,
     with_graph,
 )
-from fsdp_advisor.memory.allocator.caching import FREE, MALLOC
+from fsdp_advisor.memory.allocator.caching import FREE, MALLOC, operation
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import Tape
 
@@ -240,3 +241,25 @@ def test_memory_fraction_limits_the_allocator() -> None:
     conf = AllocatorConf(per_process_memory_fraction=0.5)
     assert simulate(profile, tape, plan, conf=conf, limit_bytes=2 * needed).verdict == "fits"
     assert simulate(profile, tape, plan, conf=conf, limit_bytes=needed).verdict != "fits"
+
+
+def test_a_first_step_of_other_code_precedes_the_usual_steps() -> None:
+    """Both have the state 0. The first step allocates 64 MiB, later ones 8 and 4 MiB."""
+
+    def steps(*requests: int) -> StepOperations:
+        own = range(1, len(requests) + 1)
+        once = tuple(operation(kind, number) for kind in (MALLOC, FREE) for number in own)
+        return StepOperations(
+            requests=(MIB, *requests),
+            setup=(operation(MALLOC, 0),),
+            first=once,
+            following=once,
+            carried_over=(),
+            visits=(),
+        )
+
+    usual, first = steps(8 * MIB, 4 * MIB), steps(64 * MIB)
+    found = simulate_allocator(with_first_step(usual, first))
+    assert found.requested_peak_bytes == 65 * MIB and found.verdict == "fits"
+    assert simulate_allocator(with_first_step(first, usual)).requested_peak_bytes == 65 * MIB
+    assert simulate_allocator(usual).requested_peak_bytes == 13 * MIB
