@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 SCALARS_BYTES = 16 * 512
 TINY_CONFIG = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
 }  # fmt: skip
 
 
