@@ -10,7 +10,6 @@ from fsdp_advisor.job.compatibility import label
 from fsdp_advisor.job.frameworks import BACKEND_NAMES
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.units import format_gib
 
 
 def _adapts_rank(profile: Profile) -> bool:
@@ -41,11 +40,3 @@ def adalora_refusal(profile: Profile, plan: Plan) -> UsageError | None:
             hint="--activation-checkpointing full",
         )
     return None
-
-
-def not_modelled(profile: Profile, plan: Plan) -> list[str]:
-    """A note on what the estimate of a job with AdaLoRA leaves out, if anything."""
-    if plan.backend != "fsdp1" or not _adapts_rank(profile):
-        return []
-    whole = format_gib(plan.compute_bytes * profile.trainable_parameters)
-    return [f"gradients of AdaLoRA's regularization ({whole}), which FSDP1 keeps until the backward of each layer"]

@@ -109,6 +109,7 @@ class FlatUnit:
             [p.numel() for p in parameters], alignment(dtype.itemsize) if use_orig_params else 1
         )
         self.has_views = False
+        self._registers = use_orig_params
         is_trained = any(p.requires_grad for p in parameters)
         # Without `use_orig_params` modules keep the last views, whose memory is freed
         views = [torch.empty(shape, dtype=dtype) for shape in self._shapes]
@@ -116,7 +117,11 @@ class FlatUnit:
         self.flat = nn.Parameter(torch.empty(sum(self._splits), dtype=dtype), requires_grad=is_trained)
 
     def use_views(self, on_gradient: Callable[[torch.Tensor | None], None]) -> None:
-        """Set every parameter attribute to a view of the flat parameter, as FSDP1 does before a unit's forward."""
+        """Set every parameter attribute to a view of the flat parameter, as FSDP1 does before a unit's forward. With `use_orig_params` the
+        views also count as the module's parameters, through which AdaLoRA finds its matrices.
+
+        Source: torch 2.13, fsdp/_flat_param.py, `_use_unsharded_views`.
+        """
         self.has_views = True
         splits = torch.split(self.flat, self._splits)
         views = (split for split, padding in zip(splits, self._is_padding, strict=True) if not padding)
@@ -125,14 +130,17 @@ class FlatUnit:
             if view.requires_grad:
                 view.register_hook(on_gradient)
             for module, name in places:
-                setattr(module, name, view)
+                module.__dict__[name] = view
+                if self._registers:
+                    module._parameters[name] = view  # type: ignore[assignment]  # not a Parameter
 
     def use_shards(self) -> None:
         """Set every parameter attribute to what it is while the unit is not gathered. The code around the unit may read its dtype."""
         self.has_views = False
         for tensor, places in zip(self._ungathered, self._places, strict=True):
             for module, name in places:
-                setattr(module, name, tensor)
+                module.__dict__[name] = tensor
+                module._parameters.pop(name, None)
 
 
 def alignment(itemsize: int) -> int:

@@ -106,6 +106,7 @@ MORE: list[Case] = [
     *_lora(),
     {"model": "llama", **ENGINES[2], "use_peft": "true", "load_in_4bit": "true"},
     *({"model": "llama", **e, "peft_config": json.dumps(m)} for m in METHODS for e in (ENGINES[0], _sharding(m))),
+    *({"model": "llama", **ENGINES[5], "peft_config": json.dumps(METHODS[2]), "precision": p} for p in ("bf16-mixed", "fp32")),
     *({"model": "llama", **ENGINES[0], "peft_config": json.dumps(m)} for m in SHARING),
     *({"model": "llama", **e, "freeze": p} for p in ("lm_head", "model.layers.[0-2]", "model.layers") for e in ENGINES),
     *({"model": "llama", **e, "use_peft": "true", "lora_modules_to_save": "lm_head"} for e in ENGINES),
