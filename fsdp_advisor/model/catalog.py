@@ -117,6 +117,13 @@ def _short(name: str) -> str:
     return re.sub(r"[\s_-]", "", re.sub(r"([\s_-](hf|pt|it|chat|instruct))+$", "", tail))
 
 
+_MEANT = {
+    "command a": "CohereLabs/c4ai-command-a-03-2025",
+    "nemotron 3 nano": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+}
+"""Names that their publishers use for one model, though names of others begin with them."""
+
+
 def by_words(name: str) -> list[Entry]:
     """The models whose names match the words of `name`.
 
@@ -129,6 +136,8 @@ def by_words(name: str) -> list[Entry]:
     wanted = _tokens(without_format(name))
     if "/" in name or not wanted or not wanted[0].isalpha():
         return []
+    if (meant := find(_MEANT.get(" ".join(wanted), ""))) is not None:
+        return [meant]
     named = [(e, _words(one)) for e in entries() for one in (e.id, *e.aliases)]
     whole = {e.id: e for e, tokens in named if tokens == wanted}
     begin = {e.id: e for e, tokens in named if tokens[: len(wanted)] == wanted}

@@ -102,6 +102,16 @@ LACKING = (
         "moonshotai/Kimi-K2.5 and moonshotai/Kimi-Linear-48B-A3B-Base are other models",
     ),
     Lacking(
+        ("MiMo-V2.5", "MiMo-V2.5-Pro"),
+        f"MiMo-V2.5 has the model type mimo_v2, with towers for images and sound, which transformers 5.23 lacks: {_REMOTE}",
+        "XiaomiMiMo/MiMo-V2-Flash, which transformers has, is the language model before it, of 309B",
+    ),
+    Lacking(
+        ("EXAONE-4.5-33B",),
+        f"EXAONE 4.5 is the language model of EXAONE 4.0 with a vision tower; {_NO_SIZES}",
+        f"{_GIVE}; LGAI-EXAONE/EXAONE-4.0-32B is the language model before it",
+    ),
+    Lacking(
         ("FLUX.1-dev", "FLUX.2-dev", "Qwen-Image", "stable-diffusion-3.5-large", "SD3.5", "SDXL", "Wan2.1-T2V-14B", "Wan2.2-T2V-A14B"),
         "it is a diffusion model of the diffusers package, not of transformers, and has no config.json of its whole",
         "record its transformer in Python with fsdp_advisor.record_module",

@@ -222,6 +222,14 @@ AS_TYPED = {
     "tiny aya global": "CohereLabs/tiny-aya-base",
     "molmo2 8b": "allenai/Molmo2-8B",
     "xlstm 7b": "NX-AI/xLSTM-7b",
+    "minimax m3": "MiniMaxAI/MiniMax-M3",
+    "zaya1": "Zyphra/ZAYA1-8B",
+    "hy4": "tencent/Hy4-preview",
+    "command a+": "CohereLabs/command-a-plus-05-2026",
+    "command a plus": "CohereLabs/command-a-plus-05-2026",
+    "granite 4.1 8b": "ibm-granite/granite-4.1-8b",
+    "nemotron 3 nano 4b": "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16",
+    "nanbeige 4.1 3b": "Nanbeige/Nanbeige4.1-3B",
     "google gemma 4 31b": "google/gemma-4-31B",
     "arcee trinity mini": "arcee-ai/Trinity-Mini",
     "meta llama 4 scout": "meta-llama/Llama-4-Scout-17B-16E",
@@ -341,6 +349,8 @@ def test_models_of_the_family_are_named_if_none_is_near(typed: str, named: str) 
         "phi-3.5-vision-instruct",
         "qwen image",
         "llama nemotron super",
+        "mimo v2.5",
+        "exaone 4.5",
     ],
 )
 def test_known_model_that_the_catalog_lacks_is_named_with_a_reason(typed: str) -> None:
