@@ -338,12 +338,23 @@ def test_bundle_trains_what_is_adapted(
     _train_bundle(target, job(of, hidden_size=64, adaptation=adaptation), tiny["untied"], tmp_path)
 
 
-def _train_bundle(target: str, of: Job, model: Path, tmp_path: Path) -> None:
+@with_all_cases
+def test_a_bundle_for_accelerate_saves_adapters_without_the_base(tiny: dict[str, Path], tmp_path: Path) -> None:
+    of = plan("zero3", "fsdp2", gpus=2, framework="accelerate")
+    adapted = job(of, hidden_size=64, adaptation=Adaptation(peft=LORA))
+    _train_bundle("accelerate", adapted, tiny["untied"], tmp_path, "--output", "checkpoint")
+    folders = {path.name: path for path in (tmp_path / "checkpoint").iterdir()}
+    assert set(folders) == {"pytorch_model_fsdp_0", "optimizer_0"}
+    written = sum(path.stat().st_size for path in (tmp_path / "checkpoint").rglob("*") if path.is_file())
+    assert written < (tiny["untied"] / "model.safetensors").stat().st_size / 2
+
+
+def _train_bundle(target: str, of: Job, model: Path, tmp_path: Path, *more: str) -> None:
     files = bundle(find(target), of).files
     for file in files:
         (tmp_path / file.name).write_text(file.text)
     (start,) = (file.name for file in files if file.executable)
-    arguments = ("--model", str(model), "--seq-len", "32", "--steps", "2")
+    arguments = ("--model", str(model), "--seq-len", "32", "--steps", "2", *more)
     path = f"{WORKERS}:{WORKERS / 'site'}"
     output = launched(tmp_path, start, *arguments, PYTHONPATH=path)
     losses = losses_of(output) or [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", output)]
