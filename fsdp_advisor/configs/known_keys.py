@@ -1,7 +1,7 @@
 """The keys of configuration files that their consumers have. An unread key that is none of them is misspelt, or an argument of the script.
 
 Source: transformers 5.23, training_args.py; accelerate 1.15, commands/launch.py and commands/config/config_args.py; trl 1.16, its
-configurations and scripts/utils.py; axolotl 0.19, utils/schemas and integrations/*/args.py.
+configurations and scripts/utils.py; axolotl 0.19, utils/schemas and integrations/*/args.py; deepspeed 0.19.8, runtime/config.py.
 """
 
 from __future__ import annotations
@@ -183,6 +183,18 @@ _AXOLOTL = """
     warmup_ratio warmup_steps weight_decay weight_dtype worker_extension_cls world_size xformers_attention
 """
 """Keys of axolotl's file and of its sections."""
+_DEEPSPEED = """
+    activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type compile
+    compression_training csv_monitor curriculum_learning data_efficiency data_parallel_size data_types dataloader_drop_last
+    datastates_ckpt disable_allgather disable_python_gc dump_state eigenvalue elasticity expert_parallel flops_profiler fp16
+    gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting hybrid_engine
+    log_level managed_gradient_accumulation memory_breakdown nebula optimizer pipeline prescale_gradients progressive_layer_drop
+    quantize_training scheduler seq_parallel_communication_data_type sequence_parallel_size sparse_attention sparse_gradients
+    steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
+    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
+"""
+"""Keys that DeepSpeedConfig asks a configuration for, outside its sections. It does not report others."""
 
 _TEXTS = {
     "accelerate": _ACCELERATE,
@@ -190,6 +202,7 @@ _TEXTS = {
     "Trainer arguments": _TRAINER,
     "TRL": _TRAINER + _TRL,
     "axolotl": _AXOLOTL,
+    "DeepSpeed": _DEEPSPEED,
 }
 _OF_FORMAT = {format: frozenset(names.split()) for format, names in _TEXTS.items()}
 

@@ -879,6 +879,11 @@ def test_a_quantized_base_of_trl_is_an_assumption() -> None:
         ("fsdp.yaml", FSDP2 + "fsdp_ofload_params: false\ntpu_env: []\n", "fsdp_ofload_params (did you mean fsdp_offload_params?)"),
         ("train.yaml", TRAINERS + "lora_enable: true\nlogging_steps: 5\n", "lora_enable"),
         ("axolotl.yaml", dedent(AXOLOTL) + "wandb_projct: x\n", "wandb_projct (did you mean wandb_project?)"),
+        (
+            "ds.json",
+            '{"train_micro_batch_size_per_gpu": 1, "steps_per_prnt": 5, "wall_clock_breakdown": false}',
+            "steps_per_prnt (did you mean steps_per_print?)",
+        ),
     ],
 )  # fmt: skip
 def test_unknown_keys_are_not_among_those_without_effect(name: str, text: str, unknown: str) -> None:
@@ -897,6 +902,41 @@ def test_a_check_names_unknown_keys(tmp_path: Path) -> None:
 def test_known_keys_are_those_of_the_libraries() -> None:
     assert {field.name for field in dataclasses.fields(TrainingArguments)} <= known_keys("Trainer arguments")
     assert {action.dest for action in launch_command_parser()._actions} <= known_keys("accelerate")
+
+
+class Asked(dict[str, Any]):
+    """A configuration that notes the keys that its reader asks for."""
+
+    def __init__(self, keys: dict[str, Any]) -> None:
+        super().__init__(keys)
+        self.asked: set[str] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Asked:
+        return self
+
+
+def test_known_keys_of_deepspeed_are_those_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = pytest.importorskip("deepspeed.runtime.config")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    keys = Asked({"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1})
+    config.DeepSpeedConfig(keys)
+    assert {"optimizer", "zero_optimization", "steps_per_print"} <= keys.asked <= known_keys("DeepSpeed")
 
 
 @pytest.mark.parametrize(
