@@ -17,10 +17,10 @@ _BY_OTHER_NAME = {
     "aquila": "llama", "bailing_moe": "glm4_moe", "baichuan": "llama", "chatglm": "glm", "decilm": "llama", "deepseek": "deepseek_v2",
     "deepseek_vl_v2": "deepseek_vl", "dream": "qwen2", "hunyuan": "hunyuan_v1_dense", "internlm": "llama", "internlm2": "llama",
     "internvl_chat": "internvl", "jais": "gpt2", "kimi_vl": "kimi_k25", "llada": "llama", "llava_llama": "llava",
-    "llava_qwen": "llava_onevision", "minicpm": "minicpm3", "mixformer-sequential": "phi", "nemotron-nas": "llama", "orion": "llama",
-    "phi-msft": "phi", "phi3_v": "phi3", "phi3small": "phi3", "phi4mm": "phi4_multimodal", "qwen": "qwen2",
-    "refinedweb": "falcon", "refinedwebmodel": "falcon", "stablelm_epoch": "stablelm", "telechat": "llama", "xverse": "llama",
-    "yi": "llama", "hf_olmo": "olmo",
+    "llava_qwen": "llava_onevision", "mimo_v2": "mimo_v2_flash", "minicpm": "minicpm3", "mixformer-sequential": "phi",
+    "nemotron-nas": "llama", "orion": "llama", "phi-msft": "phi", "phi3_v": "phi3", "phi3small": "phi3", "phi4mm": "phi4_multimodal",
+    "qwen": "qwen2", "refinedweb": "falcon", "refinedwebmodel": "falcon", "stablelm_epoch": "stablelm", "telechat": "llama",
+    "xverse": "llama", "yi": "llama", "hf_olmo": "olmo",
 }  # fmt: skip
 """Model type of code in a hub repository -> type of a model in transformers with equal or similar layers."""
 

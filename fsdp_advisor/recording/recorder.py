@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -273,6 +274,7 @@ def _grid(source: Source, key: TapeKey) -> _Grid:
 
 def _contexts(source: Source, key: TapeKey, model: nn.Module) -> Iterator[AbstractContextManager[object]]:
     """The contexts of a step, except for fake tensors. Enter each before asking for the next."""
+    yield _without_warnings()
     yield steady()
     yield softmax_scratch()
     if key.saves_linear_inputs:
@@ -300,6 +302,14 @@ def _contexts(source: Source, key: TapeKey, model: nn.Module) -> Iterator[Abstra
             yield with_liger_kernels(model, source.name)
     if key.compiles:
         yield functions_of_graphs(by_cudnn=key.kernel == "cudnn")
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Context without the warnings that code under fake tensors causes, such as those of slices of a cache of keys."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 def _compile(source: Source, key: TapeKey, model: nn.Module) -> None:

@@ -346,6 +346,16 @@ VERSION = metadata.version("transformers")
             f"code in the repository (auto_map) is never run; no model of transformers {VERSION} has a similar name",
         ),
         (
+            {
+                "model_type": "mimo_v2",
+                "auto_map": {"AutoConfig": "evil.Config"},
+                "architectures": ["MiMoV2ForCausalLM"],
+            },
+            "the installed transformers has no model of type 'mimo_v2'",
+            f"code in the repository (auto_map) is never run; the nearest model of transformers {VERSION} is MiMoV2FlashForCausalLM: set"
+            " model_type to 'mimo_v2_flash' if the layers are the same",
+        ),
+        (
             {"model_type": "chatglm", "auto_map": {"AutoConfig": "evil.Config"}},
             "the installed transformers has no model of type 'chatglm'",
             f"code in the repository (auto_map) is never run; the nearest model of transformers {VERSION} is GlmForCausalLM: "

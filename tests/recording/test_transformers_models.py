@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 from matrix import in_turn
+from vision_models import config_of
 
 torch = pytest.importorskip("torch")
 
@@ -223,3 +226,13 @@ def test_layers_that_a_configuration_lists_for_deepstack_keep_their_places() -> 
     places = [place for run in tower.runs for _ in range(run.repeats) for place in run.pattern]
     assert len(model.get_submodule(tower.path)) == len(places) == 24
     assert places.count(places[3]) == places.count(places[12]) == 1
+
+
+def test_a_recording_prints_no_warnings_of_code_under_fake_tensors() -> None:
+    """The Trainer switches the cache off for the whole model alone, so a language model in it makes one, and slices it."""
+    config = config_of("gemma3")
+    config["text_config"] = {**config["text_config"], "sliding_window": 32}
+    recorder = Recorder(TransformersSource(config, name="window", task="image-text-to-text"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorder.tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "none", device="gpu", at=(2, 64)))
