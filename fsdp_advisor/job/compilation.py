@@ -21,7 +21,7 @@ Trainer (`torch_compile`) and accelerate compile the model, in DDP's wrapper or 
 Source: torchtitan 0.3.0, distributed/compile.py and, in components/loss.py, `_maybe_compile`; accelerate 1.15, accelerator.py,
 prepare_model and _prepare_fsdp2.
 """
-COMPILING_TASKS: tuple[TrainingTask, ...] = ("sft", "dpo", "reward")
+COMPILING_TASKS: tuple[TrainingTask, ...] = ("sft", "dpo", "kto", "reward")
 """The trainers of TRL whose compiled steps were compared with their own code."""
 
 

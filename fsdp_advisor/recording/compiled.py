@@ -59,7 +59,22 @@ def compile_modules(modules: Iterable[nn.Module], *, in_ddp: bool, in_one_graph:
     """
     backend = DDPOptimizer(BUCKET_BYTES, _backend).compile_fn if in_ddp else _backend
     for module in modules:
+        module.__dict__[_OUTSIDE_DDP] = torch.compile(module.forward, backend=_backend, fullgraph=in_one_graph)
         module.forward = torch.compile(module.forward, backend=backend, fullgraph=in_one_graph)
+
+
+_OUTSIDE_DDP = "forward_outside_ddp"
+"""The attribute of a compiled module with its forward as compiled without DDP's boundaries."""
+
+
+@contextlib.contextmanager
+def outside_ddp(model: nn.Module) -> Iterator[None]:
+    """Context in which the compiled modules of a model run as in one that DDP does not wrap."""
+    with contextlib.ExitStack() as contexts:
+        for module in model.modules():
+            if (forward := module.__dict__.get(_OUTSIDE_DDP)) is not None:
+                contexts.enter_context(mock.patch.object(module, "forward", forward))
+        yield
 
 
 def regions(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:

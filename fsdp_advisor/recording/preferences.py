@@ -30,6 +30,7 @@ from fsdp_advisor.recording.losses.fused import (
     router_loss_of,
     set_loss,
 )
+from fsdp_advisor.recording.on_gpu import as_on_gpu
 from fsdp_advisor.recording.rollouts import batch_of, loss_of_grpo
 from fsdp_advisor.recording.scoring import scoring, scoring_phase, without_checkpointing
 from fsdp_advisor.recording.source import Source
@@ -98,10 +99,15 @@ class PreferenceSource(FusedLossSource):
 
     @contextlib.contextmanager
     def as_reference(self, module: nn.Module) -> Iterator[None]:
-        """Context in which forwards are those of the reference model: without the adapters, unless the reference is a copy."""
+        """Context in which forwards are those of the reference model: without the adapters, unless the reference is a copy.
+
+        A copy is not compiled under FSDP2, where TRL shards it itself, and DDP does not wrap it.
+        Source: trl 1.16, trainer/dpo_trainer.py and kto_trainer.py, `prepare_fsdp` or accelerate's `prepare_model`, `evaluation_mode=True`.
+        """
         is_copy = self._reference == "copy"
         autocasts = torch.is_autocast_enabled("cpu") and (not is_copy or self._autocasts_copy)
         with (
+            _compiled_copy(module, self.key) if is_copy and self.key.compiles else contextlib.nullcontext(),
             torch.autocast("cpu", torch.bfloat16, enabled=autocasts),
             contextlib.nullcontext() if is_copy else module.disable_adapter(),  # type: ignore[operator]  # of PeftModel
         ):
@@ -133,6 +139,19 @@ def _log_probs(
         outputs: dict[str, torch.Tensor] = module(input_ids=ids, labels=labels)
     torch.clear_autocast_cache()
     return outputs
+
+
+@contextlib.contextmanager
+def _compiled_copy(module: nn.Module, key: TapeKey) -> Iterator[None]:
+    """Context in which compiled modules run as those of a reference copy: their own code under FSDP2, else compiled outside of DDP."""
+    from fsdp_advisor.recording.compiled import outside_ddp  # Inductor takes a second to import
+
+    if key.engine != "fsdp2":
+        with outside_ddp(module):
+            yield
+        return
+    with torch.compiler.set_stance("force_eager"), as_on_gpu(by_cudnn=key.kernel == "cudnn"):
+        yield
 
 
 def _labels(batch: dict[str, torch.Tensor], prefix: str = "") -> torch.Tensor:

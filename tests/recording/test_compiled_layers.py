@@ -50,7 +50,10 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
     ("options", "said"),
     [
         ({"framework": "axolotl"}, "--framework axolotl"),
-        ({"framework": "trl", "task": "kto"}, "--task kto"),
+        (
+            {"framework": "trl", "task": "grpo", "gpus": 8, "num_generations": 8, "max_completion_length": 64},
+            "--task grpo",
+        ),
         (
             {
                 "framework": "accelerate",

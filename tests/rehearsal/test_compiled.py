@@ -104,6 +104,8 @@ def test_whole_models_and_memory_budgets_need_what_is_predicted(
 OF_TRL = {"library": "trl", "regions": True}
 OF_ACCELERATE = {"library": "accelerate", "regions": True}
 SHARDED: dict[str, Any] = {"strategy": "zero3", "backend": "fsdp2"}
+LONG = {"batch": 4, "length": 16_000}
+"""A batch whose tensors are much larger than the rest, up to 1 MiB, that the allocator does not split from a block."""
 TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
     taken(
         [
@@ -131,6 +133,10 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
                 ({"model": "qwen3_moe", **OF_TRL, "fsdp": True, "checkpointing": True}, SHARDED),
             ),
             ("regions in TRL", (OF_TRL, {})),
+            ("DPO by regions, sharded", ({**OF_TRL, **LONG, "task": "dpo", "fsdp": True}, SHARDED)),
+            ("KTO by regions", ({**OF_TRL, **LONG, "task": "kto"}, {})),
+            ("KTO in DDP", ({"library": "trl", **LONG, "length": 8000, "task": "kto"}, {})),
+            ("KTO by regions, sharded", ({**OF_TRL, **LONG, "task": "kto", "fsdp": True}, SHARDED)),
             ("the Trainer, sharded", ({"fsdp": True}, SHARDED)),
             ("regions, sharded", ({**OF_ACCELERATE, "fsdp": True}, SHARDED)),
             ("regions, in DDP", (OF_ACCELERATE, {})),
@@ -158,11 +164,11 @@ def test_trainers_that_compile_on_two_ranks_need_what_is_predicted(
     }  # fmt: skip
     job = {**usual, **settings}
     config, _, precision, _, batch, length = _job(job["model"], "trainer", "bf16-mixed", length=8000)
-    job |= {"batch": batch, "length": length}
     if job["library"] == "trl":  # more than one tile of its loss
         config |= {"vocab_size": 40_000}
     if job["task"] != "sft":  # a step has two sequences per example, or two batches
-        batch, length = job["batch"], job["length"] = 2, 4000
+        batch, length = job.get("batch", 2), job.get("length", 4000)
+    job |= {"batch": batch, "length": length}
     found = run_on_ranks("compiled_trainers.py", json.dumps(config), json.dumps(job), gpus=2)
     row = row_of(
         tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, gpus=2,
