@@ -13,6 +13,13 @@ default.
 """
 
 
+WITHOUT_NUM_EXPERTS = ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "phimoe")
+"""Types of models with a weight of the routers' loss whose configurations, also of dense models, have no `num_experts`, which TRL reads.
+
+Source: trl 1.16, trainer/utils.py, `add_fused_lm_head`; transformers 5.23, the configurations.
+"""
+
+
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     """Notes on what an estimate under accelerate, the Trainer or torchtitan leaves out or assumes."""
     if plan.facts.own_models:
@@ -50,6 +57,12 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     if plan.compile != "none" and plan.backend == "fsdp2" and plan.checkpointing != "none":
         notes.append(
             "activation_checkpointing in fsdp_config: its compiled wrappers keep more than the model's gradient_checkpointing"
+        )
+    model_type = profile.config.get("model_type")
+    if plan.framework == "trl" and plan.task != "reward" and model_type in WITHOUT_NUM_EXPERTS:
+        notes.append(
+            f"the routers' loss: TRL 1.16 fails to compute it for {model_type}, whose configuration has no num_experts; set "
+            "router_aux_loss_coef to 0.0"
         )
     if plan.precision == "fp16-mixed":
         notes.append("the gradient scaler's few scalars")
