@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_advisor.assumptions import sequence_length, stores_frozen_base_in_fp32
+from fsdp_advisor.assumptions import half_dtype, sequence_length, stores_frozen_base_in_fp32
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, usual_gpus_per_node
 from fsdp_advisor.job.adaptation import adaptation_of
@@ -84,18 +84,15 @@ def _dtype_notes(request: EstimateRequest, *, is_packed: bool) -> list[str]:
     if "dtype" in request.assumed:
         if is_packed:
             return []
+        stored = f"the frozen base is stored in {request.dtype}"
         if FRAMEWORKS[request.framework].loads_fp32:
             name = FRAMEWORK_NAMES[request.framework]
-            return [
-                f"the frozen base is stored in bfloat16, for which {name} needs dtype bfloat16; without it {name} loads fp32"
-            ]
-        return [
-            "the frozen base is stored in bfloat16, as transformers loads most checkpoints; dtype float32 doubles it"
-        ]
+            return [f"{stored}, for which {name} needs dtype {request.dtype}; without it {name} loads fp32"]
+        if request.dtype == "float16":
+            return [f"{stored}, which must be asked for when it is loaded; dtype float32 doubles it"]
+        return [f"{stored}, as transformers loads most checkpoints; dtype float32 doubles it"]
     if request.dtype != "auto" or is_packed or not adaptation_of(request).peft:
         return []
-    if request.precision == "fp16-mixed":
-        return ["the frozen base is assumed to be stored in fp32; a base in float16 is not modelled"]
     if not stores_frozen_base_in_fp32(request):
         return []
     if FRAMEWORKS[request.framework].loads_fp32:
@@ -103,8 +100,8 @@ def _dtype_notes(request: EstimateRequest, *, is_packed: bool) -> list[str]:
     elif request.backend == "fsdp1":
         why = "because FSDP1 flattens one dtype, which is that of adapters"
     else:
-        why = "as bf16-mixed has it"
-    return [f"the frozen base is stored in fp32, {why}; dtype bfloat16 halves it"]
+        why = f"as {request.precision} has it"
+    return [f"the frozen base is stored in fp32, {why}; dtype {half_dtype(request.precision)} halves it"]
 
 
 def batch_notes(request: EstimateRequest) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect, usual_nodes
-from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.adaptation import adaptation_of, may_store_half
 from fsdp_advisor.job.adapter_fields import QuantStorage
 from fsdp_advisor.job.choices import Precision, default_seq_len
 from fsdp_advisor.job.fields import fields_of
@@ -41,8 +41,8 @@ def settled(request: AnyRequest) -> AnyRequest:
         found["nnodes"] = nodes
     if "precision" not in request.given and gpu.lacks_bf16:
         found["precision"] = "fp16-mixed"
-    elif _loads_frozen_base_in_bf16(request):
-        found["dtype"] = "bfloat16"
+    if _loads_frozen_base_in_half(request, precision := found.get("precision", request.precision)):
+        found["dtype"] = half_dtype(precision)
     if isinstance(request, RecommendRequest) and _may_choose_storage(request):
         found["bnb_4bit_quant_storage"] = SHARDED_STORAGE[found.get("precision", request.precision)]
     is_open = "activation_checkpointing" not in request.given and not isinstance(request, RecommendRequest)
@@ -54,8 +54,13 @@ def settled(request: AnyRequest) -> AnyRequest:
     return replace(request, **found, assumed=frozenset(found))
 
 
-def _loads_frozen_base_in_bf16(request: EstimateRequest) -> bool:
-    """Whether the frozen base of adapters is loaded in bf16 if no dtype is given: transformers loads a checkpoint in its own dtype.
+def half_dtype(precision: Precision) -> Literal["float16", "bfloat16"]:
+    """The dtype of 16 bits in which a precision computes, or would."""
+    return "float16" if precision == "fp16-mixed" else "bfloat16"
+
+
+def _loads_frozen_base_in_half(request: EstimateRequest, precision: Precision) -> bool:
+    """Whether the frozen base of adapters is loaded in 16 bits if no dtype is given: transformers loads a checkpoint in its own dtype.
 
     TRL loads fp32 unless it gets a dtype; a search gives it one. FSDP1 can flatten only parameters of one dtype, and adapters are in fp32;
     only the Trainer puts adapters in units of their own. A base in 4 or 8 bits keeps that format, and PEFT converts its other weights to
@@ -64,12 +69,14 @@ def _loads_frozen_base_in_bf16(request: EstimateRequest) -> bool:
     facts = FRAMEWORKS[request.framework]
     if (
         request.dtype != "auto"
-        or request.precision != "bf16-mixed"
+        or precision not in ("bf16-mixed", "fp16-mixed")
         or (request.backend == "fsdp1" and not facts.uses_trainer)
     ):
         return False
     chooses = isinstance(request, RecommendRequest) and "dtype" not in request.given
     adaptation = adaptation_of(request)
+    if not may_store_half(adaptation, precision):
+        return False
     has_dtype = bool(adaptation.peft) and not (adaptation.quantization and adaptation.prepared)
     return has_dtype and (chooses or not facts.loads_fp32)
 
@@ -92,10 +99,13 @@ def _may_choose_storage(request: RecommendRequest) -> bool:
 
 
 def stores_frozen_base_in_fp32(request: EstimateRequest) -> bool:
-    """Whether adapters are trained on a base in fp32: it is not quantized, and its dtype is neither given nor assumed to be bf16."""
+    """Whether adapters are trained on a base in fp32 that could be in 16 bits: it is not quantized, and its dtype is neither given nor
+    assumed to be 16 bits.
+    """
     adaptation = adaptation_of(request)
     whole = bool(adaptation.peft) and not adaptation.quantization
-    return whole and request.precision == "bf16-mixed" and request.dtype != "bfloat16"
+    is_mixed = request.precision in ("bf16-mixed", "fp16-mixed") and may_store_half(adaptation, request.precision)
+    return whole and is_mixed and request.dtype in ("auto", "float32")
 
 
 def sequence_length(request: EstimateRequest, profile: Profile | None) -> tuple[int, list[str]]:

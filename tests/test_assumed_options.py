@@ -117,6 +117,8 @@ def test_a_search_stores_weights_in_4_bits_so_that_several_gpus_share_them(
         ({"backend": "fsdp1"}, "auto", "auto"),  # a flat parameter has one dtype, and adapters are in fp32
         ({"load_in_8bit": True}, "auto", "auto"),
         ({"precision": "fp32"}, "auto", "auto"),
+        ({"precision": "fp16-mixed"}, "float16", "float16"),
+        ({"precision": "fp16-mixed", "lora_modules_to_save": "lm_head"}, "auto", "auto"),
         ({"use_peft": False, "freeze": ("wte",)}, "auto", "auto"),
     ],
     ids=str,
@@ -137,7 +139,8 @@ def test_a_frozen_base_is_stored_as_its_framework_loads_it(
         ({"backend": "fsdp1"}, "stored in fp32, because FSDP1 flattens one dtype, which is that of adapters; dtype bfloat16 halves it"),
         ({"dtype": "bfloat16"}, ""),
         ({"load_in_8bit": True}, ""),
-        ({"gpu": "T4"}, "assumed to be stored in fp32; a base in float16 is not modelled"),
+        ({"gpu": "T4"}, "stored in float16, which must be asked for when it is loaded; dtype float32 doubles it"),
+        ({"gpu": "T4", "lora_modules_to_save": "lm_head"}, ""),
         ({"use_peft": False}, ""),
     ],
     ids=str,
@@ -235,3 +238,40 @@ def test_a_search_that_offloads_names_the_scales_that_can_be_nested() -> None:
     (note,) = [each for each in recommend(**job).recommendation.notes if "scales" in each]
     assert "--use-bnb-nested-quant divides that by four" in note
     assert not any("scales" in each for each in recommend(**{**job, "gpu": "H100"}).recommendation.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"precision": "bf16-mixed", "use_peft": True}, "is for precision fp16-mixed"),
+        ({"precision": "fp16-mixed"}, "cannot be trained"),
+        (
+            {"precision": "fp16-mixed", "use_peft": True, "lora_modules_to_save": "lm_head"},
+            "does not unscale gradients",
+        ),
+        ({"precision": "fp16-mixed", "use_peft": True, "dtype": "bfloat16"}, "autocast converts weights in bfloat16"),
+    ],
+    ids=str,
+)
+def test_weights_in_16_bits_that_cannot_be_trained_so_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        estimate(model=GPT2, gpu="H100", **{"dtype": "float16", **options})
+
+
+def test_adapters_on_a_base_in_float16_need_what_those_on_one_in_bfloat16_need() -> None:
+    job = {"model": GPT2, "gpu": "A100", "gpus": 2, "use_peft": True}
+    found = estimate(**job, precision="fp16-mixed", dtype="float16").estimates
+    expected = estimate(**job, precision="bf16-mixed", dtype="bfloat16").estimates
+    ddp, other = (
+        next(r for r in found if r.plan.strategy == "ddp"),
+        next(r for r in expected if r.plan.strategy == "ddp"),
+    )
+    assert ddp.peak_tensor_bytes == other.peak_tensor_bytes
+
+
+def test_a_note_names_models_that_clamp_hidden_states_in_float16() -> None:
+    def notes(**options: Any) -> bool:
+        (row,) = estimate(model="google-t5/t5-small", gpu="A100", precision="fp16-mixed", **options).estimates
+        return any("clamp" in note for note in row.not_modelled)
+
+    assert notes(gpus=2, strategy="zero3") and not notes(gpus=1, strategy="ddp")

@@ -285,6 +285,8 @@ def _adapters(found: Collector) -> None:
     set_lora(found, config)
     if "bf16" in (found.options.get("mixed"), *found.defaults.get("mixed", ())):
         found.options["dtype"] = "bfloat16"
+    elif "fp16" in (found.options.get("mixed"), *found.defaults.get("mixed", ())):
+        found.options["dtype"] = "float16"
     _adapter_kernels(found, adapter)
     given = found.take("bnb_config_kwargs")
     loads = {"load_in_4bit": found.flag("load_in_4bit"), "load_in_8bit": found.flag("load_in_8bit")}

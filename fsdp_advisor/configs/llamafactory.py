@@ -158,6 +158,8 @@ def _adapters(found: Collector) -> None:
     set_lora(found, config)
     if truth(found.peek("bf16") or False):
         found.options["dtype"] = "bfloat16"
+    elif truth(found.peek("fp16") or False):
+        found.options["dtype"] = "float16"
     method = str(found.peek("quantization_method") or "bnb").lower()
     bits = found.peek("quantization_bit")
     if bits is None or method not in ("bnb", "bitsandbytes"):

@@ -136,9 +136,13 @@ def _resolve_precision(options: dict[str, Any], parts: Sequence[Collector]) -> N
     mixed, dtype = options.pop("mixed", None), options.pop("dtype", None)
     adapters = has_adapters(options)
     if dtype == "auto":  # the checkpoint's dtype, which is assumed to be half precision for a frozen base
-        dtype = "bfloat16" if adapters else None
+        dtype = ("float16" if mixed == "fp16" else "bfloat16") if adapters else None
     sharded = options.get("backend") in ("fsdp1", "fsdp2")
-    if (adapters or sharded) and mixed in ("bf16", "fp16") and dtype in ("bfloat16", "bf16"):
+    if adapters and mixed == "fp16" and dtype in ("float16", "fp16"):
+        if not is_quantized(options):
+            options["dtype"] = "float16"
+        dtype = None
+    elif (adapters or sharded) and mixed in ("bf16", "fp16") and dtype in ("bfloat16", "bf16"):
         if not is_quantized(options):  # otherwise the dtypes of unpacked weights are fixed
             options["dtype"] = "bfloat16"
         dtype = None

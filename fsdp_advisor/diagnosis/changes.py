@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_advisor.advice import recommend_resolved
-from fsdp_advisor.assumptions import stores_frozen_base_in_fp32
+from fsdp_advisor.assumptions import half_dtype, stores_frozen_base_in_fp32
 from fsdp_advisor.diagnosis.attribution import EARLIER_STEP
 from fsdp_advisor.diagnosis.facts import Category, Change, Holding, Moment, OutOfMemory
 from fsdp_advisor.diagnosis.prediction import Job
@@ -246,7 +246,7 @@ def _attempts(job: Job) -> Iterator[tuple[dict[str, Any], str]]:
     if not request.allocator_conf:
         yield {"allocator_conf": EXPANDABLE_SEGMENTS}, f"PYTORCH_ALLOC_CONF={EXPANDABLE_SEGMENTS}"
     if stores_frozen_base_in_fp32(request):
-        yield {"dtype": "bfloat16"}, "--dtype bfloat16"
+        yield {"dtype": (half := half_dtype(request.precision))}, f"--dtype {half}"
     batch, accumulation = plan.micro_batch_size, plan.gradient_accumulation_steps
     while batch % 2 == 0:
         batch, accumulation = batch // 2, accumulation * 2

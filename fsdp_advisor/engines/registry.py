@@ -20,6 +20,7 @@ from fsdp_advisor.engines.reference import EngineStep, ReferenceStep, Zero3Refer
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.kernels import fp16_notes
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROLLOUT_PHASES, Tape
 from fsdp_advisor.policies.dtypes import packing_refusal, with_cast_biases
@@ -124,6 +125,10 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     if (limit := limit_of(plan.optim, plan.backend, plan.framework)) is not None:
         notes.append(limit.reason)
     notes += optimizer.notes
+    if plan.precision == "fp16-mixed" and (
+        plan.stores_half or plan.backend != "ddp"
+    ):  # autocast alone leaves hidden states in fp32
+        notes += fp16_notes(profile)
     if optimizer.is_paged and plan.offload == "none":
         notes.append(PAGED)
     return (

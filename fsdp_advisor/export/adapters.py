@@ -18,8 +18,16 @@ def weights(job: Job) -> str:
     """The dtype in which a job loads its model."""
     plan = job.plan
     if job.adaptation.quantization:
-        return Quantization.from_keywords(job.adaptation.quantization).compute_dtype
+        return Quantization.from_keywords(quantization_of(job)).compute_dtype
     return plan.dtype if plan.mixed and plan.dtype != "auto" else WEIGHTS[plan.precision]
+
+
+def quantization_of(job: Job) -> dict[str, Any]:
+    """The keywords of a quantized base, with the compute dtype of the job's precision. An estimate, where only sizes count, has bf16."""
+    found = dict(job.adaptation.quantization)
+    if job.plan.precision == "fp16-mixed" and found.get("bnb_4bit_compute_dtype") == "bfloat16":
+        found["bnb_4bit_compute_dtype"] = "float16"
+    return found
 
 
 def adapter(job: Job) -> dict[str, Any]:
@@ -35,7 +43,7 @@ def template_values(job: Job) -> dict[str, Any]:
     return {
         "adapter": adapter(job),
         "freeze": list(job.adaptation.freeze),
-        "quantization": dict(job.adaptation.quantization),
+        "quantization": quantization_of(job),
         "adapts": bool(job.adaptation.peft or job.adaptation.freeze),
     }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.checkpointing import every_nth_layer
+from fsdp_advisor.job.choices import Precision
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.request import EstimateRequest
@@ -279,3 +280,40 @@ def _quantization(request: EstimateRequest) -> dict[str, Any]:
         "bnb_4bit_quant_storage": request.bnb_4bit_quant_storage,
         "bnb_4bit_compute_dtype": "float32" if request.precision == "fp32" else "bfloat16",
     }
+
+
+def may_store_half(adaptation: Adaptation, precision: Precision) -> bool:
+    """Whether the base of adapters may be in 16 bits: not if PEFT also trains modules in full, in the base's dtype, and that is float16."""
+    return precision != "fp16-mixed" or not adaptation.peft.get("modules_to_save")
+
+
+def check_dtype(request: EstimateRequest) -> None:
+    """Raises UsageError for weights in a dtype of 16 bits that the precision does not compute in, or that cannot be trained in it.
+
+    Source: torch 2.13, amp/grad_scaler.py, `_unscale_grads_`: "Attempting to unscale FP16 gradients."
+    """
+    if request.dtype == "float16" and request.precision != "fp16-mixed":
+        raise UsageError(
+            "dtype float16 is for precision fp16-mixed", hint="--precision fp16-mixed, or --dtype bfloat16"
+        )
+    if request.dtype == "float16" and not adaptation_of(request).peft:
+        raise UsageError(
+            "weights in float16 cannot be trained: the gradient scaler of fp16-mixed does not unscale their gradients",
+            hint="--dtype float32; or train adapters, which are in fp32: --use-peft",
+        )
+    if request.dtype == "float16" and not may_store_half(adaptation_of(request), request.precision):
+        raise UsageError(
+            "modules that PEFT trains in full have the base's dtype, and the gradient scaler of fp16-mixed does not unscale gradients in "
+            "float16",
+            hint="--dtype float32, or leave --lora-modules-to-save out",
+        )
+    if (
+        request.dtype == "bfloat16"
+        and request.precision == "fp16-mixed"
+        and not request.load_in_4bit
+        and not request.load_in_8bit
+    ):
+        raise UsageError(
+            "with precision fp16-mixed, autocast converts weights in bfloat16 in each product, which is not modelled",
+            hint="--dtype float16 or float32, or --precision bf16-mixed",
+        )

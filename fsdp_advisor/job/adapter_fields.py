@@ -20,7 +20,7 @@ MAX_NAMES = 4096
 MAX_CONFIG = 65_536
 """The largest accepted number of characters of an adapter_config.json."""
 
-StoredDtype = Literal["auto", "float32", "bfloat16"]
+StoredDtype = Literal["auto", "float32", "bfloat16", "float16"]
 QuantType = Literal["nf4", "fp4"]
 QuantStorage = Literal["uint8", "bfloat16", "float16", "float32"]
 
@@ -118,8 +118,8 @@ Dtype = Annotated[
     rule(
         "the dtype in which the weights of the model are stored; auto follows precision and framework",
         group="Training",
-        synonyms={"fp32": "float32", "bf16": "bfloat16"},
-        not_modelled=("float16", "fp16", "float8"),
+        synonyms={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
+        not_modelled=("float8",),
     ),
 ]
 LoadIn4bit = Annotated[bool, rule("keep the base model in 4 bits with bitsandbytes (QLoRA)")]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_advisor.errors import UsageError, assert_never
-from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.adaptation import adaptation_of, check_dtype
 from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload, Strategy, Wrap
 from fsdp_advisor.job.compilation import COMPILING, check_compile, check_graphs, compile_refusal
@@ -82,6 +82,7 @@ def mesh_of(strategy: Strategy, gpus: int, nnodes: int) -> Mesh:
 def check_request(request: EstimateRequest, seq_len: int) -> None:
     """Raises UsageError for options that contradict each other, whatever the plan."""
     check_task(request)
+    check_dtype(request)
     check_generation(request, seq_len)
     check_batch(request)
     check_projection(request.optim, request.optim_args, request.optim_target_modules)

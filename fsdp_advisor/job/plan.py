@@ -261,9 +261,9 @@ class Plan:
 
     @property
     def stores_half(self) -> bool:
-        """Whether mixed precision keeps weights in bf16. DeepSpeed makes fp32 masters of weights in any dtype."""
+        """Whether mixed precision keeps weights in 16 bits. DeepSpeed makes fp32 masters of weights in any dtype."""
         usual = self.facts.trains_half and self.dtype == "auto" and self.precision == "bf16-mixed"
-        return self.mixed and (usual or self.dtype == "bfloat16") and self.backend != "deepspeed"
+        return self.mixed and (usual or self.dtype in ("bfloat16", "float16")) and self.backend != "deepspeed"
 
     @property
     def compute_bytes(self) -> int:

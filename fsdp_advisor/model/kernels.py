@@ -19,6 +19,13 @@ SELECTIVE_SCAN = frozenset({"falcon_mamba", "jamba", "mamba", "zamba"})
 """Model types with Mamba-1 layers, which call mamba-ssm and causal-conv1d. transformers' own code runs each token of a sequence in turn."""
 WKV = frozenset({"rwkv"})
 """Model types that call the kernel of RWKV-4. transformers' own code runs each token of a sequence in turn."""
+CLAMPS_FP16 = frozenset({
+    "audioflamingo3", "autoformer", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "informer", "led", "longt5", "m2m_100",
+    "marian", "mbart", "moss_transcribe_diarize", "mt5", "mvp", "nllb-moe", "pegasus", "pix2struct", "plbart", "pop2piano",
+    "qwen2_5_omni", "qwen2_audio", "qwen3_asr", "qwen3_omni_moe", "speech_to_text", "switch_transformers", "t5",
+    "time_series_transformer", "udop", "umt5", "voxtral", "whisper",
+})  # fmt: skip
+"""Model types whose layers clamp hidden states that are in float16 (`hidden_states.dtype == torch.float16`, transformers 5.23)."""
 TOKENS_OF_ITERATION = {
     **dict.fromkeys(GATED_DELTA_RULE | KIMI_DELTA_ATTENTION, 64),
     **dict.fromkeys(SELECTIVE_SCAN | WKV, 1),
@@ -81,6 +88,13 @@ def compile_notes(compile: str) -> list[str]:
         "Inductor chooses the number of partial sums for a GPU with the 132 multiprocessors of an H100; the first step, which compiles, is"
         " not included",
     ]
+
+
+def fp16_notes(profile: Profile) -> list[str]:
+    """A note on a model's step with hidden states in float16."""
+    if profile.config.get("model_type") not in CLAMPS_FP16:
+        return []
+    return ["the masks with which the model's layers clamp hidden states in float16; in bf16 they do not"]
 
 
 def fp8_notes(fp8: str, compile: str) -> list[str]:

@@ -245,7 +245,9 @@ def _precision(job: Mapping[str, Any]) -> dict[str, str]:
         case ["torch.float32"], "bfloat16":
             return {"precision": "bf16-mixed", **({"dtype": "float32"} if job["model"]["peft"] else {})}
         case ["torch.float32"], "float16":
-            return {"precision": "fp16-mixed"}
+            return {"precision": "fp16-mixed", **({"dtype": "float32"} if job["model"]["peft"] else {})}
+        case ["torch.float16"], "float16" if job["model"]["peft"]:
+            return {"precision": "fp16-mixed", "dtype": "float16"}
     raise NotRecognized(f"parameters are {' and '.join(dtypes)}" + (f" and computation is {half}" if half else ""))
 
 

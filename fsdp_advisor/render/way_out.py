@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_advisor.assumptions import SHARDED_STORAGE, stores_frozen_base_in_fp32
+from fsdp_advisor.assumptions import SHARDED_STORAGE, half_dtype, stores_frozen_base_in_fp32
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.compatibility import OFFLOADS
 from fsdp_advisor.job.losses import losses_without_logits
@@ -30,7 +30,7 @@ def way_out(report: Report) -> str:
         return _answer("The steps fit, but evaluation does not", _smaller_evaluation(request))
     options = []
     if stores_frozen_base_in_fp32(request):
-        options.append("--dtype bfloat16 (half the frozen base)")
+        options.append(f"--dtype {half_dtype(request.precision)} (half the frozen base)")
     if request.load_in_4bit and request.bnb_4bit_quant_storage == "uint8" and request.gpus > 1:
         options.append(f"--bnb-4bit-quant-storage {SHARDED_STORAGE[request.precision]} (FSDP then shards the base)")
     if request.load_in_4bit and not request.use_bnb_nested_quant:

@@ -129,7 +129,7 @@ def _fms(row: Measurement) -> Mapped | Unmapped:
     if packed and "seq_len" not in job and not row.measured.get("out_of_memory"):
         return Unmapped("the source does not state the lengths of its sequences, which are padded")
     if "float16" in job["precision"].split() and "lora" in row.method and not packed:
-        return Unmapped("weights stored in float16 are not modelled, and the lengths of the sequences are not stated")
+        return Unmapped("the source does not state the lengths of its sequences, which are padded")
     quantized = row.method == "qlora"
     if "baseline" in kernels:
         return Unmapped("TRL 0.13 casts adapters and embeddings to bf16 and leaves norms in fp32, which is not mapped")
