@@ -120,7 +120,10 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
             ("DPO by regions", ({**OF_TRL, "task": "dpo"}, {})),
             (
                 "DPO, sharded and checkpointed",
-                ({"library": "trl", "task": "dpo", "fsdp": True, "checkpointing": True}, SHARDED),
+                (
+                    {"library": "trl", **LONG, "length": 8000, "task": "dpo", "fsdp": True, "checkpointing": True},
+                    SHARDED,
+                ),
             ),
             ("a reward model", ({"library": "trl", "task": "reward"}, {})),
             ("TRL, an MoE, checkpointed", ({"model": "qwen3_moe", "library": "trl", "checkpointing": True}, {})),
