@@ -13,7 +13,8 @@ from fsdp_advisor.verdict import verdict_text
 
 
 def check_result(report: Report) -> dict[str, Any]:
-    """The verdict on the best row of a report: `fits`, `line` in words, the figures, and settings that no figure contains.
+    """The verdict on the best row of a report: `fits`, `line` in words, the figures, settings that no figure contains,
+    and the report's notes.
 
     Raises UsageError if a configuration names a file that was not found: the job is then not known.
     """
@@ -48,4 +49,5 @@ def check_result(report: Report) -> dict[str, Any]:
         "host_bytes_per_node": row.host_bytes_per_node,
         "not_modelled": omitted,
         "unknown": unknown,
+        "notes": list(report.notes),
     }

@@ -100,12 +100,28 @@ def test_check_prints_one_line_and_exits_with_the_verdict(
     gpu: str, status: int, verdict: str, cli: Cli, config: Path
 ) -> None:
     ran = cli("check", "--config-file", str(config), "--gpu", gpu)
-    assert (ran.status, ran.err) == (status, "")
+    assert ran.status == status
     (line,) = ran.out.splitlines()
     assert line.startswith(f"{verdict}: {LLAMA}, ZeRO-3 (fsdp2), 8 x {gpu}: needs ")
     assert line.endswith("not modelled: relora: True (LoRA restarts)")
     document = json.loads(cli("check", "--config-file", str(config), "--gpu", gpu, "--json").out)
     assert document["fits"] is (status == 0) and document["line"] == line
+
+
+@pytest.mark.parametrize(
+    ("model", "left_out"),
+    [
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "is estimated for training on text only"),
+        ("google/gemma-3-27b-it", "is estimated as its language model alone"),
+    ],
+)
+def test_check_says_which_part_of_a_model_it_leaves_out(model: str, left_out: str, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"{{base_model: {model}, micro_batch_size: 1}}")
+    options = ("--config-file", str(tmp_path / "a.yaml"), "--gpu", "B200", "--strategy", "ddp")
+    ran = cli("check", *options)
+    assert len(ran.out.splitlines()) == 1 and left_out in ran.err
+    assert ran.err.splitlines() == cli("estimate", *options).err.splitlines()
+    assert any(left_out in note for note in json.loads(cli("check", *options, "--json").out)["notes"])
 
 
 @pytest.mark.parametrize(
