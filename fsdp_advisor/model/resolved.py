@@ -212,7 +212,7 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
     if adaptation.reward_head:
         if task not in ("causal-lm", "sequence-classification"):
             raise UsageError(
-                f"{model.name} is a {task} model; a reward model is made of a causal language model",
+                f"{model.name} is for {task}; a reward model is made of a causal language model",
                 hint="name a causal language model, or use --task sft",
             )
         task = "sequence-classification"

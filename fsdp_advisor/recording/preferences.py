@@ -54,6 +54,7 @@ ASKED: dict[TrainingTask, tuple[str, ...]] = {
 class PreferenceSource(FusedLossSource):
     """A model whose loss compares log-probabilities: of pairs of sequences (DPO), or of completions and mismatched ones (KTO)."""
 
+    tasks = ("causal-lm", "image-text-to-text")
     not_causal = "TRL compares log-probabilities of causal language models, not of {task} models"
     instead = "use --task sft"
 

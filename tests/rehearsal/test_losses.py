@@ -57,3 +57,21 @@ def test_trl_keeps_terms_of_the_routers_loss_for_each_layer(run: Callable[..., d
         tmp_path, config, framework="trl", precision="bf16-mixed", micro_batch_size=4, seq_len=2000
     )
     assert row.peak_allocated_bytes == pytest.approx(found["trl"], rel=1e-3)
+
+
+def test_trl_computes_its_loss_in_tiles_for_vision_language_models(
+    run: Callable[..., dict[str, int]], tmp_path: Path
+) -> None:
+    text = {key: value for key, value in CONFIG.items() if key not in ("model_type", "tie_word_embeddings")}
+    tower = {"depth": 2, "hidden_size": 128, "num_heads": 4, "intermediate_size": 256, "out_hidden_size": 512}
+    config = {
+        "model_type": "qwen3_vl", "text_config": text | {"head_dim": 64}, "vision_config": tower | {"deepstack_visual_indexes": [0]},
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    found = run("losses.py", json.dumps(config), json.dumps({"trl": ("trl", "bf16-mixed", False, 4, 2048, False)}))
+    row = rehearsed_jobs.row_of(
+        tmp_path,
+        config | {"architectures": ["Qwen3VLForConditionalGeneration"]},
+        framework="trl", precision="bf16-mixed", micro_batch_size=4, seq_len=2048,
+    )  # fmt: skip
+    assert row.peak_allocated_bytes == pytest.approx(found["trl"], rel=1e-3)

@@ -82,10 +82,12 @@ class FusedLoss(nn.Module):
 
 
 class FusedLossSource(WrappedSource):
-    """A causal language model whose forward ends with a `FusedLoss` in place of its head and loss."""
+    """A language model whose forward ends with a `FusedLoss` in place of its head and loss."""
 
+    tasks: tuple[str, ...] = ("causal-lm",)
+    """The tasks of the models that the library's loss is made for."""
     not_causal: str
-    """The error for a model that is not a causal language model; `{task}` is its task."""
+    """The error for a model of another task, `{task}`."""
     instead: str
     """The error's hint: what to use for such a model."""
 
@@ -97,7 +99,7 @@ class FusedLossSource(WrappedSource):
         self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
     ) -> None:
         super().configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
-        if self.task != "causal-lm":
+        if self.task not in self.tasks:
             raise NotRecordable(f"{self.name}: {self.not_causal.format(task=self.task)}", hint=self.instead)
         model = causal_model(module, self.name)
         self.fuse(model)

@@ -31,7 +31,7 @@ _LOSSES: dict[TiledLoss, Callable[[LossInputs], torch.Tensor]] = {"trl": trl.los
 class LossSource(FusedLossSource):
     """A causal language model whose forward computes a loss of TRL, Liger or cut cross entropy (`_LOSSES`)."""
 
-    not_causal = "losses in tiles are for causal language models, not for {task}"
+    not_causal = "losses in tiles are for language models, not for {task}"
     instead = "use --loss full"
 
     def __init__(
@@ -45,6 +45,8 @@ class LossSource(FusedLossSource):
     ) -> None:
         super().__init__(base, router_loss=router_loss)
         self._loss = loss
+        if loss == "trl":  # which calls `base_model` of either (trl 1.16, trainer/utils.py, `_fused_forward`)
+            self.tasks = ("causal-lm", "image-text-to-text")
         self._ignored_labels = ignored_labels
         self._gathered_head = gathered_head
 

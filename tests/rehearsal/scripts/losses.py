@@ -13,7 +13,7 @@ from cut_cross_entropy import linear_cross_entropy
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from training import SteadyPeak, print_peaks, tokenizer, usual_arguments
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
 from trl import SFTConfig, SFTTrainer
 
@@ -53,7 +53,8 @@ def peak_of(model: Any, loss: str, precision: str, batch: int, length: int) -> i
 def measured(config: dict[str, Any], job: tuple[str, str, bool, int, int, bool]) -> int:
     loss, precision, tied, batch, length, adapts = job
     settings = AutoConfig.for_model(**{**config, "tie_word_embeddings": tied})
-    model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    model = kind.from_config(settings, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     if adapts:  # which trains a copy of the head, too
         model = get_peft_model(
             model, LoraConfig(r=16, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
