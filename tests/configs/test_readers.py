@@ -892,6 +892,13 @@ def test_unknown_keys_are_not_among_those_without_effect(name: str, text: str, u
     assert unknown.split(" ")[0] not in said(found, "ignored").split()
 
 
+def test_axolotls_former_names_of_keys_are_known() -> None:
+    former = {"model_type": "LlamaForCausalLM", "model_kwargs": "{}", "model_config": "{}", "model_revision": "main"}
+    found = read("axolotl.yaml", dedent(AXOLOTL) + "".join(f"{key}: {value}\n" for key, value in former.items()))
+    assert said(found, "unknown") == ""
+    assert set(former) <= set(said(found, "ignored").replace(",", " ").split())
+
+
 def test_a_check_names_unknown_keys(tmp_path: Path) -> None:
     file = tmp_path / "train.yaml"
     file.write_text(TRAINERS + "lora_enable: true\n")
