@@ -116,6 +116,9 @@ def _nearest(name: str) -> str:
     import difflib  # takes 1 ms to import and is needed only here
 
     by_key = _gpus_by_name()
+    parts = _parts(name)
+    if reordered := dict.fromkeys(gpu.name for gpu in GPUS for one in (gpu.name, *gpu.aliases) if _parts(one) == parts):
+        return f"did you mean {' or '.join(reordered)}? {_HINT}"
     likeness = {
         candidate: difflib.SequenceMatcher(None, key.replace("o", "0"), candidate.replace("o", "0")).ratio()
         for candidate in by_key
@@ -124,6 +127,16 @@ def _nearest(name: str) -> str:
     keys.sort(key=lambda candidate: -likeness[candidate])
     names = list(dict.fromkeys(by_key[candidate].name for candidate in keys))[:3]
     return f"did you mean {' or '.join(names)}? {_HINT}" if names else _HINT
+
+
+def _parts(name: str) -> list[str]:
+    """The words and numbers of a name in alphabetical order, which is the same for names whose words are in another order.
+
+    >>> _parts("RTX 6000 Pro") == _parts("NVIDIA RTX-PRO-6000")
+    True
+    """
+    words = (_VENDOR_WORDS.sub("", word) for word in re.findall(r"[a-z]+|[0-9]+", name.casefold()[:64]))
+    return sorted(word for word in words if word)
 
 
 def _same_series(key: str, other: str) -> bool:

@@ -200,6 +200,8 @@ def test_size_may_be_a_fraction(mib: int) -> None:
     [
         ("h1oo", "H100-80GB"),
         ("rtx5900", "RTX-5090"),
+        ("RTX 6000 Pro", "RTX-PRO-6000? "),
+        ("6000 Ada RTX", "RTX-6000-Ada? "),
         ("tpu v5p", "TPU-v6e"),
         ("gaudi2", "Gaudi-3"),
         ("mi250", "MI250X"),
