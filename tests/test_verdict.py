@@ -64,6 +64,18 @@ def test_the_host_memory_of_offload_to_nvme_is_unknown() -> None:
     assert too_large.fits is False
 
 
+def test_a_check_says_that_the_size_of_a_host_that_the_job_needs_is_unknown() -> None:
+    def line(**options: Any) -> str:
+        report, row = one(**JOBS["llama"], gpu="H100", strategy="zero3", backend="deepspeed", **options)
+        assert row.fits
+        return str(check_result(report)["line"])
+
+    unknown = "the host's size is unknown, so only the GPU was compared (--host-memory gives it)"
+    assert line(offload="optimizer").endswith(unknown)
+    assert unknown not in line(offload="optimizer", host_memory="2TiB")
+    assert unknown not in line()
+
+
 def test_states_that_exceed_the_gpu_are_named_if_the_peak_is_unknown() -> None:
     request = make_request({"model": MIXTRAL, "gpus": 8, "gpu": "H100", "strategy": "ddp"})
     report = estimate_resolved(request, refusing_autocast())

@@ -37,6 +37,8 @@ def check_result(report: Report) -> dict[str, Any]:
     )
     if row.needed_bytes is None:
         line += f" ({why_unknown(row)})"
+    if row.fits and row.host_bytes_per_node != 0 and report.request.host_memory is None:
+        line += "; the host's size is unknown, so only the GPU was compared (--host-memory gives it)"
     if omitted:
         line += f"; not modelled: {'; '.join(omitted)}"
     if unknown:
