@@ -93,8 +93,12 @@ def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
 def prediction_items(job: Job) -> tuple[tuple[str, str], ...]:
     """The predicted memory and speed as pairs of a name and a value in words."""
     by = f" under {FRAMEWORK_NAMES[job.plan.framework]}" if job.plan.uses_accelerate else ""
-    in_training = "unknown" if job.host_bytes_per_node is None else format_gib(job.host_bytes_per_node)
-    host = f"{in_training} in training"
+    host_bytes = job.host_bytes_per_node
+    host = (
+        "unknown in training"
+        if host_bytes is None
+        else f"{format_gib(host_bytes) if host_bytes else 'none'} in training"
+    )
     if job.loading is not None:
         way, n_bytes = job.loading
         host += f", {format_gib(n_bytes)} while it loads the model ({way.replace('_', ' ')})"

@@ -99,6 +99,8 @@ class Adaptation:
 
         >>> Adaptation(peft={"peft_type": "LORA", "r": 8}, quantization={"load_in_8bit": True}).text
         'LoRA r=8 on an 8-bit base'
+        >>> Adaptation(peft={"peft_type": "LORA", "r": 8, "modules_to_save": ["embed_tokens", "lm_head"]}).text
+        'LoRA r=8, and embed_tokens, lm_head in full'
         """
         words = []
         if self.method is not None:
@@ -111,7 +113,8 @@ class Adaptation:
             )
         if self.freeze:
             words.append(f"without training {', '.join(self.freeze)}")
-        return " ".join(words)
+        in_full = ", ".join(self.peft.get("modules_to_save") or ())
+        return " ".join(words) + (f", and {in_full} in full" if in_full else "")
 
     @property
     def packed_by(self) -> str:

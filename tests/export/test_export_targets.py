@@ -22,6 +22,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export import TARGETS, Job, export, find
 from fsdp_advisor.export.choice import NothingFits, report_for
 from fsdp_advisor.export.constants import VERSIONS
+from fsdp_advisor.job.adaptation import Adaptation
 from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.policies.optimizers import optimizer_named
@@ -78,6 +79,17 @@ def test_header_states_prediction_and_checked_versions(target: str) -> None:
     assert rest[1] == "# Predicted peak per GPU: 23.24 GiB in tensors; H100-80GB has 79.19 GiB, margin 70.6 %."
     assert rest[2] == "# Predicted host memory per node: 8.00 GiB in training."
     assert all(f"{package} {VERSIONS[package]}" in rest[4] for package in TARGETS[target].checked)
+
+
+@pytest.mark.parametrize("target", ["trl", "axolotl", "llamafactory", "trainer"])
+def test_header_names_the_modules_trained_in_full_beside_adapters(target: str) -> None:
+    peft = {
+        "peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"],
+    }  # fmt: skip
+    found = replace(DDP, adaptation=Adaptation(peft=peft), host_bytes_per_node=0)
+    text = export(target, found).text
+    assert "# Trained: LoRA r=16, and embed_tokens, lm_head in full.\n" in text
+    assert "# Predicted host memory per node: none in training.\n" in text
 
 
 REHEARSED = ("trl", "liger_kernel", "torchao")
