@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from fsdp_advisor.assumptions import half_dtype, sequence_length, stores_frozen_base_in_fp32
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, usual_gpus_per_node
@@ -13,7 +15,8 @@ from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model.images import layout_of
 from fsdp_advisor.model.multimodal import vision_parts
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.units import format_gib
+from fsdp_advisor.policies.dtypes import ITEM_BYTES
+from fsdp_advisor.units import format_count, format_gib
 
 
 def memory_notes(gpu: Gpu) -> list[str]:
@@ -73,8 +76,8 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
 
 
 FP32_AROUND_PACKED = (
-    "PEFT prepares a quantized model with norms, embeddings and head in fp32, so hidden states between layers are in fp32, and "
-    "activations can need more than a base in 4 or 8 bits saves"
+    "PEFT prepares a quantized model with its other weights (norms, embeddings, head) in fp32, so hidden states between layers are in "
+    "fp32, and activations can need more than a base in 4 or 8 bits saves"
 )
 """Source: peft 0.21, utils/other.py, prepare_model_for_kbit_training."""
 
@@ -145,3 +148,46 @@ def image_notes(request: EstimateRequest, profile: Profile | None) -> list[str]:
         parts = " or ".join(f"--freeze {name}" for name in vision_parts(profile))
         notes.append(f"the vision tower and the projector are trained; to leave them untrained: {parts}")
     return notes
+
+
+def adapted_expert_notes(profile: Profile | None) -> list[str]:
+    """Notes on experts that are 3-D parameters and not linear layers: they are not quantized, and often have no adapters.
+
+    Source: bitsandbytes replaces modules `nn.Linear`; peft 0.21 adapts modules, and wraps those whose parameters have adapters: those that
+    `target_parameters` names, and experts of types that had linear layers in transformers 4 (utils/transformers_weight_conversion.py).
+    """
+    if profile is None or not profile.config:
+        return []
+    parameters = [(p, count) for unit, count in profile.counted_units() for p in unit.parameters]
+    frozen = [(p, n) for p, n in parameters if p.role == "expert" and len(p.shape) == 3 and not p.trainable]
+    packed = sum(prod(p.matrix) * count for p, count in parameters if p.role == "quantized" and p.matrix is not None)
+    adapters = [(p, count) for p, count in parameters if p.role == "adapter"]
+    if not frozen or not adapters:
+        return []
+    experts = sum(p.elements * count for p, count in frozen)
+    base = packed + sum(p.elements * count for p, count in parameters if p.role not in ("adapter", "quantized"))
+    notes = []
+    if packed:
+        n_bytes = sum(p.elements * ITEM_BYTES[str(p.dtype)] * count for p, count in frozen)
+        dtypes = " and ".join(sorted({str(p.dtype) for p, _ in frozen}))
+        notes.append(
+            f"{experts / base:.0%} of the base is not quantized: its experts are 3-D parameters, and bitsandbytes quantizes linear layers;"
+            f" before an engine shards or casts them, they take {format_gib(n_bytes)} in {dtypes}"
+        )
+    wrapped = tuple(p.name.partition(_WRAPPED)[0] + "." for p, _ in frozen if _WRAPPED in p.name)
+    if wrapped:
+        total = sum(p.elements * count for p, count in adapters)
+        of_experts = sum(p.elements * count for p, count in adapters if p.name.startswith(wrapped))
+        notes.append(
+            f"the experts have adapters of their own: {format_count(of_experts)} of the {format_count(total)} parameters of adapters"
+        )
+    else:
+        notes.append(
+            f"the experts, {experts / base:.0%} of the base, have no adapters, because they are 3-D parameters and not linear layers; "
+            "lora_target_parameters adds them by name"
+        )
+    return notes
+
+
+_WRAPPED = ".base_layer."
+"""In the name of a parameter that PEFT adapts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fsdp_advisor.assumption_notes import assumption_notes, batch_notes, image_notes, memory_notes
+from fsdp_advisor.assumption_notes import adapted_expert_notes, assumption_notes, batch_notes, image_notes, memory_notes
 from fsdp_advisor.assumptions import check_gpu, gpu_of, sequence_length, settled
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.registry import model_refusal
@@ -21,7 +21,7 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
-from fsdp_advisor.model.experts import adapted_expert_notes, expert_notes
+from fsdp_advisor.model.experts import expert_notes
 from fsdp_advisor.model.kernels import compile_notes, fp8_notes, kernel_notes, liger_notes
 from fsdp_advisor.model.multimodal import trained_on_text
 from fsdp_advisor.model.profile import Profile

@@ -25,13 +25,17 @@ def verdict_text(report: Report, estimate: StrategyEstimate, full: Callable[[int
 
 def _lacks_without_peak(report: Report, estimate: StrategyEstimate, full: Callable[[int], str]) -> str:
     """The verdict if the peak is unknown but states, loading, saving or the host already need too much; else empty."""
-    overhead = 0 if estimate.overhead is None else estimate.overhead.middle_bytes
-    missing = estimate.kept_bytes + overhead - report.gpu_memory_bytes
-    if missing > 0:
+    if (missing := missing_for_states(report, estimate)) > 0:
         return f"states alone lack {full(missing)}"
     if (host := _missing_host_bytes(report, estimate)) > 0:
         return f"host lacks {full(host)}"
     return f"does not fit in {(estimate.fails_in or 'the step').replace('_', ' ')}"
+
+
+def missing_for_states(report: Report, estimate: StrategyEstimate) -> int:
+    """By how much the GPU's memory is too small for the states, CUDA and NCCL alone; not positive if it is large enough."""
+    overhead = 0 if estimate.overhead is None else estimate.overhead.middle_bytes
+    return estimate.kept_bytes + overhead - report.gpu_memory_bytes
 
 
 def _worst_phase(estimate: StrategyEstimate) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from fsdp_advisor.job.choices import ExpertsImplementation
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model.profile import Profile
@@ -51,32 +49,3 @@ def expert_notes(request: EstimateRequest, profile: Profile | None) -> list[str]
             "tokens are assumed to choose all experts equally often; with expert_imbalance the busiest one has more"
         ]
     return []
-
-
-def adapted_expert_notes(profile: Profile | None) -> list[str]:
-    """Notes on experts that quantization or adapters of a base leave out, because they are 3-D parameters and not linear layers.
-
-    Source: bitsandbytes replaces modules `nn.Linear`; peft 0.21 adapts modules, and parameters only by `target_parameters`.
-    """
-    if profile is None or not profile.config:
-        return []
-    parameters = [(p, count) for unit, count in profile.counted_units() for p in unit.parameters]
-    experts = sum(
-        p.elements * count for p, count in parameters if p.role == "expert" and len(p.shape) == 3 and not p.trainable
-    )
-    packed = sum(prod(p.matrix) * count for p, count in parameters if p.role == "quantized" and p.matrix is not None)
-    adapters = [p for p, _ in parameters if p.role == "adapter"]
-    if not experts or not adapters:
-        return []
-    base = packed + sum(p.elements * count for p, count in parameters if p.role not in ("adapter", "quantized"))
-    notes = []
-    if packed:
-        notes.append(
-            f"{experts / base:.0%} of the base is not quantized: its experts are 3-D parameters, and bitsandbytes quantizes linear layers"
-        )
-    if not any("experts" in p.name for p in adapters):
-        notes.append(
-            f"the experts, {experts / base:.0%} of the base, have no adapters, because they are 3-D parameters and not linear layers; "
-            "lora_target_parameters adds them by name"
-        )
-    return notes

@@ -11,6 +11,7 @@ from fsdp_advisor.job.losses import losses_without_logits
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.report import Report, StrategyEstimate
 from fsdp_advisor.units import format_gib
+from fsdp_advisor.verdict import missing_for_states
 
 LARGE_LOSS = 0.1
 """The share of a GPU's memory from which the memory of the loss is worth another loss."""
@@ -28,16 +29,16 @@ def way_out(report: Report) -> str:
     request = report.request
     if any(row.only_evaluation_lacks for row in known):
         return _answer("The steps fit, but evaluation does not", _smaller_evaluation(request))
-    options = []
+    smaller_states = []
     if stores_frozen_base_in_fp32(request):
-        options.append(f"--dtype {half_dtype(request.precision)} (half the frozen base)")
+        smaller_states.append(f"--dtype {half_dtype(request.precision)} (half the frozen base)")
     if request.load_in_4bit and request.bnb_4bit_quant_storage == "uint8" and request.gpus > 1:
-        options.append(f"--bnb-4bit-quant-storage {SHARDED_STORAGE[request.precision]} (FSDP then shards the base)")
-    if request.load_in_4bit and not request.use_bnb_nested_quant:
-        options.append("--use-bnb-nested-quant (scales in 8 bits)")
-    if request.activation_checkpointing == "none":
-        options.append("--activation-checkpointing full")
-    options += [*_loss(report, known), *_offload(report, known)]
+        stored = SHARDED_STORAGE[request.precision]
+        smaller_states.append(f"--bnb-4bit-quant-storage {stored} (FSDP then shards the base)")
+    offload = _offload(report, known)
+    options = [*smaller_states, *offload]
+    if options or _states_may_fit(report, known):
+        options = [*smaller_states, *_small_savers(report, known), *offload]
     fits = any(row.fits for row in known)
     if not fits and len(known) < len(report.estimates):
         return ""
@@ -48,6 +49,23 @@ def way_out(report: Report) -> str:
     else:
         return ""  # only rows with offload were requested
     return _answer(what, options)
+
+
+def _states_may_fit(report: Report, known: Sequence[StrategyEstimate]) -> bool:
+    """Whether states leave room on a GPU without offload, or do with smaller scales, whose bytes are among the buffers."""
+    rows = [row for row in known if row.plan.offload == "none"] or known
+    nests = report.request.load_in_4bit and not report.request.use_bnb_nested_quant
+    return any(missing_for_states(report, row) <= (row.states["buffers"] if nests else 0) for row in rows)
+
+
+def _small_savers(report: Report, known: Sequence[StrategyEstimate]) -> list[str]:
+    """The options that save memory around the states. They are of no use if the states alone are too large."""
+    request, options = report.request, []
+    if request.load_in_4bit and not request.use_bnb_nested_quant:
+        options.append("--use-bnb-nested-quant (scales in 8 bits)")
+    if request.activation_checkpointing == "none":
+        options.append("--activation-checkpointing full")
+    return [*options, *_loss(report, known)]
 
 
 def _answer(what: str, options: Sequence[str]) -> str:

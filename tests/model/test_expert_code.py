@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_advisor.assumption_notes import adapted_expert_notes
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.experts import LOOPS, adapted_expert_notes, expert_notes
+from fsdp_advisor.model.experts import LOOPS, expert_notes
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.tapes import tape_key_of
 
@@ -58,21 +59,22 @@ def test_notes_say_what_the_options_change(model: str, options: dict[str, str], 
 
 
 def with_adapters(name: str, *modules: str, packed: bool) -> Profile:
-    """A frozen profile with an adapter on each module; the attention of its layers is packed in 4 bits if `packed`."""
+    """A frozen profile in fp32 with an adapter on each module; the attention of its layers is packed in 4 bits if `packed`."""
     frozen = profile(name)
     adapters = tuple(Parameter(f"{module}.lora_A", (16, 64), role="adapter") for module in modules)
     matrix = (4096, 4096)
     attention = Parameter("q_proj", (prod(matrix) // 2, 1), trainable=False, role="quantized", matrix=matrix)
+
+    def changed(p: Parameter) -> Parameter:
+        module, _, weight = p.name.rpartition(".")
+        inner = f"{module}.base_layer.{weight}" if module in modules else p.name
+        return replace(p, name=inner, trainable=False, dtype="float32")
+
     stacks = tuple(
         replace(
             stack,
             units=tuple(
-                replace(
-                    unit,
-                    parameters=tuple(replace(p, trainable=False) for p in unit.parameters)
-                    + adapters
-                    + (attention,) * packed,
-                )
+                replace(unit, parameters=(*map(changed, unit.parameters), *adapters, *(attention,) * packed))
                 for unit in stack.units
             ),
         )
@@ -84,13 +86,17 @@ def with_adapters(name: str, *modules: str, packed: bool) -> Profile:
 @pytest.mark.parametrize(
     ("model", "modules", "packed", "words"),
     [
-        (MIXTURE, ("self_attn.q_proj",), True, ["of the base is not quantized", "have no adapters"]),
-        (MIXTURE, ("self_attn.q_proj", "mlp.experts"), True, ["of the base is not quantized"]),
+        (MIXTURE, ("self_attn.q_proj",), True, ["they take 108.00 GiB in float32", "have no adapters"]),
+        (
+            MIXTURE, ("self_attn.q_proj", "mlp.experts"), True,
+            ["of the base is not quantized", "have adapters of their own: 49.2K of the 98.3K"],
+        ),
+        (MIXTURE, ("mlp.shared_experts.up_proj",), False, ["have no adapters"]),
         (MIXTURE, ("self_attn.q_proj",), False, ["have no adapters"]),
         (DENSE, ("self_attn.q_proj",), True, []),
         (MIXTURE, (), False, []),
     ],
-)
+)  # fmt: skip
 def test_notes_name_experts_without_quantization_or_adapters(
     model: str, modules: tuple[str, ...], packed: bool, words: list[str]
 ) -> None:
