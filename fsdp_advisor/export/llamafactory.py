@@ -19,6 +19,7 @@ from fsdp_advisor.export.evaluation import evaluation_limit
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import task_limit
+from fsdp_advisor.export.llamafactory_templates import chat_template
 from fsdp_advisor.export.losses import loss_limit
 from fsdp_advisor.export.model_arguments import experts_limit
 from fsdp_advisor.export.script import torchrun_line
@@ -69,7 +70,12 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
 
 
 def notes(job: Job) -> list[str]:
-    found = ["dataset and template are examples: replace them with your own", *accelerate.difference_notes(job.plan)]
+    found = ["dataset is an example: replace it with your own"]
+    if chat_template(job.model_name) is None:
+        found.append(
+            "template is LLaMA-Factory's default, which a chat model was not trained with: replace it with the model's"
+        )
+    found += accelerate.difference_notes(job.plan)
     if job.adaptation.peft and job.plan.mixed and not job.adaptation.quantization and weights(job) == "float32":
         found.append("LLaMA-Factory loads the base in 16 bits, so it needs less memory than predicted for fp32 weights")
     if job.adaptation.quantization:
@@ -90,7 +96,7 @@ def _config(job: Job) -> dict[str, Any]:
         "do_train": True,
         **_adapter(job),
         "dataset": "alpaca_en_demo",
-        "template": "default",
+        "template": chat_template(job.model_name) or "default",
         "cutoff_len": plan.seq_len,
         **llamafactory_keys(plan),
         "output_dir": "./outputs",

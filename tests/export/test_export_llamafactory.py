@@ -68,6 +68,29 @@ def test_keys_are_arguments_of_llama_factory_or_of_the_trainer() -> None:
         assert each["finetuning_type"] == ("full" if each in found else "lora")
 
 
+@pytest.mark.parametrize(
+    ("model", "template"),
+    [
+        ("Qwen/Qwen3-8B", "qwen3"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "qwen3_nothink"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama3"),
+        ("google/gemma-2-9b-it", "gemma2"),
+        ("google/gemma-3-1b-it", "gemma2"),
+        ("google/gemma-3-4b-it", "gemma3"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral"),
+        ("Qwen/Qwen3-8B-Base", "default"),
+        ("meta-llama/Llama-3.1-8B", "default"),
+        ("/models/Qwen3-8B", "default"),
+    ],
+)
+def test_the_template_is_the_one_that_llama_factory_has_for_the_model(model: str, template: str) -> None:
+    found = export("llamafactory", job(plan("ddp", "ddp", framework="trainer"), model_name=model))
+    assert yaml.safe_load(found.text)["template"] == template
+    assert any("template" in note for note in found.notes) == (template == "default")
+
+
 def test_adapters_and_the_quantized_base_are_named() -> None:
     found = config(Adaptation(peft={**LORA, "modules_to_save": ["embed_tokens", "lm_head"]}, quantization=NF4))
     assert (found["lora_rank"], found["lora_alpha"], found["lora_target"]) == (8, 16, "q_proj,v_proj")
