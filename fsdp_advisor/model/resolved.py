@@ -21,6 +21,7 @@ from fsdp_advisor.errors import (
 )
 from fsdp_advisor.job.adaptation import CONFIG_KEY, UNCHANGED, Adaptation
 from fsdp_advisor.model.adapted_catalog import adapted_profile
+from fsdp_advisor.model.adapter_targets import check_targets
 from fsdp_advisor.model.freezing import check_patterns, parameter_names
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.quantization import PACKED_NOTE
@@ -207,7 +208,8 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
         raise UsageError(
             "a recorded module is trained as it was built", hint="add adapters in the function that builds the module"
         )
-    config = {**model.profile.config, CONFIG_KEY: adaptation.as_dict() | {"versions": _adapter_versions(adaptation)}}
+    versions = _adapter_versions(adaptation)
+    config = {**model.profile.config, CONFIG_KEY: adaptation.as_dict() | {"versions": versions}}
     task = model.profile.task
     if adaptation.reward_head:
         if task not in ("causal-lm", "sequence-classification"):
@@ -220,8 +222,9 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
     profile = adapted_profile(model.name, adaptation) if model.source == "catalog" else None
     profile = profile or cache.fetch(config, task)
     if profile is None:
-        # otherwise the recorder would find it out seconds later
+        # otherwise the recorder would find these out seconds later
         check_patterns(adaptation.freeze, parameter_names(model.profile), model.name)
+        check_targets(adaptation, model.profile, versions.get("peft"))
         if not model.recording_allowed:
             raise NotRecordable(
                 f"{model.name} {what} is not recorded yet", hint="the command line records it, with torch"

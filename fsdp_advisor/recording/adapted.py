@@ -15,6 +15,7 @@ from torch import nn
 from fsdp_advisor.errors import ADAPTERS_EXTRA, MissingExtra, NotRecordable, UsageError
 from fsdp_advisor.job.adaptation import CONFIG_KEY, TASK_TYPES, Adaptation
 from fsdp_advisor.model.freezing import check_patterns, matches
+from fsdp_advisor.model.multimodal import is_tower
 from fsdp_advisor.model.quantization import Quantization, is_packed_checkpoint
 from fsdp_advisor.recording.adapter_entries import (
     NEEDS_VALUES,
@@ -175,14 +176,14 @@ def _hint(refusal: str, linear: list[str]) -> str:
 
 
 def _linear_names(model: nn.Module) -> list[str]:
-    """The last parts of the names of the model's linear layers but the head, in the order of the model."""
+    """The last parts of the names of the model's linear layers but the head, those of towers last, in the order of the model."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    linear = (
-        name.rpartition(".")[2]
+    linear = [
+        name
         for name, module in model.named_modules()
         if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
-    )
-    return list(dict.fromkeys(linear))
+    ]
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in sorted(linear, key=is_tower)))
 
 
 def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vision_models import config_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
@@ -112,6 +113,13 @@ def test_what_peft_refuses_has_a_hint_about_its_cause(more: dict[str, Any], hint
     with pytest.raises(UsageError) as refused:
         Recorder(source_of(config, name="x"))
     assert hint in str(refused.value.hint)
+
+
+def test_the_linear_layers_of_a_tower_are_named_last() -> None:
+    config = {**config_of("qwen3_vl"), CONFIG_KEY: Adaptation(peft={**LORA, "target_modules": ["query"]}).as_dict()}
+    with pytest.raises(UsageError) as refused:
+        Recorder(source_of(config, name="x"))
+    assert "some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, qkv, proj" in str(refused.value.hint)
 
 
 def test_linear_layers_that_peft_adapts_next_to_mamba_are_named() -> None:
