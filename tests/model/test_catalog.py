@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
+from matrix import of_today
 from refusing import AUTOCAST, refusing_autocast
 
 from fsdp_advisor.errors import NotRecordable, UnknownModel
@@ -19,6 +22,8 @@ from fsdp_advisor.model.gpu_tape_key import gpu_tape_key
 from fsdp_advisor.model.lacking import LACKING, hint
 from fsdp_advisor.model.quantization import IGNORED_NOTE
 from fsdp_advisor.model.resolve import catalogued_tapes, resolve
+from fsdp_advisor.model.store import dump
+from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
 from fsdp_advisor.rows import estimate_plan
 from fsdp_advisor.tapes import gpu_tape_key_of, select_tape, tape_of_row
@@ -440,6 +445,40 @@ def test_every_profile_has_the_listed_total_and_the_usual_tapes(entry: catalog.E
                 on_gpu = gpu_tape_key(key, window_filled=window_filled, recorded=profile.tapes)
                 assert on_gpu.name in profile.tapes
                 assert on_gpu.window_filled or not window_filled
+
+
+RECORDED_AGAIN = [
+    "meta-llama/Llama-3.1-8B",
+    "meta-llama/Llama-3.2-1B",
+    "Qwen/Qwen2.5-7B",
+    "google/gemma-2-2b",
+    "google/gemma-2-9b",
+    "google/gemma-3-4b-pt",
+    "LiquidAI/LFM2-1.2B",
+    "LiquidAI/LFM2-2.6B",
+    "LiquidAI/LFM2-350M",
+]
+"""Models whose tapes are all from the present recorder; those of the others may be older. CONTRIBUTING.md says how to record them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", of_today(RECORDED_AGAIN, days=len(RECORDED_AGAIN)))
+def test_shipped_tapes_are_those_that_the_recorder_makes_now(name: str) -> None:
+    from fsdp_advisor.model.recorders import build_recorder
+
+    entry = catalog.find(name)
+    assert entry is not None
+    shipped = catalog.profile(entry)
+    recorder = build_recorder(json.dumps(shipped.config), name, entry.task)
+    assert (recorder.profile.root, recorder.profile.stacks) == (shipped.root, shipped.stacks)
+    keys = [TapeKey.from_name(tape) for tape in shipped.tapes]
+    of_ddp = ("plain", "bf16-mixed", "gpu", "full", False)
+    key = next(k for k in keys if (k.engine, k.precision, k.device, k.checkpointing, k.batch_is_one) == of_ddp)
+
+    def stored(tape: Tape) -> bytes:
+        return dump(replace(shipped, tapes={key.name: tape}))
+
+    assert stored(shipped.tapes[key.name]) == stored(recorder.tape(key))
 
 
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
