@@ -107,7 +107,8 @@ def _images(found: Collector) -> None:
 def _towers(found: Collector, *, has_images: bool) -> None:
     """Freeze the vision tower and the projector of a catalogued model in full fine-tuning, as LLaMA-Factory does by default.
 
-    Source: hparams/finetuning_args.py; model/adapter.py, `_setup_full_tuning`.
+    Source: hparams/finetuning_args.py; model/adapter.py, `_setup_full_tuning`; for LoRA model/model_utils/visual.py,
+    `patch_target_modules`.
     """
     given = any(key in found for key in _TOWER_KEYS)
     tower, projector, language = (found.flag(key) for key in _TOWER_KEYS)
@@ -119,9 +120,12 @@ def _towers(found: Collector, *, has_images: bool) -> None:
         found.options["freeze"] = parts
         found.assume(f"{' and '.join(parts)} frozen: the vision tower and the projector, which LLaMA-Factory freezes")
     elif given or has_images:
+        unless = "unless freeze_vision_tower and freeze_multi_modal_projector are false"
         found.omits(
-            "LLaMA-Factory trains neither the vision tower nor the projector of a multimodal model unless freeze_vision_tower and"
-            " freeze_multi_modal_projector are false: name them with freeze"
+            f"LLaMA-Factory makes no adapters in the vision tower and the projector of a multimodal model {unless}; those that lora_target"
+            " names there are counted"
+            if has_adapters(found.options)
+            else f"LLaMA-Factory trains neither the vision tower nor the projector of a multimodal model {unless}: name them with freeze"
         )
 
 
