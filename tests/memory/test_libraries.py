@@ -54,7 +54,7 @@ def test_attention_workspace_is_allocated_but_is_no_tensor() -> None:
         sizes[size]
         for segment, born in zip(tape.segments, tape.births, strict=True)
         for size, category in born
-        if category == Category.SCRATCH
+        if category == Category.SCRATCH and sizes[size]
         for _ in range(profile.stacks[segment.stack].counts[segment.layer])
     )
     elements = 2048 * 32 * 64
