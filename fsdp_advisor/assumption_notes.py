@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from math import prod
 
-from fsdp_advisor.assumptions import half_dtype, sequence_length, stores_frozen_base_in_fp32
+from fsdp_advisor.assumptions import sequence_length, stores_frozen_base_in_fp32
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, usual_gpus_per_node
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.batch_layout import flattens
+from fsdp_advisor.job.choices import half_dtype
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS
 from fsdp_advisor.job.images import images_of
 from fsdp_advisor.job.request import EstimateRequest

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect, usual_nodes
 from fsdp_advisor.job.adaptation import adaptation_of, may_store_half
 from fsdp_advisor.job.adapter_fields import QuantStorage
-from fsdp_advisor.job.choices import Precision, default_seq_len
+from fsdp_advisor.job.choices import Precision, default_seq_len, half_dtype
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.fp8 import FP8_FROM
 from fsdp_advisor.job.frameworks import FRAMEWORKS
@@ -44,7 +44,7 @@ def settled(request: AnyRequest) -> AnyRequest:
     if _loads_frozen_base_in_half(request, precision := found.get("precision", request.precision)):
         found["dtype"] = half_dtype(precision)
     if isinstance(request, RecommendRequest) and _may_choose_storage(request):
-        found["bnb_4bit_quant_storage"] = SHARDED_STORAGE[found.get("precision", request.precision)]
+        found["bnb_4bit_quant_storage"] = sharded_storage(found.get("precision", request.precision))
     is_open = "activation_checkpointing" not in request.given and not isinstance(request, RecommendRequest)
     facts = FRAMEWORKS[request.framework]
     if is_open and facts.checkpointing != "none":
@@ -52,11 +52,6 @@ def settled(request: AnyRequest) -> AnyRequest:
     if "allocator_conf" not in request.given and facts.allocator_conf is not None:
         found["allocator_conf"] = facts.allocator_conf
     return replace(request, **found, assumed=frozenset(found))
-
-
-def half_dtype(precision: Precision) -> Literal["float16", "bfloat16"]:
-    """The dtype of 16 bits in which a precision computes, or would."""
-    return "float16" if precision == "fp16-mixed" else "bfloat16"
 
 
 def _loads_frozen_base_in_half(request: EstimateRequest, precision: Precision) -> bool:
@@ -81,13 +76,9 @@ def _loads_frozen_base_in_half(request: EstimateRequest, precision: Precision) -
     return has_dtype and (chooses or not facts.loads_fp32)
 
 
-SHARDED_STORAGE: dict[Precision, QuantStorage] = {
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "bf16-mixed": "bfloat16",
-    "fp16-mixed": "float16",
-}
-"""The dtype in which packed weights are stored so that FSDP shards them without a cast: the compute dtype."""
+def sharded_storage(precision: Precision) -> QuantStorage:
+    """The dtype in which packed weights are stored so that FSDP shards them without a cast: the compute dtype."""
+    return "float32" if precision == "fp32" else half_dtype(precision)
 
 
 def _may_choose_storage(request: RecommendRequest) -> bool:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_advisor.advice import recommend_resolved
-from fsdp_advisor.assumptions import half_dtype, stores_frozen_base_in_fp32
+from fsdp_advisor.assumptions import stores_frozen_base_in_fp32
 from fsdp_advisor.diagnosis.attribution import EARLIER_STEP
 from fsdp_advisor.diagnosis.facts import Category, Change, Holding, Moment, OutOfMemory
 from fsdp_advisor.diagnosis.prediction import Job
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved
+from fsdp_advisor.job.choices import half_dtype
 from fsdp_advisor.job.fields import dashed, fields_of
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
 from fsdp_advisor.job.request import EstimateRequest

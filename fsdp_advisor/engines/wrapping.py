@@ -96,7 +96,7 @@ def head_gathered_by_loss(profile: Profile, plan: Plan) -> int | None:
     """
     if plan.loss_code != "trl" or not head_is_alone(profile, plan):
         return None
-    found = _in_module(profile, "head")
+    found = in_module(profile, "head")
     copies = (i for i in found if ".modules_to_save." in profile.root.parameters[i].name)
     return next(copies, found[0])
 
@@ -160,14 +160,12 @@ def wrapping_of(profile: Profile, *, divides_root: bool, layers_in_root: bool = 
     the root's unit.
     """
     parameters = profile.root.parameters
-    embedding = _in_module(profile, "embedding") if divides_root and task_of(profile.task).has_root_units else ()
+    embedding = in_module(profile, "embedding") if divides_root and task_of(profile.task).has_root_units else ()
     if not embedding:
         root = profile.root if not layers_in_root else Unit(profile.root.kind, (*parameters, *_of_layers(profile)))
         return Wrapping({AT_ROOT: Part(root, tuple(range(len(parameters))))}, (AT_ROOT,), layers_in_root)
     tied = any(parameters[i].tied for i in embedding)
-    tail = tuple(
-        sorted((*_in_module(profile, "head"), *with_role(profile, "final_norm"), *(embedding if tied else ())))
-    )
+    tail = tuple(sorted((*in_module(profile, "head"), *with_role(profile, "final_norm"), *(embedding if tied else ()))))
     alone = () if tied else embedding
     rest = tuple(i for i in range(len(parameters)) if i not in tail and i not in alone)
 
@@ -192,7 +190,7 @@ def _of_layers(profile: Profile) -> tuple[Parameter, ...]:
     return tuple(parameter for unit in profile.layers() for parameter in unit.parameters)
 
 
-def _in_module(profile: Profile, role: ParameterRole) -> tuple[int, ...]:
+def in_module(profile: Profile, role: ParameterRole) -> tuple[int, ...]:
     """Indices of the root's parameters in the module of this role: its own, and those of an adapter or a trained copy in its place.
 
     accelerate takes the module that PEFT puts there. Source: peft 0.21, utils/other.py, `AuxiliaryTrainingWrapper`

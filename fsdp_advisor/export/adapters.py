@@ -11,6 +11,7 @@ from typing import Any
 from fsdp_advisor.export.constants import WEIGHTS
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.adaptation import LORA_OPTIONS, LORA_USUAL, TASK_TYPES
+from fsdp_advisor.job.choices import half_dtype
 from fsdp_advisor.model.quantization import Quantization
 
 
@@ -25,8 +26,8 @@ def weights(job: Job) -> str:
 def quantization_of(job: Job) -> dict[str, Any]:
     """The keywords of a quantized base, with the compute dtype of the job's precision. An estimate, where only sizes count, has bf16."""
     found = dict(job.adaptation.quantization)
-    if job.plan.precision == "fp16-mixed" and found.get("bnb_4bit_compute_dtype") == "bfloat16":
-        found["bnb_4bit_compute_dtype"] = "float16"
+    if found.get("bnb_4bit_compute_dtype") == "bfloat16":
+        found["bnb_4bit_compute_dtype"] = half_dtype(job.plan.precision)
     return found
 
 

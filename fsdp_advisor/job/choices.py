@@ -8,6 +8,7 @@ Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
 Backend = Literal["ddp", "fsdp2", "fsdp1", "deepspeed"]
 Offload = Literal["none", "optimizer", "parameters"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
+HalfDtype = Literal["bfloat16", "float16"]
 OptimizerName = Literal[
     "adamw_torch_fused", "adamw_torch", "sgd", "sgd_momentum", "adafactor", "adamw_bnb_8bit",
     "paged_adamw_8bit", "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",
@@ -109,3 +110,8 @@ NEAREST_OPTIMIZERS = {
     "adamw_apex_fused": "adamw_torch_fused, because transformers 5 no longer has Apex' AdamW",
 }
 """Optimizer that is not modelled -> sentence about the most similar one that is."""
+
+
+def half_dtype(precision: Precision) -> HalfDtype:
+    """The dtype of 16 bits in which a precision computes, or would."""
+    return "float16" if precision == "fp16-mixed" else "bfloat16"

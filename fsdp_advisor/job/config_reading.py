@@ -16,8 +16,8 @@ class ConfigReading:
     `read` are its settings that the job follows, `ignored` its keys that change neither memory nor time as far as is known, and
     `not_modelled` its settings whose effect no figure contains; `unknown` are keys that the tool does not have: misspelt, or arguments of
     the script. Every key of the file is in one of these four. `assumed` are assumptions that the job makes because no file gives a value.
-    `missing` are files that it names and that were not found. `refused` are those of `not_modelled` that make it another job than any that
-    is modelled, each with a hint. `layer_classes` are the classes of layers that it makes FSDP units.
+    `missing` are files that it names and that were not found. `refused` are the settings among `not_modelled` because of which
+    the job is not estimated, each with a hint. `layer_classes` are the classes of layers that it makes FSDP units.
     """
 
     file: str

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.choices import half_dtype
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 
@@ -44,7 +45,7 @@ def packing_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     """
     if not plan.mixed:
         return None
-    computed = "float16" if plan.precision == "fp16-mixed" else "bfloat16"
+    computed = half_dtype(plan.precision)
     for unit, _ in profile.counted_units():
         for p in unit.parameters:
             if p.role == "quantized" and is_floating(p) and p.dtype not in (None, computed):

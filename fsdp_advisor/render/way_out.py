@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_advisor.assumptions import SHARDED_STORAGE, half_dtype, stores_frozen_base_in_fp32
+from fsdp_advisor.assumptions import sharded_storage, stores_frozen_base_in_fp32
 from fsdp_advisor.hardware import find_gpu
+from fsdp_advisor.job.choices import half_dtype
 from fsdp_advisor.job.compatibility import OFFLOADS
 from fsdp_advisor.job.losses import losses_without_logits
 from fsdp_advisor.job.request import EstimateRequest
@@ -33,7 +34,7 @@ def way_out(report: Report) -> str:
     if stores_frozen_base_in_fp32(request):
         smaller_states.append(f"--dtype {half_dtype(request.precision)} (half the frozen base)")
     if request.load_in_4bit and request.bnb_4bit_quant_storage == "uint8" and request.gpus > 1:
-        stored = SHARDED_STORAGE[request.precision]
+        stored = sharded_storage(request.precision)
         smaller_states.append(f"--bnb-4bit-quant-storage {stored} (FSDP then shards the base)")
     offload = _offload(report, known)
     options = [*smaller_states, *offload]

@@ -20,6 +20,7 @@ pytest.importorskip("peft")
 from compared_peaks import predicted_and_simulated, predicted_peaks
 
 from fsdp_advisor.engines.registry import model_refusal
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
@@ -142,16 +143,20 @@ def test_what_fsdp_cannot_train_is_refused(options: Case, error: str, message: s
         simulate(source_of(profile.config, name=request.model, task=profile.task), plan)
 
 
+def _refusal(case: Case, folder: Path) -> UsageError | None:
+    request = make_request(options_of(CONFIGS, case, folder))
+    profile = resolve(request.model).adapted(adaptation_of(request)).profile
+    assert profile is not None
+    (plan,) = plans(request, seq_len=128)
+    return model_refusal(profile, plan)
+
+
 @pytest.mark.parametrize(("precision", "refused"), [("bf16-mixed", True), ("fp32", False)])
 def test_dora_with_flat_parameters_in_mixed_precision_is_refused(precision: str, refused: bool, tmp_path: Path) -> None:
     """The error is that of AdamW over gloo: expected dtype float for `end` but got dtype c10::BFloat16."""
     options = {"backend": "fsdp1", "framework": "trainer", "use_orig_params": "false", "precision": precision}
     case: Case = {"model": "llama", **ENGINES[2], "use_peft": "true", "use_dora": "true", **options}
-    request = make_request(options_of(CONFIGS, case, tmp_path))
-    profile = resolve(request.model).adapted(adaptation_of(request)).profile
-    assert profile is not None
-    (plan,) = plans(request, seq_len=128)
-    found = model_refusal(profile, plan)
+    found = _refusal(case, tmp_path)
     assert (found is not None and "does not reduce the gradients" in found.message) == refused
 
 
@@ -169,9 +174,5 @@ def test_packed_weights_that_mixed_precision_would_convert_are_refused(
     options: Case, refused: bool, tmp_path: Path
 ) -> None:
     case: Case = {"model": "llama", **ENGINES[2], "use_peft": "true", "load_in_4bit": "true", **options}
-    request = make_request(options_of(CONFIGS, case, tmp_path))
-    profile = resolve(request.model).adapted(adaptation_of(request)).profile
-    assert profile is not None
-    (plan,) = plans(request, seq_len=128)
-    found = model_refusal(profile, plan)
+    found = _refusal(case, tmp_path)
     assert (found is not None and "destroys their values" in found.message) == refused

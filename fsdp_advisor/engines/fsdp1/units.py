@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fsdp_advisor.engines.units import buffers, per_unit, summed, total_of_policy
-from fsdp_advisor.engines.wrapping import Wrapping, effective_wrap, wrapping_for
+from fsdp_advisor.engines.wrapping import Wrapping, effective_wrap, in_module, wrapping_for
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, Units
@@ -82,9 +82,8 @@ class UnitBytes:
     gathered_shard: Storages  # the all-gather's input, if it is a copy: in the compute dtype, or uploaded from the host
     uploaded_shard: Storages  # the shard on the GPU before its cast to the compute dtype
     unsharded: Storages
-    reduce_input: (
-        Storages  # the gradient in the reduce dtype, and padded; empty if it has that dtype and needs no padding
-    )
+    # the gradient in the reduce dtype, and padded; empty if it has that dtype and needs no padding
+    reduce_input: Storages
     reduce_output: Storages  # empty if the output has the dtype of the gradients and becomes them
     norms: Storages  # one scalar for each stepped parameter with elements in the shard
     gradients: Storages
@@ -172,7 +171,7 @@ def fsdp1_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     if effective_wrap(profile, plan) == "peft" and (refused := _dora_refusal(profile, plan)) is not None:
         return refused
     wrapping = wrapping_for(profile, plan)
-    if plan.loss_code != "full" and _has_head_unit(wrapping):
+    if plan.loss_code != "full" and _has_head_unit(profile, wrapping):
         return UsageError(
             "the head is an FSDP1 unit by itself, and its weight is sharded when the loss reads it"
             + ("; Liger's loss, which gathers it, is not modelled there" if plan.loss_code == "liger" else ""),
@@ -239,12 +238,11 @@ def _mixed_refusal(unit: Unit) -> UsageError | None:
     )
 
 
-def _has_head_unit(wrapping: Wrapping) -> bool:
+def _has_head_unit(profile: Profile, wrapping: Wrapping) -> bool:
     """Whether the weight of the head, or the copy of it that PEFT trains, is in a unit within the root."""
-    units = {unit_id: part.unit.parameters for unit_id, part in wrapping.parts.items()}
-    heads = {p.name.partition(".original_module.")[0] for found in units.values() for p in found if p.role == "head"}
-    inner = [p for unit_id, found in units.items() if unit_id != AT_ROOT for p in found]
-    return any(p.role == "head" or p.name.partition(".modules_to_save.")[0] in heads for p in inner)
+    heads = {profile.root.parameters[i].name for i in in_module(profile, "head")}
+    inner = (part.unit for unit_id, part in wrapping.parts.items() if unit_id != AT_ROOT)
+    return any(p.name in heads for unit in inner for p in unit.parameters)
 
 
 @dataclass(frozen=True, eq=False)
