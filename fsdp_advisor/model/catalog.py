@@ -39,8 +39,10 @@ class Entry:
     source: str
     member: str
     experts: int | None
-    tapes: KeptTapes = "all"
+    tapes: KeptTapes
     """Which of the model's tapes the catalog has (`architectures.yaml`)."""
+    recording: int
+    """The version of the recorder that made the tapes (`store.RECORDING`)."""
 
     @property
     def has_tapes(self) -> bool:
@@ -48,7 +50,7 @@ class Entry:
 
     def as_row(self) -> dict[str, object]:
         """The fields that `models` and its REST route show."""
-        return {key: value for key, value in asdict(self).items() if key not in ("member", "tapes")}
+        return {key: value for key, value in asdict(self).items() if key not in ("member", "tapes", "recording")}
 
 
 @lru_cache(maxsize=1)

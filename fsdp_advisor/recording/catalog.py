@@ -1,8 +1,8 @@
 """Build the catalog: `python -m fsdp_advisor.recording.catalog` records every model of `architectures.yaml` under every tape key.
 
 A work folder keeps finished models, keyed by their configuration, the versions, the tape keys and `RECORDING`. A second run
-records only models for which one of these has changed. With `--add` the catalog's tapes and refusals are kept, and only missing
-tapes are recorded; with `--add --retry` also those that were refused.
+records only models for which one of these has changed. With `--add` the catalog's tapes and refusals are kept if this version of the
+recorder has made them, and only missing tapes are recorded; with `--add --retry` also those that were refused.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _key(row: dict[str, Any]) -> str:
 def _work(job: tuple[dict[str, Any], Path, bool, bool]) -> tuple[str, list[str]]:
     row, target, add, retry = job
     entry = find(row["id"]) if add else None
-    before = profile(entry) if entry else None
+    before = profile(entry) if entry and entry.recording == RECORDING else None
     refused: list[str] = []
     if entry is not None and before is not None and _is_whole(row, before, retry=retry):
         data = stored(entry)
@@ -222,7 +222,7 @@ def main() -> None:
         action="store_true",
         help="write what is recorded so far and stop; with --add, other models stay as they are",
     )
-    parser.add_argument("--add", action="store_true", help="keep the catalog's tapes, record the tapes it lacks")
+    parser.add_argument("--add", action="store_true", help="keep this recorder's tapes, record what is missing")
     parser.add_argument("--retry", action="store_true", help="with --add: also record refused tapes again")
     options = parser.parse_args()
     rows = yaml.safe_load(ARCHITECTURES.read_text())
@@ -240,9 +240,9 @@ def main() -> None:
         for row, target in targets:
             entry = find(row["id"]) if options.add else None
             if target.exists():
-                data = target.read_bytes()
+                data, recording = target.read_bytes(), RECORDING
             elif entry is not None:
-                data = stored(entry)
+                data, recording = stored(entry), entry.recording
             else:
                 continue
             member = row["id"].replace("/", "--") + ".profile"
@@ -258,6 +258,7 @@ def main() -> None:
                     "member": member,
                     "experts": load(data).experts,
                     "tapes": row.get("tapes", "all"),
+                    "recording": recording,
                 }
             )
             archive.writestr(zipfile.ZipInfo(member), data, zipfile.ZIP_STORED)
