@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fsdp_advisor.recording.ctc_loss import ctc_loss
 from fsdp_advisor.recording.quantized import is_packed, materialise_states, readable_weights
 from fsdp_advisor.recording.remembered import Operators
+from fsdp_advisor.recording.sorted_sets import sorted_sets
 from fsdp_advisor.recording.values import KnownValues
 
 
@@ -67,6 +68,7 @@ def fake_tensors(
         mock.patch.object(torch._meta_registrations, "_meta_grouped_mm_common", multiplied),
         mock.patch.object(torch.nn.functional, "ctc_loss", ctc_loss),
         readable_weights(),
+        sorted_sets(),
         FakeTensorMode(allow_non_fake_inputs=True),
         KnownValues(expert_imbalance, operators.result if operators else None) if values else contextlib.nullcontext(),
     ):

@@ -25,6 +25,7 @@ from fsdp_advisor.recording.checkpointing import arguments as checkpointing_argu
 from fsdp_advisor.recording.inputs import batch_of_task
 from fsdp_advisor.recording.positions import keep_positions, mark_positions
 from fsdp_advisor.recording.roles import is_norm
+from fsdp_advisor.recording.sorted_sets import sorted_sets
 from fsdp_advisor.recording.source import LayerStack, RootModules
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers must not download: a configuration is enough
@@ -105,7 +106,7 @@ class TransformersSource:
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         auto = getattr(transformers, AUTO_CLASSES[self.task])
-        with _errors_explained(self.name), torch.device("meta"), no_init_weights():
+        with _errors_explained(self.name), torch.device("meta"), no_init_weights(), sorted_sets():
             config = self._configuration()
             if self._labels is not None:
                 config.num_labels = self._labels
