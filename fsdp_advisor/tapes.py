@@ -173,7 +173,7 @@ def _with_loss(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
         task=plan.task,
         reference=plan.reference,
         gathered_head=_gathered_head(plan, profile),
-        router_loss=plan.framework == "trl" and profile is not None and profile.experts is not None,
+        router_loss=plan.adds_router_loss and profile is not None and profile.experts is not None,
         at=plan.tape_shape if rounds else key.at,
     )
 

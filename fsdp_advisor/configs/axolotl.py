@@ -38,6 +38,7 @@ _TOPICS = {
     "preference and reinforcement learning": ("rl_beta",),
     "activation offload": ("activation_offloading", "layer_offloading"),
     "patterns of the parameters that are trained; name the others with freeze": ("unfrozen_parameters",),
+    "settings of the model's configuration, such as output_router_logits": ("overrides_of_model_config", "model_config"),
     "fp8 by accelerate's recipe for torchao, in the Trainer": ("fp8",),
 }  # fmt: skip
 _PEFTS_CODE = (

@@ -34,6 +34,7 @@ _TOPICS = {
     "the optimizer": ("use_galore", "use_apollo", "use_badam", "use_muon"),
     "kernels of unsloth": ("use_unsloth", "use_unsloth_gc"),
     "mixture of depths": ("mixture_of_depths",),
+    "the routers' loss": ("moe_aux_loss_coef",),
 }  # fmt: skip
 
 

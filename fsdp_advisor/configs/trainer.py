@@ -32,6 +32,7 @@ KEYS = {
 _OF_TRL = {
     "use_peft", "dataset_name", "packing", "max_length", "lora_r", "lora_target_modules", "completion_only_loss", "max_prompt_length",
     "beta", "num_generations", "dataset_text_field", "assistant_only_loss", "precompute_ref_log_probs", "center_rewards_coefficient",
+    "router_aux_loss_coef",
 }  # fmt: skip
 """Keys that only TRL's arguments have, not the Trainer's."""
 _WITHOUT_EFFECT = (
@@ -119,6 +120,8 @@ def read_into(found: Collector, *, trl: bool = False, task: str | None = None) -
     options = found.options
     if trl:
         read_task(found, task or _task_of(found))
+        if (weight := found.take("router_aux_loss_coef")) is not None:
+            options["router_aux_loss_coef"] = weight
     options["framework"] = "trl" if trl else "trainer"
     for key in ("model_name_or_path", "model_name", "model"):
         if isinstance(found.peek(key), str):

@@ -30,9 +30,9 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
             "FlexAttention's masks of blocks, a few bytes per token, and the queries, keys and values of its first call, which "
             "torch.compile keeps",
         ]
+    notes = _router_loss_notes(profile, plan)
     if not plan.uses_accelerate:
-        return []
-    notes = []
+        return notes
     if takes_root_apart(plan) and HEAD not in wrapping_for(profile, plan).parts:
         what = {
             "masked-lm": "accelerate 1.15 fails to wrap a head whose bias is also a parameter of its parent module",
@@ -58,17 +58,34 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
         notes.append(
             "activation_checkpointing in fsdp_config: its compiled wrappers keep more than the model's gradient_checkpointing"
         )
-    model_type = profile.config.get("model_type")
-    if plan.framework == "trl" and plan.task != "reward" and model_type in WITHOUT_NUM_EXPERTS:
-        notes.append(
-            f"the routers' loss: TRL 1.16 fails to compute it for {model_type}, whose configuration has no num_experts; set "
-            "router_aux_loss_coef to 0.0"
-        )
     if plan.precision == "fp16-mixed":
         notes.append("the gradient scaler's few scalars")
     if plan.framework == "axolotl":
         notes += _axolotl_notes(profile, plan)
     return notes
+
+
+def _router_loss_notes(profile: Profile, plan: Plan) -> list[str]:
+    """Notes on a load-balancing loss of the routers that is not in the estimate."""
+    config = profile.config
+    model_type = config.get("model_type")
+    if plan.framework != "trl":
+        asked = config.get("output_router_logits") and profile.experts is not None
+        return (
+            ["the routers' loss of all layers, for which output_router_logits in the configuration asks"]
+            if asked
+            else []
+        )
+    if not plan.adds_router_loss:
+        return []
+    if model_type in WITHOUT_NUM_EXPERTS:
+        return [
+            f"the routers' loss: TRL 1.16 fails to compute it for {model_type}, whose configuration has no num_experts; set "
+            "router_aux_loss_coef to 0.0"
+        ]
+    if plan.router_aux_loss_coef and config.get("router_aux_loss_coef") == 0:
+        return ["the routers' loss, whose weight in the model's configuration is 0"]
+    return []
 
 
 def _axolotl_notes(profile: Profile, plan: Plan) -> list[str]:

@@ -149,8 +149,6 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     ]
     if plan.task == "reward":
         return notes
-    if any(p.role == "expert" for unit, _ in profile.counted_units() for p in unit.parameters):
-        notes.append("the router logits and the auxiliary loss of experts, which TRL adds by default")
     if plan.reference == "copy":
         notes.append("host memory while the reference model is loaded")
     if plan.reference == "adapters-off" and plan.backend == "deepspeed" and plan.strategy == "zero3":

@@ -101,6 +101,7 @@ def _config(job: Job) -> dict[str, Any]:
         "output_dir": "./outputs",
         **({"max_length": plan.seq_len} if plan.generation is None else {}),
         **_of_task(plan),
+        **({} if plan.router_aux_loss_coef is None else {"router_aux_loss_coef": plan.router_aux_loss_coef}),
         "bf16": False,  # TRL's default is true
         "gradient_checkpointing": checkpointing,  # TRL's default is true
         **(

@@ -91,6 +91,7 @@ class _Options(TypedDict, total=False):
     image_max_pixels: int | None
     task: TrainingTask
     precompute_ref_log_probs: bool
+    router_aux_loss_coef: float | None
     num_generations: int
     max_completion_length: int
     beta: float

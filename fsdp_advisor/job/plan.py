@@ -90,6 +90,8 @@ class Plan:
     fp8: Fp8 = "none"
     tiled_mlp: str = "none"
     """The shards of a sequence in which feed-forward networks run: a number, auto or none."""
+    router_aux_loss_coef: float | None = None
+    """The weight of the routers' loss that TRL adds; None: the model's own."""
 
     @property
     def without_batch(self) -> Plan:
@@ -306,6 +308,14 @@ class Plan:
         return self.backend == "fsdp1" and not self.use_orig_params
 
     @property
+    def adds_router_loss(self) -> bool:
+        """Whether the framework adds the loss of a model's routers, if the model has a weight for it.
+
+        Source: trl 1.16, `aux_loss_enabled` of the trainers.
+        """
+        return self.framework == "trl" and self.task != "reward" and self.router_aux_loss_coef != 0
+
+    @property
     def defers_reduction(self) -> bool:
         """Whether gradients stay whole until the last micro-batch."""
         return self.facts.defers_reduction and self.gradient_accumulation_steps > 1
@@ -315,6 +325,7 @@ _STEP_FIELDS = {
     "micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "attention", "loss_code", "ignored_labels",
     "packing", "padding_free", "padding_fraction", "task", "reference", "activation_offload", "use_liger_kernel",
     "experts_implementation", "expert_imbalance", "images", "evaluation", "compile", "memory_budget", "tiled_mlp",
+    "router_aux_loss_coef",
 }  # fmt: skip
 """The fields of a plan that affect only the step, other than the sequence length and the generation."""
 

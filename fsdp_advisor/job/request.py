@@ -85,6 +85,7 @@ class EstimateRequest:
     image_max_pixels: batch.ImageMaxPixels = None
     task: step.Task = "sft"
     precompute_ref_log_probs: step.PrecomputeRefLogProbs = False
+    router_aux_loss_coef: step.RouterAuxLossCoef = None
     num_generations: generation.NumGenerations = 8
     max_completion_length: generation.MaxCompletionLength = 512
     beta: generation.Beta = 0.0

@@ -202,6 +202,15 @@ Task = Annotated[
 PrecomputeRefLogProbs = Annotated[
     bool, rule("dpo and kto: compute the reference's log-probabilities before training, so that no step needs it")
 ]
+RouterAuxLossCoef = Annotated[
+    float | None,
+    rule(
+        "the weight of the routers' loss, which TRL adds in models with experts: 0 leaves the loss out",
+        default="the model's",
+        ge=0,
+        le=1e6,
+    ),
+]
 ActivationOffload = Annotated[
     bool,
     rule(

@@ -42,6 +42,11 @@ def check_task(request: EstimateRequest) -> None:
         raise UsageError(
             f"--task {request.task} has its own loss and does not accept --loss {request.loss}", hint="leave --loss out"
         )
+    if request.router_aux_loss_coef is not None and (request.framework != "trl" or request.task == "reward"):
+        raise UsageError(
+            "only TRL's trainers of language models add the routers' loss",
+            hint="--framework trl with another task than reward, or leave --router-aux-loss-coef out",
+        )
     if request.task == "grpo" and request.ignored_labels:
         raise UsageError(
             "GRPO scores only the tokens of completions", hint="give --max-completion-length, not --ignored-labels"

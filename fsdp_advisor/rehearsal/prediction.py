@@ -200,13 +200,15 @@ def _quantization(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _task(task: Mapping[str, Any]) -> dict[str, str]:
+    weight = task.get("router_aux_loss_coef")
+    given = {} if weight is None else {"router-aux-loss-coef": str(weight)}
     match task["name"]:
         case "sft":
-            return {}
+            return given
         case "grpo":
-            return {"task": "grpo", **_generation(task["generation"])}
+            return {"task": "grpo", **given, **_generation(task["generation"])}
         case name:
-            return {"task": name, "precompute-ref-log-probs": _word(task["precompute_ref_log_probs"])}
+            return {"task": name, **given, "precompute-ref-log-probs": _word(task["precompute_ref_log_probs"])}
 
 
 def _generation(given: Mapping[str, Any]) -> dict[str, str]:

@@ -247,6 +247,7 @@ def job_items(report: Report) -> tuple[str, ...]:
         str(images): images is not None,
         f"task {request.task}{reference}": request.task != "sft",
         generation.text if generation else "": True,
+        f"weight {request.router_aux_loss_coef} of the routers' loss": request.router_aux_loss_coef is not None,
         f"offload to {request.offload_device}": request.offload != "none" and request.offload_device != "cpu",
     }
     return tuple(item for item, shown in shown_if.items() if item and shown)

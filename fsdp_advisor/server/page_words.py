@@ -36,6 +36,7 @@ _LABELS = {
     "image_max_pixels": "Largest image in pixels",
     "task": "Training task",
     "precompute_ref_log_probs": "Reference precomputed",
+    "router_aux_loss_coef": "Weight of the routers' loss",
     "num_generations": "Completions per prompt",
     "max_completion_length": "Tokens per completion",
     "beta": "Weight of the reference",

@@ -103,7 +103,7 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
     source = with_experts(source, plan.experts_implementation, plan.expert_imbalance)
     source = with_images(source, plan.images)
     source = with_batch(source, plan.batch_layout, plan.padding_fraction)
-    source = with_loss(source, plan.loss_code, plan.unscored_labels, router_loss=plan.framework == "trl")
+    source = with_loss(source, plan.loss_code, plan.unscored_labels, router_loss=plan.adds_router_loss)
     model = source.build(weight_dtype(plan))
     checkpointing = "none" if frameworks.plugin_checkpoints(model, plan) else plan.checkpointing
     source.configure(model, attention=plan.attention, checkpointing=checkpointing)

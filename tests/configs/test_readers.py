@@ -695,6 +695,30 @@ def test_a_reward_model_is_read(name: str, text: str) -> None:
     assert not {"lora_task_type", "center_rewards_coefficient"} & set(said(found, "not_modelled").split())
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("sft.yaml", "model_name_or_path: gpt2\nmax_length: 512\nrouter_aux_loss_coef: 0.0\n"),
+        ("run.sh", "trl dpo --model_name_or_path gpt2 --router_aux_loss_coef 0.0\n"),
+        ("train.py", "from trl import SFTConfig\narguments = SFTConfig(router_aux_loss_coef=0.0)\n"),
+    ],
+)
+def test_the_weight_of_the_routers_loss_is_read(name: str, text: str) -> None:
+    found = from_texts({name: text})
+    assert (found.options["framework"], float(found.options["router_aux_loss_coef"])) == ("trl", 0.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{model_name_or_path: a, cutoff_len: 9, moe_aux_loss_coef: 0.01}",
+        "{base_model: a, model_config: {output_router_logits: true}}",
+    ],
+)
+def test_a_routers_loss_of_the_model_itself_is_not_modelled(text: str) -> None:
+    assert "router" in said(read("a.yaml", text), "not_modelled")
+
+
 def test_a_task_that_is_not_modelled_is_reported() -> None:
     found = from_texts({"run.sh": "trl rloo --model_name_or_path gpt2 --max_length 512\n"})
     assert "task" not in found.options

@@ -260,6 +260,14 @@ def test_exported_activation_offload_reads_back(
     assert read.offload_code == of.plan.offload_code
 
 
+@pytest.mark.parametrize("weight", [None, 0.0, 0.5])
+def test_an_exported_weight_of_the_routers_loss_reads_back(weight: float | None) -> None:
+    shape = plan("ddp", "ddp", framework="trl", loss_code="trl")
+    exported = export("trl", job(replace(shape, router_aux_loss_coef=weight)))
+    read = plan_of(from_texts({exported.file_name: exported.text}), gpus=RANKS, strategy="ddp")
+    assert read.router_aux_loss_coef == weight
+
+
 @pytest.mark.parametrize("task", ["dpo", "kto"])
 @pytest.mark.parametrize("reference", ["none", "copy"])
 def test_an_exported_task_reads_back(reference: str, task: str) -> None:

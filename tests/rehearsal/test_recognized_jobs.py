@@ -188,6 +188,13 @@ def test_a_trainer_of_trl_without_an_estimate_is_not_taken_for_supervised_traini
         options(tmp_path, task={"name": "RLOOTrainer", "precompute_ref_log_probs": False})
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_the_weight_of_the_routers_loss_is_recognized(name: str, tmp_path: Path) -> None:
+    for weight, option in ((None, None), (0.0, "0.0")):
+        task = {"name": name, "precompute_ref_log_probs": False, "router_aux_loss_coef": weight}
+        assert options(tmp_path, task=task).get("router-aux-loss-coef") == option
+
+
 @pytest.mark.parametrize(
     ("changed", "present", "absent"),
     [

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 from matrix import in_turn, taken
-from rehearsed_jobs import CONFIG, FSDP2_OPTIONS, FSDP2_SETTINGS, LORA_OPTIONS, LORA_SETTINGS, SETTINGS, predicted
+from rehearsed_jobs import (
+    CONFIG,
+    FSDP2_OPTIONS,
+    FSDP2_SETTINGS,
+    LORA_OPTIONS,
+    LORA_SETTINGS,
+    SETTINGS,
+    predicted,
+    row_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +61,26 @@ def test_steps_need_what_is_predicted(name: str, run_on_ranks: Callable[..., dic
     job = json.dumps({**SETTINGS, "task": "dpo", **settings})
     found = run_on_ranks("preferences.py", json.dumps(CONFIG), job, gpus=options.get("gpus", 1))
     row = predicted(tmp_path, **{"task": "dpo", **options})
+    assert row.peak_allocated_bytes == pytest.approx(found["allocated"], rel=1e-3)
+
+
+EXPERTS = {
+    **CONFIG, "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 64,
+    "vocab_size": 1000,
+}  # fmt: skip
+
+
+@in_turn(0, of=6)
+@pytest.mark.parametrize("weight", taken([0.0], [None]))
+def test_the_routers_loss_has_the_trainer_s_weight(
+    weight: float | None, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
+) -> None:
+    job = {**SETTINGS, "task": "dpo", "precompute_ref_log_probs": True, "router_aux_loss_coef": weight}
+    found = run_on_ranks("preferences.py", json.dumps(EXPERTS), json.dumps(job), gpus=1)
+    row = row_of(
+        tmp_path, {**EXPERTS, "architectures": ["Qwen3MoeForCausalLM"]}, framework="trl", micro_batch_size=2, seq_len=1024,
+        task="dpo", precompute_ref_log_probs=True, router_aux_loss_coef=weight,
+    )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(found["allocated"], rel=1e-3)
 
 

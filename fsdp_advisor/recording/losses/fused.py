@@ -103,6 +103,9 @@ class FusedLossSource(WrappedSource):
             raise NotRecordable(f"{self.name}: {self.not_causal.format(task=self.task)}", hint=self.instead)
         model = causal_model(module, self.name)
         self.fuse(model)
+        config = model.config.get_text_config()
+        if hasattr(config, "output_router_logits"):  # only `RouterLoss` asks for them, as TRL does
+            config.output_router_logits = False
         model.__dict__["router_loss"] = router_loss(model, self.stacks(module)) if self._router_loss else None
 
     def fuse(self, model: PreTrainedModel) -> None:

@@ -117,11 +117,13 @@ def framework_of() -> str:
 
 def task_of() -> dict[str, Any]:
     """Facts about TRL's running trainer: its task (`sft` if there is none), whether its batches have the reference's log-probabilities,
-    and its settings of generation.
+    the weight of the routers' loss, and its settings of generation.
     """
     trainer = running_trainer()
     name = _task_of(trainer) or "sft"
     found = {"name": name, "precompute_ref_log_probs": bool(getattr(trainer, "precompute_ref_logps", False))}
+    if hasattr(trainer, "router_aux_loss_coef"):
+        found["router_aux_loss_coef"] = trainer.args.router_aux_loss_coef
     if name == "grpo":
         found["generation"] = {each: getattr(trainer.args, each) for each in GENERATION if hasattr(trainer.args, each)}
     return found
