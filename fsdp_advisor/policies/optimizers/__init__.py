@@ -2,54 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
+from importlib import import_module
 
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.policies.optimizers import (
-    adafactor,
-    adagrad,
-    adam_mini,
-    adamw,
-    bitsandbytes,
-    cpu_offload,
-    galore_8bit,
-    grokadamw,
-    lomo,
-    low_rank,
-    muon,
-    rmsprop,
-    schedulefree,
-    sgd,
-    stable_adamw,
-    torchao,
-)
 from fsdp_advisor.policies.optimizers.interface import Optimizer
-from fsdp_advisor.policies.optimizers.low_rank import LowRank
 
-_ALL: tuple[Optimizer, ...] = (
-    adamw.FUSED,
-    adamw.FOREACH,
-    sgd.PLAIN,
-    sgd.MOMENTUM,
-    adafactor.ADAFACTOR,
-    adagrad.ADAGRAD,
-    rmsprop.RMSPROP,
-    *schedulefree.ALL,
-    stable_adamw.STABLE_ADAMW,
-    *bitsandbytes.ALL,
-    torchao.ADAMW_8BIT,
-    torchao.ADAMW_4BIT,
-    torchao.ADAMW_FP8,
-    cpu_offload.ADAMW_CPU_OFFLOAD,
-    muon.MUON,
-    *low_rank.ALL,
-    *galore_8bit.ALL,
-    *lomo.ALL,
-    grokadamw.GROKADAMW,
-    adam_mini.ADAM_MINI,
-)
-_BY_NAME = {optimizer.name: optimizer for optimizer in _ALL}
+_NAMES: Mapping[str, tuple[OptimizerName, ...]] = {
+    "adamw": ("adamw_torch_fused", "adamw_torch"),
+    "sgd": ("sgd", "sgd_momentum"),
+    "adafactor": ("adafactor",),
+    "adagrad": ("adagrad",),
+    "rmsprop": ("rmsprop",),
+    "schedulefree": ("schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam"),
+    "stable_adamw": ("stable_adamw",),
+    "bitsandbytes": (
+        "adamw_bnb_8bit",
+        "paged_adamw_8bit",
+        "paged_adamw_32bit",
+        "lion_32bit",
+        "lion_8bit",
+        "paged_lion_32bit",
+        "paged_lion_8bit",
+        "ademamix",
+        "ademamix_8bit",
+        "paged_ademamix_32bit",
+        "paged_ademamix_8bit",
+        "rmsprop_bnb_32bit",
+        "rmsprop_bnb_8bit",
+    ),
+    "torchao": ("adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fp8"),
+    "cpu_offload": ("adamw_cpu_offload",),
+    "muon": ("muon",),
+    "low_rank": (
+        "galore_adamw",
+        "galore_adafactor",
+        "apollo_adamw",
+        "galore_adamw_layerwise",
+        "apollo_adamw_layerwise",
+    ),
+    "galore_8bit": ("galore_adamw_8bit", "galore_adamw_8bit_layerwise"),
+    "lomo": ("lomo", "adalomo"),
+    "grokadamw": ("grokadamw",),
+    "adam_mini": ("adam_mini",),
+}
+"""The names of the optimizers in `ALL` of each module here. A module is imported when a job needs it."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def optimizer_named(name: OptimizerName) -> Optimizer:
@@ -58,10 +58,10 @@ def optimizer_named(name: OptimizerName) -> Optimizer:
     >>> optimizer_named("sgd_momentum").name
     'sgd_momentum'
     """
-    try:
-        return _BY_NAME[name]
-    except KeyError:
-        raise ValueError(f"no optimizer {name!r} (there are {', '.join(_BY_NAME)})") from None
+    if name not in _MODULES:
+        raise ValueError(f"no optimizer {name!r} (there are {', '.join(_MODULES)})")
+    optimizers: tuple[Optimizer, ...] = import_module(f"{__name__}.{_MODULES[name]}").ALL
+    return next(optimizer for optimizer in optimizers if optimizer.name == name)
 
 
 def optimizer_of(plan: Plan) -> Optimizer:
@@ -73,7 +73,5 @@ def optimizer_of(plan: Plan) -> Optimizer:
 def _with_settings(
     name: OptimizerName, optim_args: str | None, target_modules: str | None, by_trainer: bool
 ) -> Optimizer:
-    optimizer = optimizer_named(name)
-    if isinstance(optimizer, LowRank):
-        return optimizer.with_settings(optim_args, target_modules)
+    optimizer = optimizer_named(name).with_settings(optim_args, target_modules)
     return optimizer.made_by_trainer() if by_trainer else optimizer

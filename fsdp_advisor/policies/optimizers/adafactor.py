@@ -104,3 +104,4 @@ def _adafactor(cls: type[Adafactor]) -> Adafactor:
 
 
 ADAFACTOR = _adafactor(Adafactor)
+ALL = (ADAFACTOR,)

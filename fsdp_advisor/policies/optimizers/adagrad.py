@@ -20,3 +20,4 @@ ADAGRAD = replace(
     ),
     made_with_state=True,
 )
+ALL = (ADAGRAD,)

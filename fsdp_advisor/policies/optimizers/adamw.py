@@ -108,3 +108,4 @@ FOREACH = _torch_adamw(
     passes=19,  # eight passes over lists of tensors
     host_kernel="many_passes",
 )
+ALL = (FUSED, FOREACH)

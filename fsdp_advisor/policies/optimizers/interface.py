@@ -182,6 +182,10 @@ class Optimizer(ABC):
     deepspeed_notes: tuple[str, ...] = ()
     """Notes on the assumptions of an estimate for DeepSpeed."""
 
+    def with_settings(self, optim_args: str | None, target_modules: str | None) -> Optimizer:
+        """The optimizer with the Trainer's `optim_args` and `optim_target_modules`, in their canonical spelling."""
+        return self
+
     def made_by_trainer(self) -> Optimizer:
         """The optimizer as transformers' Trainer makes it."""
         return self

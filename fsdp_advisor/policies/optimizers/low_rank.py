@@ -96,7 +96,6 @@ class LowRank(PlainLoop):
         return is_linear_weight(parameter) and self.projection.takes(parameter.name.rpartition(".")[0])
 
     def with_settings(self, optim_args: str | None, target_modules: str | None) -> LowRank:
-        """The same optimizer with the Trainer's `optim_args` and `optim_target_modules`, in their canonical spelling."""
         projection = projection_of(optim_args, target_modules)
         settings = settings_of(optim_args or "") or {}
         assert isinstance(self.transformers, NamedOptimizer)

@@ -182,3 +182,4 @@ MUON = Muon(
         "products are timed at the GPU's rate in the training precision, and under HSDP as with one replica",
     ),
 )
+ALL = (MUON,)
