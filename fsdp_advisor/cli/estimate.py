@@ -84,12 +84,13 @@ def render(
 
         comparison = "\n".join(["", *comparison_lines(report, records)])
     from fsdp_advisor.cli.config_files import with_readings
-    from fsdp_advisor.render.explanation import explanation_view
     from fsdp_advisor.render.view import report_view
 
     view = report_view(report)
     explained = None
     if chosen is not None:
+        from fsdp_advisor.render.explanation import explanation_view
+
         explained = explanation_view(view, view.rows[report.estimates.index(chosen)], chosen)
     if form == "markdown":
         from fsdp_advisor.render.markdown import markdown

@@ -20,7 +20,6 @@ from fsdp_advisor.errors import (
     to_payload,
 )
 from fsdp_advisor.job.adaptation import CONFIG_KEY, UNCHANGED, Adaptation
-from fsdp_advisor.model.adapted_catalog import adapted_profile
 from fsdp_advisor.model.adapter_targets import check_targets
 from fsdp_advisor.model.freezing import check_patterns, parameter_names
 from fsdp_advisor.model.profile import Profile
@@ -32,7 +31,7 @@ from fsdp_advisor.model.tape_key import TapeKey
 if TYPE_CHECKING:
     from fsdp_advisor.recording import Recorder
 
-# Models of the catalog do not need the cache, which is imported when needed.
+# Models of the catalog need neither the cache nor adapted profiles, which are imported when needed.
 
 
 @dataclass(frozen=True)
@@ -201,6 +200,7 @@ def split_recorder(options: Mapping[str, Any]) -> tuple[dict[str, Any], Resolved
 def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
     """The model after an adaptation. Its parameter count includes adapters, and counts the unpacked elements of packed weights."""
     from fsdp_advisor.model import cache
+    from fsdp_advisor.model.adapted_catalog import adapted_profile
 
     if model.profile is None:
         raise UsageError(f"{model.name} is a bare parameter count: it has no modules to adapt", hint="name a model")

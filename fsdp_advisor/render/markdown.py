@@ -28,8 +28,8 @@ def report_blocks(view: ReportView, explained: ExplanationView | None = None) ->
         *map(Paragraph, view.omission_lines),
     ]
     if explained is not None:
+        from fsdp_advisor.render.explanation_text import explanation_text
         from fsdp_advisor.render.terminal import Screen  # rich is slow to import
-        from fsdp_advisor.render.text import explanation_text
 
         blocks.append(Code(explanation_text(explained, Screen())))
     return blocks

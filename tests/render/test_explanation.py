@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fsdp_advisor import estimate
 from fsdp_advisor.render.explanation import CAUSES, explanation_view
+from fsdp_advisor.render.explanation_text import explanation_text
 from fsdp_advisor.render.terminal import Screen
-from fsdp_advisor.render.text import explanation_text
 from fsdp_advisor.render.view import report_view
 from fsdp_advisor.timing.step import UNCERTAINTY
 

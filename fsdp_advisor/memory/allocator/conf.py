@@ -6,7 +6,6 @@ brackets) and c10/cuda/CUDAAllocatorConfig.h, CUDAAllocatorConfig::getKeys; torc
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -119,7 +118,9 @@ def _pairs(text: str) -> dict[str, str]:
                 hint="for example expandable_segments:True,max_split_size_mb:128",
             )
         if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1)
+            from difflib import get_close_matches
+
+            near = get_close_matches(key, KEYS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"keys: {', '.join(sorted(KEYS - NO_EFFECT))}"
             raise UsageError(f"allocator configuration: unknown key {key!r}", hint=hint)
         pairs[key] = value
