@@ -17,6 +17,7 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.program.accounts import ACCOUNTS
+from fsdp_advisor.render.explanation import components
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.step_figures import allocator_result
 from fsdp_advisor.verdict import verdict_text
@@ -75,6 +76,18 @@ def test_the_live_set_sums_to_the_peak(
     assert result.fused_loss_peak_bytes is not None and result.fused_loss_peak_bytes <= result.peak_tensor_bytes
     lowest = min(point.live_bytes for point in result.timeline)
     assert lowest >= result.states["parameters"] + result.states["optimizer"]
+
+
+def test_unpacked_weights_of_a_quantized_base_are_a_part_of_the_peak():
+    job = {"model": "meta-llama/Llama-3.1-8B", "strategy": "ddp", "framework": "trl", "seq_len": 2048, "use_peft": True}
+    (packed,) = estimate(**job, load_in_4bit=True).estimates
+    (plain,) = estimate(**job).estimates
+    assert packed.at_peak is not None and plain.at_peak is not None
+    assert packed.at_peak["dequantization"] == 2 * 4096 * 14336  # the weight of one projection in bf16
+    assert sum(packed.at_peak.values()) == packed.peak_tensor_bytes
+    assert plain.at_peak["dequantization"] == 0
+    assert "dequantization" in [each.name for each in components(packed.needed_breakdown or {})]
+    assert "dequantization" not in [each.name for each in components(plain.needed_breakdown or {})]
 
 
 @settings(deadline=None, max_examples=examples(40))

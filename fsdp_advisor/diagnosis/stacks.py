@@ -84,6 +84,7 @@ _RULES = (
     _rule(r"distributed/fsdp/", r"^(_init_flat_param\w*|shard|flatten_tensors\w*|_get_shard|_init_param_handle\w*|_move_\w+)$",
         "loading", "parameters"),
     _rule(r"nn/parallel/distributed\.py", r"_ddp_init_helper|^__init__$", "loading", "communication"),
+    _rule(r"bitsandbytes/|gptqmodel/", r"dequantize_(4bit|weight)", None, "dequantization"),
     _rule(r"", r"^c10d::Reducer", None, "communication"),
     _rule(r"", r"CUDABlasLtWorkspace|getNewWorkspace|getCurrentCUDABlasHandle|getCublasWorkspace", None, "libraries"),
     _rule(r"loss_utils\.py|/loss(es)?/|nn/modules/loss\.py|cut_cross_entropy", r"", "loss", "loss"),

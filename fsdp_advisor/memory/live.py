@@ -26,7 +26,12 @@ from fsdp_advisor.program.spans import Span, changes_by_account, span_bytes, sto
 from fsdp_advisor.program.storages import round_up
 
 _INPUT_ACCOUNTS = (int(Account.OTHER),)
-_LEFT_OVER_ACCOUNTS = (int(Account.ACTIVATIONS), int(Account.LOSS), int(Account.TEMPORARIES))
+_LEFT_OVER_ACCOUNTS = (
+    int(Account.ACTIVATIONS),
+    int(Account.LOSS),
+    int(Account.TEMPORARIES),
+    int(Account.DEQUANTIZATION),
+)
 _WORKSPACE = frozenset({int(Account.WORKSPACE)})
 _WORKSPACE_AND_LOSS = frozenset({int(Account.WORKSPACE), int(Account.LOSS)})
 

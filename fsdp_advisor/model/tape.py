@@ -152,6 +152,7 @@ class Category(IntEnum):
     PARTIAL_GRADIENT = 5  # a part of a gradient, which autograd or FSDP1 sums or concatenates into `param.grad`
     SCRATCH = 6  # a kernel's workspace: counts as allocated memory, but not as a tensor
     GRADIENT = 7  # becomes `param.grad`: 7 + 2 * index of the parameter in its unit + (1 if the unit is the root)
+    DEQUANTIZED = 65_535  # a copy of a packed weight, unpacked for a product; above all gradients
 
 
 class Op(IntEnum):

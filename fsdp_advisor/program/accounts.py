@@ -19,7 +19,8 @@ class Account(IntEnum):
     LOSS = 7
     TEMPORARIES = 8
     OTHER = 9
-    WORKSPACE = 10
+    DEQUANTIZATION = 10
+    WORKSPACE = 11
     """Workspaces of kernels: they count as allocated memory, but not as tensors."""
 
 
@@ -34,6 +35,7 @@ ACCOUNTS = {
     "loss": "logits and what the loss makes of them",
     "temporaries": "allocated and freed within one phase",
     "other": "the batch, buffers",
+    "dequantization": "copies of packed weights, unpacked for products",
 }
 """The accounts of tensors and their descriptions, in the order of `Account`."""
 
@@ -42,7 +44,7 @@ GROUPS = {
     "gathered": ("unsharded_parameters", "unsharded_gradients", "communication"),
     "activations": ("activations",),
     "loss": ("loss",),
-    "other": ("temporaries", "other"),
+    "other": ("temporaries", "other", "dequantization"),
 }
 """The accounts in the groups that bars show. Every account is in one group."""
 

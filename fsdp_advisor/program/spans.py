@@ -41,8 +41,9 @@ _ACCOUNT_OF_CATEGORY = {
     int(Category.INPUT): int(Account.OTHER),
     int(Category.PARTIAL_GRADIENT): int(Account.UNSHARDED_GRADIENTS),
     int(Category.SCRATCH): int(Account.WORKSPACE),
+    int(Category.DEQUANTIZED): int(Account.DEQUANTIZATION),
 }
-"""Plain integers, which compare faster than enum members; a category above these is a parameter's gradient."""
+"""Plain integers, which compare faster than enum members; any other category is a parameter's gradient."""
 _GRADIENT_ACCOUNT = int(Account.UNSHARDED_GRADIENTS)
 
 
@@ -229,7 +230,7 @@ class _LayoutReader:
                 changes.append(Change(account, event.size, -self._real_storages(event)))
                 continue
             changes.append(Change(account, event.size, 1))
-            if event.category >= Category.GRADIENT:
+            if event.category not in _ACCOUNT_OF_CATEGORY:
                 parameter, at_root = divmod(event.category - Category.GRADIENT, 2)
                 gradients.append(GradientBirth(event.birth, parameter, bool(at_root), self._gradient_bytes(event.size)))
         if changes:

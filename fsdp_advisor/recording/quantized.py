@@ -30,6 +30,10 @@ from fsdp_advisor.model.quantization import Quantization
 
 PACKED = ("Params4bit", "Int8Params")
 """bitsandbytes' classes of quantized parameters."""
+UNPACKING = ("bitsandbytes::dequantize_4bit", "fsdp_advisor::dequantize_packed")
+"""The operators that return a whole packed weight in the dtype of a product."""
+COPIES_OF_WEIGHTS = ("aten::_to_copy", "aten::mul")
+"""The operators that scale a weight of 8 bits, or cast a weight that was unpacked, into a new tensor."""
 
 
 # The model

@@ -24,7 +24,7 @@ from fsdp_advisor.recording.hooked_modules import HookedModule, Leaf, hooked_mod
 from fsdp_advisor.recording.host import offloading, watched_copies
 from fsdp_advisor.recording.loss_chunks import LossChunks
 from fsdp_advisor.recording.operators import NONE, rows_and_columns
-from fsdp_advisor.recording.quantized import state_tensors
+from fsdp_advisor.recording.quantized import COPIES_OF_WEIGHTS, UNPACKING, state_tensors
 from fsdp_advisor.recording.raw_steps import RawStep
 from fsdp_advisor.recording.remembered import Operators
 from fsdp_advisor.recording.root_units import mark_root_units
@@ -190,6 +190,8 @@ class Step:
     def _category_at_birth(self, operator: str, args: tuple[Any, ...]) -> int:
         if in_scratch():
             return Category.SCRATCH
+        if self._unpacks(operator, args):
+            return Category.DEQUANTIZED
         if (
             operator == "aten::_to_copy"
             and args
@@ -202,6 +204,15 @@ class Step:
         if (in_backward and shape in self._tied_shapes) or (self._chunks and shape == self._chunks.shape):
             return Category.PARTIAL_GRADIENT
         return Category.LOSS if self._events.in_loss else Category.TEMPORARY
+
+    def _unpacks(self, operator: str, args: tuple[Any, ...]) -> bool:
+        """Whether an operator returns a whole weight that is packed, or another copy of one in a second dtype."""
+        if operator not in COPIES_OF_WEIGHTS:
+            return operator in UNPACKING
+        if not isinstance(args[0], torch.Tensor):
+            return False
+        storage = self._events.storage_of(args[0])
+        return args[0].dtype == torch.int8 or (storage is not None and storage.category == Category.DEQUANTIZED)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, self._work = self._operators.call(func, args, kwargs)

@@ -50,6 +50,7 @@ REHEARSED = LLAMA | {
     "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 4096,
 }  # fmt: skip
 
+BF16, FP32 = 2, 4
 NESTED = Quantization(method="bnb_4bit", nested=True)
 EIGHT = Quantization(method="bnb_8bit")
 
@@ -317,6 +318,38 @@ def test_step_allocates_what_a_rehearsal_allocates(name: str):
     assert 0 <= row.backward - found["backward"] <= not_recorded
 
 
+SHAPES = [(128, 128), (64, 128), (352, 128), (128, 352)]
+"""The shapes of the weights in a layer of LLAMA."""
+
+
+def in_bytes(element_bytes: int) -> set[int]:
+    return {element_bytes * rows * columns for rows, columns in SHAPES}
+
+
+@pytest.mark.parametrize(
+    ("settings", "use_dora", "expected"),
+    [
+        (NESTED, False, in_bytes(BF16)),
+        (Quantization(method="bnb_4bit", compute_dtype="float32"), False, in_bytes(BF16) | in_bytes(FP32)),
+        (EIGHT, False, in_bytes(FP32)),  # backward multiplies in the dtype of the input, which autocast does not cast
+        (EIGHT, True, in_bytes(FP32)),
+    ],
+    ids=["4bit", "4bit, another dtype", "8bit", "dora on 8bit"],
+)
+def test_a_tape_tells_unpacked_weights_from_other_temporaries(
+    settings: Quantization, use_dora: bool, expected: set[int]
+):
+    recorder = Recorder(QuantizedSource(LLAMA, settings, prepare=True, use_dora=use_dora))
+    assert unpacked(recorder, gpu_key("bf16-mixed")) == expected
+
+
+def unpacked(recorder: Recorder, key: TapeKey) -> set[int]:
+    """The bytes of the copies of packed weights in a step of two sequences of 16 tokens."""
+    tape = recorder.tape(key)
+    births = (birth for born in tape.births for birth in born)
+    return {value_at(tape.sizes[size], 2, 16) for size, category in births if category == Category.DEQUANTIZED}
+
+
 def test_fsdp1_makes_gradients_of_packed_weights_too():
     """Weights packed in floats are parts of the flat parameter. Autograd fills their part of its gradient with zeros."""
     settings = Quantization(method="bnb_4bit", storage_dtype="bfloat16")
@@ -326,7 +359,8 @@ def test_fsdp1_makes_gradients_of_packed_weights_too():
         value_at(tape.sizes[size], 1, 1)
         for births in tape.births
         for size, category in births
-        if category >= Category.GRADIENT and (category - Category.GRADIENT) % 2 == 0  # the layer's, not the root's
+        if Category.GRADIENT <= category < Category.DEQUANTIZED
+        and (category - Category.GRADIENT) % 2 == 0  # the layer's
     }
     assert gradients == {2 * recorder.profile.stacks[0].units[0].elements}
 
@@ -383,6 +417,11 @@ def test_packed_step_allocates_what_gptqmodel_allocates_in_a_rehearsal(method: s
     forward, backward = {"gptq": (302358576, 318537784), "awq": (386506800, 385384504)}[method]
     found = peaks(Recorder(packed_source(method, REHEARSED)), gpu_key("bf16-mixed"), 2, 1024)
     assert (forward - found["forward"], backward - found["backward"]) == (3 * SEEDS, 3 * SEEDS)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_tape_tells_unpacked_weights_of_packed_checkpoints(method: str):
+    assert unpacked(Recorder(packed_source(method)), gpu_key("bf16-mixed")) == in_bytes(BF16)
 
 
 def test_packed_experts_are_refused():

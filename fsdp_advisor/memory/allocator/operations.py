@@ -36,6 +36,7 @@ Source: about 1000, measured (forums.developer.nvidia.com/t/68937, stackoverflow
 _NEAR, _FAR, _ALLOC = range(3)
 _INPUT, _GRADIENT = int(Category.INPUT), int(Category.GRADIENT)
 _PARTIAL_GRADIENT, _WORKSPACE = int(Category.PARTIAL_GRADIENT), int(Category.SCRATCH)
+_TEMPORARY, _DEQUANTIZED = int(Category.TEMPORARY), int(Category.DEQUANTIZED)
 
 
 def step_operations(
@@ -235,7 +236,7 @@ class _Reader:
             if not sizes[event.size]:
                 continue
             if isinstance(event, Allocated):
-                category = event.category
+                category = _TEMPORARY if event.category == _DEQUANTIZED else event.category
                 is_sum = category == _PARTIAL_GRADIENT and _sums_gradients(tape, segment, event.at)
                 stream = self._program.gradient_stream if category >= _GRADIENT or is_sum else Stream.COMPUTE
                 result.append((_ALLOC, sizes[event.size] | stream, event.birth, category))
