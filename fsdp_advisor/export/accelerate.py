@@ -32,6 +32,7 @@ from fsdp_advisor.export.limits import framework_limit, optimizer_limit
 from fsdp_advisor.export.losses import script_loss_limit
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.choices import Framework
+from fsdp_advisor.job.compatibility import has_whole_replicas
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import optimizer_of
 
@@ -43,7 +44,7 @@ def unsupported(job: Job, framework: Framework = "accelerate") -> str | None:
     return (
         framework_limit(job, framework)
         or optimizer_limit(job.plan, framework)
-        or _unsharded_replicas(job.plan)
+        or ("replicas of one GPU each are DDP, not HSDP" if has_whole_replicas(job.plan) else None)
         or deepspeed.host_optimizer_limit(job.plan)
     )
 
@@ -52,15 +53,6 @@ def config_unsupported(job: Job) -> str | None:
     """Why a script under `accelerate launch` cannot train the job."""
     limit = checkpointing_limit(job, "reentrant", "every", "selective", offloads=("inputs", "saved"))
     return script_loss_limit(job) or script_batch_limit(job) or limit or unsupported(job)
-
-
-def _unsharded_replicas(plan: Plan) -> str | None:
-    """Why accelerate refuses the plan's replicas: its model is not sharded; None if it is. Source:
-    accelerate.parallelism_config.ParallelismConfig.
-    """
-    if plan.backend == "fsdp2" and plan.strategy == "hsdp" and plan.shard_degree == 1 < plan.replica_degree:
-        return "replicas of one GPU each are DDP, not HSDP"
-    return None
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:

@@ -94,8 +94,8 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
 
 
 def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[Plan], list[tuple[str, UsageError]]]:
-    """One plan per row of the answer, and the labels of rows that are left out because their backends cannot run compiled code, fp8 or a
-    tiled MLP, with the reasons. Raises UsageError if no backend supports the request.
+    """One plan per row of the answer, and the labels of rows that are left out because their backends cannot run them (`_row_refusal`),
+    with the reasons. Raises UsageError if no backend supports the request.
     """
     check_request(request, seq_len)
     check_compile(request)
@@ -104,7 +104,7 @@ def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[
     check_tiled_mlp(request)
     if request.strategy != "all":
         plan = _plan(request, request.strategy, request.offload, seq_len)
-        if (refused := _step_refusal(plan)) is not None:
+        if (refused := _row_refusal(plan)) is not None:
             raise refused
         return [plan], []
     if request.offload == "none":
@@ -125,16 +125,32 @@ def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[
             f"backend {request.backend} has no strategy with offload {request.offload}",
             hint="offload optimizer: deepspeed; offload parameters: fsdp2, fsdp1 or deepspeed",
         )
-    refusals = {plan: _step_refusal(plan) for plan in (_plan(request, s, o, seq_len) for s, o in possible)}
+    refusals = {plan: _row_refusal(plan) for plan in (_plan(request, s, o, seq_len) for s, o in possible)}
     left_out = [(label(plan.strategy, plan.offload), error) for plan, error in refusals.items() if error is not None]
     if len(left_out) == len(refusals):
         raise left_out[0][1]
     return [plan for plan, error in refusals.items() if error is None], left_out
 
 
-def _step_refusal(plan: Plan) -> UsageError | None:
-    """Why the plan's backend cannot run compiled code, fp8 or a tiled MLP; None if it can, or runs none of them."""
-    return compile_refusal(plan) or fp8_refusal(plan) or tiled_mlp_refusal(plan)
+def _row_refusal(plan: Plan) -> UsageError | None:
+    """Why the plan's backend cannot replicate over its ranks, or run compiled code, fp8 or a tiled MLP; None if it can."""
+    return _replica_refusal(plan) or compile_refusal(plan) or fp8_refusal(plan) or tiled_mlp_refusal(plan)
+
+
+def _replica_refusal(plan: Plan) -> UsageError | None:
+    if not (plan.uses_accelerate and has_whole_replicas(plan)):
+        return None
+    return UsageError(
+        "accelerate 1.15 refuses HSDP with FSDP2 whose replicas have one GPU each: no rank has a shard",
+        hint="use --strategy ddp, more GPUs per node, or --framework torch",
+    )
+
+
+def has_whole_replicas(plan: Plan) -> bool:
+    """Whether each of HSDP's replicas is one GPU, which accelerate refuses with FSDP2. Source: accelerate/parallelism_config.py,
+    ParallelismConfig.
+    """
+    return plan.backend == "fsdp2" and plan.strategy == "hsdp" and plan.shard_degree == 1 < plan.replica_degree
 
 
 def _offers(request: EstimateRequest, strategy: Strategy, offload: Offload, backend: Backend) -> bool:

@@ -185,6 +185,13 @@ class Plan:
         return self.mesh.dp_replicate
 
     @property
+    def has_replica_mesh(self) -> bool:
+        """Whether FSDP2 gets a mesh with a dimension of replicas. A script of PyTorch's own makes one for HSDP on one node, too, and FSDP2
+        then all-reduces over one rank; accelerate and torchtitan leave out a dimension of one rank.
+        """
+        return self.replica_degree > 1 or (self.strategy == "hsdp" and self.framework == "torch")
+
+    @property
     def nnodes(self) -> int:
         return self.mesh.nnodes
 

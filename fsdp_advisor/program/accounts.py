@@ -62,6 +62,7 @@ class Stream(IntEnum):
     ALL_GATHER = 2
     REDUCE_SCATTER = 3
     PRE_UNSHARD = 4
+    ALL_REDUCE = 5
 
 
 STREAM_NAMES = {
@@ -70,4 +71,5 @@ STREAM_NAMES = {
     Stream.ALL_GATHER: "all-gather",
     Stream.REDUCE_SCATTER: "reduce-scatter",
     Stream.PRE_UNSHARD: "pre-unshard",
+    Stream.ALL_REDUCE: "all-reduce",
 }

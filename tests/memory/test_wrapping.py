@@ -209,6 +209,7 @@ def test_no_sync_keeps_whole_gradients() -> None:
         ({"framework": "deepspeed", "backend": "ddp"}, "framework deepspeed has no backend ddp"),
         ({"forward_prefetch": True, "strategy": "zero3", "wrap": "none"}, "only with one unit per layer"),
         ({"forward_prefetch": True, "strategy": "zero3", "framework": "accelerate"}, "does not prefetch in forward"),
+        ({"gpus": 2, "nnodes": 2, "strategy": "hsdp", "framework": "trl"}, "no rank has a shard"),
         ({"reshard_after_forward": "false", "strategy": "zero3"}, "is ZeRO-2"),
         ({"reshard_after_forward": "3", "strategy": "zero3"}, "not a proper factor of the 8 ranks"),
         ({"reshard_after_forward": "2", "strategy": "zero3", "backend": "fsdp1"}, "only FSDP2 in plain PyTorch"),
@@ -224,7 +225,7 @@ def test_no_sync_keeps_whole_gradients() -> None:
 )  # fmt: skip
 def test_what_a_framework_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as refused:
-        estimate(model=GPT2, gpu="H100", **JOB, **options)
+        estimate(model=GPT2, gpu="H100", **{**JOB, **options})
     assert refused.value.hint
 
 

@@ -208,11 +208,13 @@ class Fsdp2Step(StepHooks):
         self._previous_reduce_input = step.alloc(Account.COMMUNICATION, sizes.reduce_input)
         step.free(*(gradient for gradient in gradients if not (keeps_last and gradient == last)))
         reduced = step.alloc(Account.COMMUNICATION, sizes.reduce_output, Stream.REDUCE_SCATTER)
-        output = step.alloc(Account.GRADIENTS, sizes.gradients, Stream.REDUCE_SCATTER)
+        casts = reduced != NO_BUFFER
+        cast_on = Stream.ALL_REDUCE if casts and self._plan.has_replica_mesh else Stream.REDUCE_SCATTER
+        output = step.alloc(Account.GRADIENTS, sizes.gradients, cast_on)
         if self._one_shard and self._plan.facts.sums_gradients:  # `reduce_scatter_input / gradient_divide_factor`
             step.transient(Account.COMMUNICATION, sizes.reduce_input, Stream.REDUCE_SCATTER)
         self._send_gradients(step, unit, sizes)
-        if self._plan.replica_degree > 1:
+        if self._plan.has_replica_mesh:
             self._all_reduced.append((unit, reduced))  # `FSDPParamGroup._all_reduce_state`
         else:
             step.free(reduced)
@@ -222,7 +224,7 @@ class Fsdp2Step(StepHooks):
             step.free(output)
         elif self._plan.captures_graph or not (self._is_first or self._plan.defers_reduction):
             step.add(Copy(unit, ADDED_TENSORS * sizes.gradients.exact))
-            if self._plan.replica_degree > 1 and reduced == NO_BUFFER:  # the output itself is all-reduced
+            if self._plan.has_replica_mesh and not casts:  # the output itself is all-reduced
                 step.reclassify(Account.COMMUNICATION, output)
                 self._all_reduced.append((unit, output))
             else:
