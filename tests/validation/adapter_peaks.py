@@ -16,6 +16,8 @@ from pathlib import Path
 from fsdp_advisor.program.accounts import PHASES
 
 RESULTS = Path(__file__).with_name("adapter_peaks.csv")
+SCALARS_BYTES = 16 * 512
+"""Scalars of accelerate and the Trainer: the loss divided by the number of micro-batches, the gradient norm and others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,11 @@ class Line:
 
     simulated: Mapping[str, int]
     predicted: Mapping[str, int]
+
+    def agrees(self, framework: str) -> bool:
+        """Whether the peaks of all phases are equal, but for the scalars of a framework."""
+        allowed = 0 if framework == "torch" else SCALARS_BYTES
+        return all(abs(self.predicted[phase] - self.simulated[phase]) <= allowed for phase in PHASES)
 
 
 def read(path: Path = RESULTS) -> dict[str, Line]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from adapter_peaks import PHASES, Line, read
+from adapter_peaks import read
 from matrix import taken
 
 pytest.importorskip("torch")
 
 from compared_peaks import predicted_peaks
 from step_peaks import KINDS, RESULTS, jobs
-from test_simulated_checkpointing import SCALARS_BYTES
 
 pytestmark = pytest.mark.slow
 
@@ -22,19 +21,13 @@ JOBS = {name: (kind, case) for name, kind, case in jobs()}
 SAMPLE = list(KEPT)[:: max(1, len(KEPT) // 2)]
 
 
-def _agrees(line: Line, framework: str | None) -> bool:
-    """Whether each phase is equal, but for scalars of accelerate and the Trainer."""
-    allowed = 0 if framework is None else SCALARS_BYTES
-    return all(abs(line.predicted[phase] - line.simulated[phase]) <= allowed for phase in PHASES)
-
-
 def test_kept_peaks_are_of_all_kinds_and_eight_architectures_and_agree() -> None:
     found = [JOBS[name] for name in KEPT]
     assert len(found) >= 120
     assert {kind for kind, _ in found} == set(KINDS)
     assert len({case["model"] for _, case in found}) >= 8
     assert sum("use_peft" in case for _, case in found) >= 5
-    assert all(_agrees(line, JOBS[name][1].get("framework")) for name, line in KEPT.items())
+    assert all(line.agrees(JOBS[name][1].get("framework", "torch")) for name, line in KEPT.items())
 
 
 @pytest.mark.parametrize("name", taken(SAMPLE, [name for name in KEPT if name not in SAMPLE], days=2))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from adapter_peaks import SCALARS_BYTES
 from matrix import taken
 from small_models import Case, name_of, options_of, small_models
 
@@ -38,9 +39,6 @@ ENGINES: dict[str, dict[str, str]] = {
     "fsdp2": {"strategy": "zero3", "backend": "fsdp2", "gpus": "4"},
     "fsdp1": {"strategy": "zero3", "backend": "fsdp1", "gpus": "4"},
 }
-
-SCALARS_BYTES = 16 * 512
-"""Scalars of accelerate and the Trainer: the loss divided by the number of micro-batches, the gradient norm and others."""
 
 
 def _case(model: str, engine: str, checkpointing: str, **more: str) -> Case:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_peaks import SCALARS_BYTES
 from matrix import in_turn, taken, with_all_cases
 from simulated_cases import BERT, FRAMEWORKS, GPT2, MORE_FRAMEWORKS, T5, TINY, Case, of_case, plan_of
 
@@ -38,7 +39,6 @@ from fsdp_advisor.validation.simulate import simulate
 
 pytestmark = pytest.mark.slow
 
-SCALARS_BYTES = 16 * 512
 TINY_CONFIG = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 4,

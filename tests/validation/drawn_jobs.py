@@ -1,0 +1,174 @@
+"""Draws jobs from all options together, and compares their predicted peaks with PyTorch's own step: `drawn_jobs.py --minutes 15`.
+
+A job takes five to thirty seconds. Jobs whose options do not go together are not counted. Of every job that is simulated,
+drawn_jobs.csv keeps both peaks; a test compares today's predictions with them. The campaign prints each job that differs or fails, and
+at its end how many were equal, or were refused when they were recorded or simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from adapter_peaks import Line, read, write
+from small_models import Case, name_of, options_of, small_models
+
+from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
+
+RESULTS = Path(__file__).with_name("drawn_jobs.csv")
+_SIZE = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 1000, "max_position_embeddings": 512,
+}  # fmt: skip
+_EXPERTS = {**_SIZE, "num_experts_per_tok": 2, "head_dim": 32}
+_MORE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_EXPERTS, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 64},
+    "gpt_oss": {**_EXPERTS, "model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 64},
+    "qwen3_next": {
+        **_EXPERTS, "model_type": "qwen3_next", "num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    },
+    "granite": {**_SIZE, "model_type": "granite"},
+    "olmo3": {**_SIZE, "model_type": "olmo3"},
+    "smollm3": {**_SIZE, "model_type": "smollm3", "pad_token_id": 0},
+    "glm4": {**_SIZE, "model_type": "glm4", "head_dim": 32, "pad_token_id": 0},
+    "cohere2": {**_SIZE, "model_type": "cohere2", "sliding_window": 64, "pad_token_id": 0, "eos_token_id": 1},
+    "gpt_neox": {**_SIZE, "model_type": "gpt_neox"},
+    "opt": {
+        "model_type": "opt", "hidden_size": 128, "ffn_dim": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 1000,
+        "max_position_embeddings": 512, "word_embed_proj_dim": 128,
+    },
+}  # fmt: skip
+CONFIGS = {**small_models(vocabulary=1000), **_MORE}
+WITHOUT_SDPA = ("gemma2", "gpt_oss")
+
+ALWAYS: Mapping[str, Sequence[str]] = {
+    "gpus": ("1", "2", "2", "4", "8", "8"),
+    "strategy": ("ddp", "zero2", "zero3", "hsdp"),
+    "framework": ("torch", "torch", "accelerate", "trainer", "trl", "trl", "torchtitan"),
+    "precision": ("bf16-mixed", "bf16-mixed", "bf16", "fp32", "fp16-mixed"),
+    "micro_batch_size": ("1", "2", "3"),
+    "seq_len": ("64", "128", "200"),
+    "gradient_accumulation_steps": ("1", "1", "1", "2", "3"),
+}
+"""Options that every job has, with their values. DeepSpeed (zero1) cannot be simulated."""
+SOMETIMES: Mapping[str, Sequence[str]] = {
+    "activation_checkpointing": ("full", "full", "selective", "every-2"),
+    "optim": (
+        "sgd", "adafactor", "lion_32bit", "muon", "adamw_8bit", "adamw_torch_4bit", "schedule_free_adamw", "apollo_adamw",
+    ),
+    "loss": ("full", "chunked", "liger", "cce"),
+    "use_liger_kernel": ("true",),
+    "wrap": ("none", "layer"),
+    "backend": ("fsdp1", "fsdp2"),
+    "attention": ("eager", "sdpa", "flash_attention_2"),
+    "packing": ("bfd", "wrapped"),
+    "padding_free": ("true",),
+    "padding_fraction": ("0.25",),
+    "ignored_labels": ("0.5",),
+    "reshard_after_forward": ("true", "false"),
+    "forward_prefetch": ("true",),
+    "backward_prefetch": ("post", "none"),
+    "activation_offload": ("true",),
+    "tiled_mlp": ("deepspeed",),
+    "task": ("dpo", "reward", "kto"),
+    "dtype": ("float32", "bfloat16"),
+    "experts_implementation": ("eager", "batched_mm"),
+    "nnodes": ("2",),
+    "freeze": ("*embed_tokens*",),
+}  # fmt: skip
+"""Options of which a job has up to four."""
+ADAPTERS: Mapping[str, Sequence[str]] = {
+    "lora_target_modules": ("all-linear",),
+    "lora_r": ("8",),
+    "lora_modules_to_save": ("lm_head",),
+    "lora_dropout": ("0.1",),
+    "use_dora": ("true",),
+}
+"""Options of which a job with adapters has up to three."""
+
+
+def draw(source: random.Random) -> Case:
+    """A job whose options need not go together."""
+
+    def some(options: Mapping[str, Sequence[str]], most: int) -> Case:
+        names = source.sample(list(options), source.randint(0, most))
+        return {name: source.choice(options[name]) for name in names}
+
+    case = {"model": source.choice(list(CONFIGS)), **{name: source.choice(values) for name, values in ALWAYS.items()}}
+    if case["model"] in WITHOUT_SDPA:
+        case["attention"] = "eager"
+    adapted = {"use_peft": "true", **some(ADAPTERS, 3)} if source.random() < 0.3 else {}
+    return {**case, **some(SOMETIMES, 4), **adapted}
+
+
+def case_of(name: str) -> Case:
+    """The case with this name (`small_models.name_of`)."""
+    model, *options = name.split(" ")
+    return {"model": model, **dict(option.split("=", 1) for option in options)}
+
+
+def _goes_together(case: Case, folder: Path) -> bool:
+    """Whether the options of a case make a plan."""
+    try:
+        request = make_request(options_of(CONFIGS, case, folder))
+        plans(request, seq_len=int(case["seq_len"]))
+    except AdvisorError:
+        return False
+    return True
+
+
+def _drawn(seed: int, minutes: float) -> Iterator[Case]:
+    print("seed", seed, flush=True)
+    source, end = random.Random(seed), time.monotonic() + 60 * minutes
+    while time.monotonic() < end:
+        case = draw(source)
+        with tempfile.TemporaryDirectory() as folder:
+            if _goes_together(case, Path(folder)):
+                yield case
+
+
+def main() -> None:
+    from compared_peaks import predicted_and_simulated
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=random.randrange(1_000_000))
+    parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument(
+        "jobs", nargs="*", help="names of jobs, as this prints them, that are compared instead of drawn ones"
+    )
+    options = parser.parse_args()
+    lines = read(RESULTS)
+    counts = dict.fromkeys(("equal", "differs", "refused", "fails"), 0)
+    for case in map(case_of, options.jobs) if options.jobs else _drawn(options.seed, options.minutes):
+        name = name_of(case)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                predicted, simulated = predicted_and_simulated(make_request(options_of(CONFIGS, case, Path(folder))))
+        except AdvisorError:
+            counts["refused"] += 1
+            continue
+        except Exception as error:  # one that fails must not end the others
+            counts["fails"] += 1
+            print(f"FAILS {type(error).__name__}: {str(error)[:300]}", name, flush=True)
+            continue
+        line = Line(simulated=simulated, predicted=predicted)
+        if line.agrees(case["framework"]):
+            counts["equal"] += 1
+            lines[name] = line
+            write(lines, RESULTS)
+        else:
+            counts["differs"] += 1
+            print("DIFFERS", name, predicted, simulated, flush=True)
+    print(counts)
+
+
+if __name__ == "__main__":
+    main()
