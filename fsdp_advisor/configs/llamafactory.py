@@ -11,6 +11,7 @@ from typing import Any
 
 from fsdp_advisor.configs.adapters import has_adapters, set_lora, set_quantization
 from fsdp_advisor.configs.collect import Collector, truth
+from fsdp_advisor.configs.llamafactory_towers import KEYS, USUAL, Frozen, excluded
 from fsdp_advisor.configs.names import set_attention
 from fsdp_advisor.configs.trainer import read_into
 from fsdp_advisor.job.images import square_of
@@ -48,8 +49,10 @@ def read(file: str, keys: Mapping[str, Any], *, replaces: bool = False) -> Colle
     `replaces`: whether the keys only override some keys of a file.
     """
     found = Collector(file, "LLaMA-Factory", keys)
+    given = any(key in found for key in KEYS)
+    frozen = _frozen(found)
     if not replaces or "finetuning_type" in found:
-        _adapters(found)
+        _adapters(found, frozen)
     stage = found.peek("stage")
     if stage in (None, "sft", "pt"):
         found.take("stage")
@@ -80,7 +83,8 @@ def read(file: str, keys: Mapping[str, Any], *, replaces: bool = False) -> Colle
         )
     if found.flag("enable_liger_kernel"):
         found.options["use_liger_kernel"] = True
-    _images(found)
+    has_images = _images(found)
+    _towers(found, frozen, given=given or has_images)
     has_engine = found.peek("fsdp") or found.peek("deepspeed")
     read_into(found)
     if found.flag("use_adam_mini"):  # replaces `optim`
@@ -90,11 +94,8 @@ def read(file: str, keys: Mapping[str, Any], *, replaces: bool = False) -> Colle
     return found
 
 
-_TOWER_KEYS = ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model")
-
-
-def _images(found: Collector) -> None:
-    """Set the size of images. The file does not contain their number per sample. Source: hparams/{model,finetuning}_args.py."""
+def _images(found: Collector) -> bool:
+    """Set the size of images; whether the file has one. It does not contain their number per sample. Source: hparams/model_args.py."""
     pixels = found.number("image_max_pixels")
     found.take("image_min_pixels")
     if pixels is not None:
@@ -102,41 +103,55 @@ def _images(found: Collector) -> None:
         found.assume(
             f"images of {size} pixels, the largest square of image_max_pixels; images_per_sample says how many"
         )
-    _towers(found, has_images=pixels is not None)
+    return pixels is not None
 
 
-def _towers(found: Collector, *, has_images: bool) -> None:
+def _frozen(found: Collector) -> Frozen:
+    """The parts of a multimodal model that are not trained. Source: hparams/finetuning_args.py."""
+    tower, projector, language = (found.flag(key) for key in KEYS)
+    return tower is not False, projector is not False, bool(language)
+
+
+def _towers(found: Collector, frozen: Frozen, *, given: bool) -> None:
     """Freeze the vision tower and the projector of a catalogued model in full fine-tuning, as LLaMA-Factory does by default.
 
-    Source: hparams/finetuning_args.py; model/adapter.py, `_setup_full_tuning`; for LoRA model/model_utils/visual.py,
-    `patch_target_modules`.
+    `given`: whether the file says that the model is multimodal. Source: model/adapter.py, `_setup_full_tuning`.
     """
-    given = any(key in found for key in _TOWER_KEYS)
-    tower, projector, language = (found.flag(key) for key in _TOWER_KEYS)
-    frozen = (tower is not False, projector is not False, bool(language))
-    parts = _parts_of(found.peek("model_name_or_path")) if not has_adapters(found.options) else ()
+    entry = _entry(found)
+    parts = tuple(vision_parts(catalog.profile(entry))) if entry else ()
     if not any(frozen):
         return
-    if frozen == (True, True, False) and parts:
+    if has_adapters(found.options):
+        if given and entry is None:
+            found.omits(
+                "LLaMA-Factory makes no adapters in the vision tower and the projector of a multimodal model unless freeze_vision_tower and"
+                " freeze_multi_modal_projector are false; those that lora_target names there are counted"
+            )
+    elif frozen == USUAL and parts:
         found.options["freeze"] = parts
         found.assume(f"{' and '.join(parts)} frozen: the vision tower and the projector, which LLaMA-Factory freezes")
-    elif given or has_images:
-        unless = "unless freeze_vision_tower and freeze_multi_modal_projector are false"
+    elif given:
         found.omits(
-            f"LLaMA-Factory makes no adapters in the vision tower and the projector of a multimodal model {unless}; those that lora_target"
-            " names there are counted"
-            if has_adapters(found.options)
-            else f"LLaMA-Factory trains neither the vision tower nor the projector of a multimodal model {unless}: name them with freeze"
+            "LLaMA-Factory trains neither the vision tower nor the projector of a multimodal model unless freeze_vision_tower and"
+            " freeze_multi_modal_projector are false: name them with freeze"
         )
 
 
-def _parts_of(model: Any) -> tuple[str, ...]:
-    """The vision tower and the projector of a model of the catalog; none for other models."""
-    entry = catalog.find(model) if isinstance(model, str) else None
-    return tuple(vision_parts(catalog.profile(entry))) if entry else ()
+def _entry(found: Collector) -> catalog.Entry | None:
+    """The model, if the catalog has it."""
+    model = found.peek("model_name_or_path")
+    return catalog.find(model) if isinstance(model, str) else None
 
 
-def _adapters(found: Collector) -> None:
+def _without_adapters(found: Collector, frozen: Frozen, *, everywhere: bool) -> str | None:
+    """A pattern of the modules of a catalogued multimodal model that get no adapters. `everywhere`: `lora_target` is all."""
+    entry = _entry(found)
+    if entry is None or not vision_parts(catalog.profile(entry)):
+        return None
+    return excluded(entry.model_type, frozen, everywhere=everywhere)
+
+
+def _adapters(found: Collector, frozen: Frozen) -> None:
     """Read LLaMA-Factory's `finetuning_type`, and its keys of LoRA and quantization."""
     kind = found.peek("finetuning_type")
     if kind not in (None, "lora", "full"):
@@ -158,8 +173,13 @@ def _adapters(found: Collector) -> None:
         "use_dora": found.take("use_dora"),
         "use_rslora": found.take("use_rslora"),
     }
-    if config["target_modules"] in ("all", ["all"]):
+    targets = config["target_modules"]
+    everywhere = targets in ("all", ["all"])
+    if everywhere:
         config["target_modules"] = "all-linear"
+    elif isinstance(targets, str):
+        config["target_modules"] = [name.strip() for name in targets.split(",")]
+    config["exclude_modules"] = _without_adapters(found, frozen, everywhere=everywhere)
     set_lora(found, config)
     if truth(found.peek("bf16") or False):
         found.options["dtype"] = "bfloat16"

@@ -17,6 +17,7 @@ from fsdp_advisor import estimate
 from fsdp_advisor.configs import Configuration, complete, from_paths, from_texts
 from fsdp_advisor.configs.known_keys import known_keys
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.model import catalog
 from fsdp_advisor.render.check_line import check_result
 
 
@@ -982,6 +983,40 @@ def test_known_keys_of_deepspeed_are_those_that_it_asks_for(monkeypatch: pytest.
 def test_llamafactory_freezes_the_tower_of_a_whole_model(keys: str, frozen: tuple[str, ...] | None) -> None:
     found = read("l.yaml", f"model_name_or_path: Qwen/Qwen2.5-VL-7B-Instruct\ncutoff_len: 64\n{keys}\n")
     assert found.options.get("freeze") == frozen
-    omitted = said(found, "not_modelled")
-    assert ("makes no adapters in the vision tower" in omitted) == ("lora" in keys)
-    assert "with freeze" not in omitted  # adapters already freeze the base
+    assert "with freeze" not in said(found, "not_modelled")  # adapters already freeze the base
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "adapters"),
+    [
+        ("Qwen/Qwen2.5-VL-3B-Instruct", "lora_target: all", {"language_model"}),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", "freeze_multi_modal_projector: false", {"language_model"}),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", "freeze_vision_tower: false", {"language_model", "blocks"}),
+        ("Qwen/Qwen3-VL-2B-Instruct", "freeze_vision_tower: false\nfreeze_multi_modal_projector: false",
+         {"language_model", "blocks", "merger", "deepstack_merger_list"}),
+        ("llava-hf/llava-1.5-7b-hf", "lora_target: q_proj,v_proj", {"language_model"}),
+        ("llava-hf/llava-1.5-7b-hf", "lora_target: q_proj,v_proj\nfreeze_vision_tower: false\nfreeze_language_model: true",
+         {"vision_tower"}),
+    ],
+)  # fmt: skip
+def test_llamafactory_makes_adapters_only_in_parts_that_it_trains(model: str, keys: str, adapters: set[str]) -> None:
+    """As LLaMA-Factory's own find_all_linear_modules and patch_target_modules choose the modules."""
+    found = read("l.yaml", f"model_name_or_path: {model}\ncutoff_len: 64\nfinetuning_type: lora\n{keys}\n")
+    config = json.loads(found.options["peft_config"])
+    profile = catalog.profile(catalog.find(model))  # type: ignore[arg-type]
+    layers = [f"{stack.path}.0.{p.name}" for stack in profile.stacks for p in stack.units[0].parameters]
+    names = [*layers, *(parameter.name for parameter in profile.root.parameters)]
+    linear = {name.removesuffix(".weight") for name in names if re.search(r"(proj|qkv|fc\d|mlp\.\d)\.weight$", name)}
+    targets = config["target_modules"]
+    chosen = linear if targets == "all-linear" else {name for name in linear if name.endswith(tuple(targets))}
+    chosen = {name for name in chosen if not re.fullmatch(config["exclude_modules"], name)}
+    assert {part for name in chosen for part in adapters if f"{part}." in name} == adapters
+    assert all(any(f"{part}." in name for part in adapters) for name in chosen)
+    assert not said(found, "not_modelled")
+
+
+def test_llamafactory_with_an_unknown_multimodal_model_says_that_the_tower_is_counted() -> None:
+    found = read(
+        "l.yaml", "model_name_or_path: ./my-vlm\ncutoff_len: 64\nfinetuning_type: lora\nfreeze_vision_tower: true\n"
+    )
+    assert "makes no adapters in the vision tower" in said(found, "not_modelled")
