@@ -155,7 +155,7 @@ def _compiled_code(plan: Plan) -> TapeCompile:
 def _with_loss(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
     """The key with the task and its loss."""
     if plan.loss_code == "full":
-        return replace(key, task=plan.task) if plan.task != "sft" else key
+        return replace(key, task=plan.task, reference=plan.reference) if plan.task != "sft" else key
     rounds = plan.unscored_labels > 0  # a rounded number of tokens
     generation, accumulation = plan.generation, plan.gradient_accumulation_steps
     if generation is not None:

@@ -48,6 +48,11 @@ def test_the_job_line_names_the_task(model: str) -> None:
         ({"task": "reward", "ignored_labels": 0.5}, "no labels"),
         ({"task": "reward", "model": "google/flan-t5-small"}, "made of a causal language model"),
         ({"model": "google-bert/bert-base-uncased"}, "not of masked-lm models"),
+        ({"framework": "llamafactory", "task": "reward"}, "framework llamafactory has no task reward"),
+        ({"framework": "llamafactory", "loss": "chunked"}, "has its own loss"),
+        ({"framework": "llamafactory", "precompute_ref_log_probs": True}, "in each step"),
+        ({"framework": "llamafactory", "compile": "model"}, "--task dpo --framework llamafactory"),
+        ({"framework": "llamafactory", "gpus": 2, "strategy": "zero3"}, "LLaMA-Factory's copy of the model"),
     ],
 )
 def test_impossible_tasks_are_refused(options: dict[str, Any], message: str, model: str) -> None:
@@ -70,6 +75,13 @@ def test_fsdp_cannot_precompute_the_reference_of_adapters(task: str) -> None:
             make_request({"model": "gpt2", "strategy": strategy, "backend": backend, **options}), seq_len=512
         )
         assert plan.reference == "none"
+
+
+def test_llamafactorys_reference_runs_beside_the_trained_models_logits(model: str) -> None:
+    options: dict[str, Any] = {"framework": "llamafactory", "precision": "bf16", "micro_batch_size": 4}
+    short, long = row(model, seq_len=256, **options), row(model, seq_len=512, **options)
+    logits = 2 * 4 * 256 * LLAMA["vocab_size"] * 4
+    assert long.peak_tensor_bytes - short.peak_tensor_bytes > 4 * logits
 
 
 @in_turn(1, of=4)

@@ -53,11 +53,7 @@ def read(file: str, keys: Mapping[str, Any], *, replaces: bool = False) -> Colle
     frozen = _frozen(found)
     if not replaces or "finetuning_type" in found:
         _adapters(found, frozen)
-    stage = found.peek("stage")
-    if stage in (None, "sft", "pt"):
-        found.take("stage")
-    else:
-        found.refuses(f"stage: {found.take('stage')} (preference and reinforcement learning)", TASKS_OF_TRL)
+    _stage(found)
     found.number("cutoff_len", "seq_len")
     found.default("seq_len", 2048, "2048 tokens, LLaMA-Factory's default of cutoff_len")
     set_attention(found, "flash_attn")
@@ -81,17 +77,44 @@ def read(file: str, keys: Mapping[str, Any], *, replaces: bool = False) -> Colle
         found.omits(
             "neat_packing without flash attention passes a mask of numbers; the estimate has transformers' own mask"
         )
-    if found.flag("enable_liger_kernel"):
+    if "task" in found.options:
+        found.lacks_active("Liger's kernels with preferences", "enable_liger_kernel")
+    elif found.flag("enable_liger_kernel"):
         found.options["use_liger_kernel"] = True
     has_images = _images(found)
     _towers(found, frozen, given=given or has_images)
     has_engine = found.peek("fsdp") or found.peek("deepspeed")
     read_into(found)
+    found.options["framework"] = "llamafactory"
     if found.flag("use_adam_mini"):  # replaces `optim`
         found.options["optim"] = "adam_mini"
     if not has_engine:
         found.guess("strategy", "ddp", "DDP, because neither fsdp nor deepspeed is set")
     return found
+
+
+_OF_PREFERENCES = (
+    "pref_beta", "pref_ftx", "pref_bco_weight", "dpo_label_smoothing", "kto_chosen_weight", "kto_rejected_weight",
+)  # fmt: skip
+"""Keys of losses that have no effect on memory and time."""
+_WITHOUT_REFERENCE = ("orpo", "simpo")
+
+
+def _stage(found: Collector) -> None:
+    """Set the task. Source: train/tuner.py; hparams/finetuning_args.py, `use_ref_model`."""
+    stage, loss = found.take("stage") or "sft", found.take("pref_loss")
+    if stage not in ("sft", "pt", "dpo", "kto"):
+        found.refuses(f"stage: {stage} (preference and reinforcement learning)", TASKS_OF_TRL)
+    elif stage == "dpo" and loss in _WITHOUT_REFERENCE:
+        found.refuses(f"pref_loss: {loss} (a loss of preferences without a reference model)", TASKS_OF_TRL)
+    elif stage in ("dpo", "kto"):
+        found.options["task"] = stage
+        for key in _OF_PREFERENCES:
+            found.take(key)
+        found.lacks_active(
+            "a reference model other than the trained model before training", "ref_model", "ref_model_adapters"
+        )
+        found.lacks_active("weights of log-probabilities, small tensors", "ld_alpha")
 
 
 def _images(found: Collector) -> bool:

@@ -21,7 +21,9 @@ from fsdp_advisor.job.request import EstimateRequest
 
 
 def _specificity(framework: Framework) -> int:
-    """How specific a framework is. TRL and axolotl run on the Trainer, the Trainer on accelerate, and accelerate may run DeepSpeed."""
+    """How specific a framework is. TRL, axolotl and LLaMA-Factory run on the Trainer, the Trainer on accelerate, and accelerate may run
+    DeepSpeed.
+    """
     match framework:
         case "torch":
             return 0
@@ -31,7 +33,7 @@ def _specificity(framework: Framework) -> int:
             return 2
         case "trainer":
             return 3
-        case "trl" | "axolotl" | "torchtitan":
+        case "trl" | "axolotl" | "llamafactory" | "torchtitan":
             return 4
         case _:
             assert_never(framework)

@@ -47,6 +47,22 @@ def precomputation_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     )
 
 
+def copy_refusal(plan: Plan) -> UsageError | None:
+    """Why the step of LLaMA-Factory's copy of the model is not modelled. None if it is, or if there is no copy.
+
+    LLaMA-Factory loads the copy in the compute dtype, although the trained model is in fp32 and has autocast. DeepSpeed casts both.
+    accelerate prepares the copy for FSDP2. Source: LLaMA-Factory 0.9.5, train/trainer_utils.py, `create_ref_model`; model/adapter.py,
+    `init_adapter`; train/dpo/trainer.py, `__init__`.
+    """
+    same = plan.backend == "deepspeed" or (plan.backend == "ddp" and not plan.mixed)
+    if plan.framework != "llamafactory" or plan.reference != "copy" or same:
+        return None
+    return UsageError(
+        "LLaMA-Factory's copy of the model, which is loaded in half precision, is modelled with DeepSpeed, or with DDP without autocast",
+        hint="--backend deepspeed, --use-peft, or --strategy ddp --precision bf16",
+    )
+
+
 def reference_plan(plan: Plan) -> Plan:
     """The plan by which the copy of the reference model is prepared: it trains nothing, and takes one micro-batch at a time."""
     plain = replace(plan, optim="sgd", reference="none", gradient_accumulation_steps=1)

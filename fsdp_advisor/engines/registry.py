@@ -18,6 +18,7 @@ from fsdp_advisor.engines.learned import learned
 from fsdp_advisor.engines.optimizer_work import stepping_refusal
 from fsdp_advisor.engines.reference import EngineStep, ReferenceStep, Zero3Reference, frozen, reference_plan
 from fsdp_advisor.errors import UsageError, assert_never
+from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
 from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.kernels import fp16_notes
@@ -94,7 +95,7 @@ def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     """Why the plan's trainer or engine cannot train the model; None if it can."""
     if plan.task in ("dpo", "kto", "grpo") and profile.task not in ("causal-lm", "image-text-to-text"):
         return UsageError(
-            f"TRL compares log-probabilities of causal language models, not of {profile.task} models",
+            f"{FRAMEWORK_NAMES[plan.framework]} compares log-probabilities of causal language models, not of {profile.task} models",
             hint="use --task sft",
         )
     if profile.shares_between_layers and (plan.backend in ("fsdp1", "fsdp2") or plan.strategy == "zero3"):
@@ -102,7 +103,11 @@ def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
             f"layers of the model share trained matrices, and {plan.backend} with a unit per layer is not modelled with them",
             hint="--strategy ddp, zero1 or zero2 --backend deepspeed, or another PEFT method",
         )
-    refused = adalora.adalora_refusal(profile, plan) or reference.precomputation_refusal(profile, plan)
+    refused = (
+        adalora.adalora_refusal(profile, plan)
+        or reference.precomputation_refusal(profile, plan)
+        or reference.copy_refusal(plan)
+    )
     if refused is not None:
         return refused
     match plan.backend:

@@ -63,7 +63,7 @@ class Job:
             conf = report.request.allocator_conf
             environment = {ALLOCATOR_VARIABLE: conf} if conf else {}
         conf = environment.get(ALLOCATOR_VARIABLE)
-        if estimate.plan.framework in ("trainer", "trl") and estimate.plan.compile == "layer":
+        if estimate.plan.framework in ("trainer", "trl", "llamafactory") and estimate.plan.compile == "layer":
             environment = {**environment, REGIONS_VARIABLE: "true"}
         return cls(
             plan=estimate.plan,

@@ -40,6 +40,8 @@ def consumer_of(plan: Plan) -> Consumer:
     match plan.framework:
         case "accelerate" | "trainer" | "trl" | "axolotl":
             return plan.framework
+        case "llamafactory":  # its file cannot describe FSDP
+            return "trainer" if plan.backend in ("fsdp1", "fsdp2") else "llamafactory"
         case "torch" | "deepspeed" | "torchtitan":
             return "deepspeed" if plan.backend == "deepspeed" else "torch"
         case _:

@@ -1,7 +1,7 @@
 """A LLaMA-Factory configuration: the settings of the plan, and an example data set to replace.
 
 Source: LLaMA-Factory 0.9.5, hparams/{model,data,finetuning}_args.py, hparams/parser.py (`_parse_train_args`, `get_train_args`),
-model/adapter.py (`init_adapter`), model/model_utils/{quantization,checkpointing}.py, launcher.py.
+data/dataset_info.json of its repository, model/adapter.py (`init_adapter`), model/model_utils/{quantization,checkpointing}.py, launcher.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from fsdp_advisor.export.losses import loss_limit
 from fsdp_advisor.export.model_arguments import experts_limit
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
+from fsdp_advisor.job.choices import TrainingTask
 
 _ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
+_DATA_SETS: dict[TrainingTask, str] = {"sft": "alpaca_en_demo", "dpo": "dpo_en_demo", "kto": "kto_en_demo"}
+"""Task -> data set of LLaMA-Factory's own example. The task is its `stage`."""
 _LORA = {
     "r": "lora_rank",
     "lora_alpha": "lora_alpha",
@@ -54,14 +57,24 @@ def unsupported(job: Job) -> str | None:
     if job.plan.use_liger_kernel and job.plan.loss_code != "liger":
         return "it runs Liger's kernels with Liger's loss; use --loss auto"
     return (
-        loss_limit(job, "liger")
+        _task_limit(job)
         or experts_limit(job)
         or llamafactory_limit(job)
         or checkpointing_limit(job, "reentrant")
         or evaluation_limit(job)
         or lora_limit(job)
-        or accelerate.unsupported(job, "trainer")
+        or accelerate.unsupported(job, "llamafactory")
     )
+
+
+def _task_limit(job: Job) -> str | None:
+    """Why LLaMA-Factory cannot train the task with its loss."""
+    plan = job.plan
+    if plan.task not in _DATA_SETS or (plan.task != "sft" and plan.reference == "none"):
+        return f"its {plan.task} without a reference in the step is not estimated; use the target trl"
+    if plan.task != "sft" and plan.loss_code != "full":
+        return f"its {plan.task} computes all logits at once; use --framework llamafactory"
+    return None if plan.task != "sft" else loss_limit(job, "liger")
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
@@ -92,10 +105,11 @@ def _config(job: Job) -> dict[str, Any]:
     checkpoints = plan.activation_checkpointing != "none"
     return {
         "model_name_or_path": job.model_name,
-        "stage": "sft",
+        "stage": plan.task,
         "do_train": True,
         **_adapter(job),
-        "dataset": "alpaca_en_demo",
+        **({} if plan.task == "sft" else {"pref_beta": 0.1}),
+        "dataset": _DATA_SETS[plan.task],
         "template": chat_template(job.model_name) or "default",
         "cutoff_len": plan.seq_len,
         **llamafactory_keys(plan),
@@ -148,7 +162,7 @@ TARGET = Target(
     unsupported=unsupported,
     write=write,
     usage=lambda job, file: torchrun_line(job, f"-m llamafactory.launcher {file}"),
-    framework="trainer",
+    framework="llamafactory",
     fixes=lambda request: (
         {"bnb_4bit_quant_storage": "float32" if request.precision == "fp32" else "bfloat16"}
         if request.load_in_4bit

@@ -22,7 +22,7 @@ Attention = Literal["sdpa", "eager", "flash_attention_2"]
 ExpertsImplementation = Literal["grouped_mm", "batched_mm", "eager"]
 Checkpointing = str
 """The text of a `CheckpointingPolicy`; in a search also `auto`."""
-Framework = Literal["torch", "accelerate", "trainer", "deepspeed", "trl", "axolotl", "torchtitan"]
+Framework = Literal["torch", "accelerate", "trainer", "deepspeed", "trl", "axolotl", "llamafactory", "torchtitan"]
 Loss = Literal["auto", "full", "chunked", "liger", "cce"]
 TrainingTask = Literal["sft", "dpo", "kto", "reward", "grpo"]
 Packing = Literal["none", "bfd", "wrapped"]

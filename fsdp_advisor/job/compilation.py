@@ -14,7 +14,7 @@ from fsdp_advisor.job.request import EstimateRequest
 
 COMPILING: tuple[Backend, ...] = ("ddp", "fsdp2")
 """The backends whose compiled steps were compared with PyTorch's own."""
-COMPILING_FRAMEWORKS: tuple[Framework, ...] = ("torch", "torchtitan", "accelerate", "trainer", "trl")
+COMPILING_FRAMEWORKS: tuple[Framework, ...] = ("torch", "torchtitan", "accelerate", "trainer", "trl", "llamafactory")
 """The frameworks whose compiled steps were compared with their own code. torchtitan compiles its layers and its loss; the
 Trainer (`torch_compile`) and accelerate compile the model, in DDP's wrapper or before FSDP2 shards it, and TRL also without its loss.
 
@@ -60,6 +60,7 @@ def check_compile(request: EstimateRequest) -> None:
     others = {
         f"--framework {request.framework}": request.framework not in COMPILING_FRAMEWORKS,
         f"--task {request.task}": request.task not in COMPILING_TASKS,
+        f"--task {request.task} --framework llamafactory": request.framework == "llamafactory" and request.task != "sft",
         f"--attention {request.attention}": request.attention != "sdpa",
         f"--activation-checkpointing {request.activation_checkpointing}": request.activation_checkpointing not in policies,
         "--activation-offload": request.activation_offload,

@@ -153,6 +153,7 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
         allocator_conf=EXPANDABLE_SEGMENTS,
         shards_integers=True,
     ),
+    "llamafactory": _TRAINER,
     "deepspeed": FrameworkFacts(backends=("deepspeed",)),
     "torchtitan": FrameworkFacts(  # torchtitan 0.3.0, distributed/fsdp.py, apply_fsdp_to_decoder; config/configs.py, max_norm
         backends=("fsdp2",),
@@ -172,7 +173,7 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
 
 FRAMEWORK_NAMES: dict[Framework, str] = {
     "torch": "PyTorch", "accelerate": "accelerate", "trainer": "the Trainer", "deepspeed": "DeepSpeed", "trl": "TRL",
-    "axolotl": "axolotl", "torchtitan": "torchtitan",
+    "axolotl": "axolotl", "llamafactory": "LLaMA-Factory", "torchtitan": "torchtitan",
 }  # fmt: skip
 """The name of each framework in messages."""
 BACKEND_NAMES: dict[Backend, str] = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}

@@ -197,7 +197,10 @@ ExpertImbalance = Annotated[
 ]
 Task = Annotated[
     TrainingTask,
-    rule("the trainer of TRL: sft; dpo or reward, whose micro-batch counts pairs of sequences; kto; or grpo"),
+    rule(
+        "the trainer of TRL: sft; dpo or reward, whose micro-batch counts pairs of sequences; kto; or grpo. LLaMA-Factory has sft, dpo and "
+        "kto"
+    ),
 ]
 PrecomputeRefLogProbs = Annotated[
     bool, rule("dpo and kto: compute the reference's log-probabilities before training, so that no step needs it")

@@ -1,20 +1,29 @@
-"""Training tasks: TRL's trainers, their batches, and the reference models whose log-probabilities they compare.
+"""Training tasks: the trainers of TRL and LLaMA-Factory, their batches, and the reference models whose log-probabilities they compare.
 
-Source: trl 1.16, trainer/sft_trainer.py, dpo_trainer.py, kto_trainer.py, reward_trainer.py, grpo_trainer.py.
+Source: trl 1.16, trainer/sft_trainer.py, dpo_trainer.py, kto_trainer.py, reward_trainer.py, grpo_trainer.py; LLaMA-Factory 0.9.5,
+train/{dpo,kto,rm}/trainer.py.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.choices import TrainingTask
+from fsdp_advisor.job.choices import Framework, Loss, TrainingTask
 from fsdp_advisor.job.request import EstimateRequest
 
 Reference = Literal["none", "copy", "adapters-off"]
 """The reference model of a step. ``none``: there is none, or its log-probabilities are part of the batch; ``copy``: a frozen copy of
 the model; ``adapters-off``: the trained model without its adapters.
 """
+
+
+_TASKS: dict[Framework, tuple[TrainingTask, ...]] = {
+    "trl": get_args(TrainingTask),
+    "llamafactory": ("sft", "dpo", "kto"),
+}
+_OWN_LOSSES: dict[Framework, Loss] = {"trl": "chunked", "llamafactory": "full"}
+"""The framework's loss of tasks other than sft. LLaMA-Factory's reward models, which keep all hidden states, are not modelled."""
 
 
 def sequences_per_example(task: TrainingTask) -> int:
@@ -32,13 +41,18 @@ def reference_of(request: EstimateRequest) -> Reference:
 
 def check_task(request: EstimateRequest) -> None:
     """Raises UsageError for a task that the framework does not have, and for options of other tasks."""
-    if request.task != "sft" and request.framework != "trl":
+    if request.task != "sft" and request.task not in _TASKS.get(request.framework, ()):
         raise UsageError(f"framework {request.framework} has no task {request.task}", hint="--framework trl has it")
+    if request.framework == "llamafactory" and request.precompute_ref_log_probs:
+        raise UsageError(
+            "LLaMA-Factory computes the reference's log-probabilities in each step",
+            hint="leave --precompute-ref-log-probs out",
+        )
     if request.task == "reward" and (request.loss != "auto" or request.ignored_labels):
         raise UsageError(
             "a reward model has one score per sequence, and no labels", hint="leave --loss and --ignored-labels out"
         )
-    if request.task != "sft" and request.loss not in ("auto", "chunked"):
+    if request.task != "sft" and request.loss not in ("auto", _OWN_LOSSES[request.framework]):
         raise UsageError(
             f"--task {request.task} has its own loss and does not accept --loss {request.loss}", hint="leave --loss out"
         )

@@ -77,7 +77,9 @@ class TapeKey:
     ignored_labels: float = 0.0
     """The fraction of the labels that a loss other than ``full`` leaves out."""
     task: TrainingTask = "sft"
-    """The trainer of TRL whose batch and loss the step has; ``sft`` also stands for all other loops."""
+    """The trainer of TRL, or with the loss ``full`` of LLaMA-Factory, whose batch and loss the step has; ``sft`` also stands for all other
+    loops.
+    """
     reference: Reference = "none"
     """The model whose log-probabilities the loss also reads. Its forward runs without gradients (`ScoringPhase`)."""
     activation_offload: OffloadCode = "none"

@@ -40,6 +40,7 @@ from fsdp_advisor.recording.inventory import inventory_of, kinds_of_layers
 from fsdp_advisor.recording.kinds import representatives
 from fsdp_advisor.recording.liger_kernels import check_kernels, with_liger_kernels
 from fsdp_advisor.recording.linear_attention import CHUNK
+from fsdp_advisor.recording.llamafactory import WholeLogitsSource
 from fsdp_advisor.recording.losses.source import with_loss
 from fsdp_advisor.recording.on_gpu import as_on_gpu
 from fsdp_advisor.recording.package_kernels import with_kernels
@@ -360,6 +361,8 @@ def _training(source: Source, key: TapeKey) -> Source:
         return with_loss(source, key.loss, key.ignored_labels, key.gathered_head, router_loss=key.router_loss)
     if key.task == "reward":
         return RewardSource(source)
+    if key.loss == "full":
+        return WholeLogitsSource(source, key)
     # accelerate does not prepare FSDP's copy of the model, so only GRPO runs it under autocast
     autocasts = key.task == "grpo" or not key.autocasts_fsdp1
     return PreferenceSource(source, key, autocasts_copy=autocasts)

@@ -304,7 +304,7 @@ def plugin_checkpoints(model: nn.Module, plan: Plan) -> bool:
     if plan.facts.uses_trainer and plan.backend == "fsdp1" and hasattr(model, "peft_config"):
         return False
     if (
-        plan.framework in ("trainer", "trl")
+        plan.framework in ("trainer", "trl", "llamafactory")
         and plan.backend == "fsdp2"
         and not all(p.requires_grad for p in model.parameters())
     ):

@@ -170,7 +170,7 @@ def _trainer(source: Source, model: nn.Module, plan: Plan, mesh: DeviceMesh | No
     match plan.framework:
         case "accelerate":
             return frameworks.accelerate_trainer(source, model, plan, batch, parallel)
-        case "trainer" | "trl" | "axolotl":
+        case "trainer" | "trl" | "axolotl" | "llamafactory":
             return frameworks.transformers_trainer(source, model, plan, batch, parallel)
         case "torchtitan":
             return torchtitan_trainer(source, model, plan, mesh, batch)

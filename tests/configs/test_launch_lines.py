@@ -222,7 +222,7 @@ def test_a_recipe_of_trl_and_its_command_are_read_together(command: str, options
     ("command", "options", "missing"),
     [
         ("NNODES=2 NPROC_PER_NODE=8 FORCE_TORCHRUN=1 llamafactory-cli train lf.yaml per_device_train_batch_size=2",
-            {"gpus": 16, "nnodes": 2, "micro_batch_size": 2, "strategy": "ddp", "framework": "trainer"}, "lf.yaml"),
+            {"gpus": 16, "nnodes": 2, "micro_batch_size": 2, "strategy": "ddp", "framework": "llamafactory"}, "lf.yaml"),
         ("deepspeed --num_gpus 4 src/train.py --deepspeed ds.json --stage sft --finetuning_type full --cutoff_len 4096 --bf16"
             " --model_name_or_path gpt2",
             {"gpus": 4, "seq_len": 4096, "backend": "deepspeed", "activation_checkpointing": "reentrant"}, "ds.json"),

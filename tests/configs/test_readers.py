@@ -177,14 +177,14 @@ def test_llama_factory_with_its_deepspeed_file(tmp_path: Path) -> None:
     )
     found = from_paths([tmp_path / "sft.yaml"])
     assert found.options == {
-        "model": "meta-llama/Meta-Llama-3-8B", "framework": "trainer", "seq_len": 4096, "attention": "flash_attention_2",
+        "model": "meta-llama/Meta-Llama-3-8B", "framework": "llamafactory", "task": "dpo", "seq_len": 4096,
+        "attention": "flash_attention_2",
         "micro_batch_size": 1, "gradient_accumulation_steps": 2, "precision": "bf16-mixed", "activation_checkpointing": "reentrant",
         "strategy": "zero3", "backend": "deepspeed", "offload": "parameters", "offload_device": "cpu",
         "use_peft": True, "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "lora_target_modules": "all-linear",
         "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True, "bnb_4bit_quant_storage": "bfloat16",
     }  # fmt: skip
-    for words in ("stage: dpo", "zero_quantized_weights: True"):
-        assert words in said(found, "not_modelled")
+    assert "zero_quantized_weights: True" in said(found, "not_modelled")
     assert "gradient checkpointing, which LLaMA-Factory switches on" in said(found, "assumed")
 
 
@@ -720,6 +720,22 @@ def test_a_routers_loss_of_the_model_itself_is_not_modelled(text: str) -> None:
     assert "router" in said(read("a.yaml", text), "not_modelled")
 
 
+@pytest.mark.parametrize("stage", ["dpo", "kto"])
+def test_a_stage_of_llamafactory_is_a_task(stage: str) -> None:
+    text = "{model_name_or_path: a, finetuning_type: lora, pref_beta: 0.1, ref_model: other, enable_liger_kernel: true, stage: "
+    found = read("lf.yaml", text + stage + "}")
+    assert (found.options["framework"], found.options["task"]) == ("llamafactory", stage)
+    assert {"ref_model", "enable_liger_kernel"} <= set(re.findall(r"\w+", said(found, "not_modelled")))
+    assert "pref_beta" not in said(found, "ignored")
+
+
+@pytest.mark.parametrize("keys", ["stage: rm", "stage: ppo", "stage: dpo, pref_loss: simpo"])
+def test_other_stages_of_llamafactory_are_refused(keys: str) -> None:
+    found = read("lf.yaml", f"{{model_name_or_path: a, finetuning_type: lora, {keys}}}")
+    with pytest.raises(UsageError, match="pref_loss: simpo" if "pref_loss" in keys else keys):
+        complete(found, {})
+
+
 def test_a_task_that_is_not_modelled_is_reported() -> None:
     found = from_texts({"run.sh": "trl rloo --model_name_or_path gpt2 --max_length 512\n"})
     assert "task" not in found.options
@@ -792,7 +808,7 @@ def test_accelerates_checkpoints_in_host_memory(version: int, offloads: bool | N
     assert ("accelerate refuses it" in said(found, "not_modelled")) == is_said
 
 
-TASKS = ("rl: ipo", "stage: dpo", "trl orpo")
+TASKS = ("rl: ipo", "stage: rm", "trl orpo")
 
 
 @pytest.mark.parametrize(
@@ -803,7 +819,7 @@ TASKS = ("rl: ipo", "stage: dpo", "trl orpo")
         ("a.yaml", "base_model: gpt2\nrl: ipo\n", "rl: ipo"),
         ("a.yaml", "distributed_type: FSDP\nparallelism_config: {parallelism_config_tp_size: 2}\n", "tp_size: 2"),
         ("ds.json", '{"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 4}}', "tensor_parallel: "),
-        ("l.yaml", "model_name_or_path: gpt2\nstage: dpo\nfinetuning_type: full\ncutoff_len: 64\n", "stage: dpo"),
+        ("l.yaml", "model_name_or_path: gpt2\nstage: rm\nfinetuning_type: full\ncutoff_len: 64\n", "stage: rm"),
         ("t.sh", "torchrun -m torchtitan.train --parallelism.tensor_parallel_degree 2", "parallelism.tensor_parallel_degree: 2"),
         ("t.toml", "[model]\n[training]\nseq_len=64\n[parallelism]\npipeline_parallel_degree=2", "pipeline_parallel_degree: 2"),
         ("train.sh", "trl orpo --model_name_or_path gpt2", "trl orpo"),

@@ -165,7 +165,7 @@ ADAPTATIONS = {
 TRAINED_BY = {
     "fsdp2": ("fsdp2", "torch"), "ddp": ("ddp", "torch"), "accelerate": ("fsdp2", "accelerate"), "trainer": ("fsdp2", "trainer"),
     "deepspeed": ("deepspeed", "deepspeed"), "axolotl": ("fsdp2", "trainer"), "trl": ("fsdp2", "trl"),
-    "llamafactory": ("ddp", "trainer"),
+    "llamafactory": ("ddp", "llamafactory"),
     "torchrun": ("fsdp1", "torch"),
 }  # fmt: skip
 """Backend and framework of a job for a target."""
@@ -269,6 +269,28 @@ def test_an_exported_weight_of_the_routers_loss_reads_back(weight: float | None)
 
 
 @pytest.mark.parametrize("task", ["dpo", "kto"])
+def test_an_exported_stage_of_llamafactory_reads_back(task: str) -> None:
+    of = job(
+        plan("ddp", "ddp", framework="llamafactory", task=task, reference="adapters-off"),
+        adaptation=ADAPTATIONS["lora"],
+    )
+    exported = export("llamafactory", of)
+    read = plan_of(from_texts({exported.file_name: exported.text}), gpus=RANKS, strategy="ddp")
+    assert (read.framework, read.task, read.reference, read.loss_code) == ("llamafactory", task, "adapters-off", "full")
+
+
+@pytest.mark.parametrize(
+    ("framework", "task", "reason"),
+    [("trl", "dpo", "all logits at once"), ("trl", "grpo", "its grpo without"), ("llamafactory", "dpo", None)],
+)
+def test_llamafactory_is_exported_with_its_own_loss(framework: str, task: str, reason: str | None) -> None:
+    loss = "trl" if framework == "trl" else "full"
+    of = job(plan("ddp", "ddp", framework=framework, loss_code=loss, task=task, reference="copy"))
+    found = TARGETS["llamafactory"].unsupported(of)
+    assert found is None if reason is None else reason in (found or "")
+
+
+@pytest.mark.parametrize("task", ["dpo", "kto"])
 @pytest.mark.parametrize("reference", ["none", "copy"])
 def test_an_exported_task_reads_back(reference: str, task: str) -> None:
     of = job(plan("ddp", "ddp", framework="trl", loss_code="trl", task=task, reference=reference))
@@ -310,10 +332,10 @@ def test_an_exported_reward_model_reads_back() -> None:
 
 
 @pytest.mark.parametrize("target", ["trainer", "axolotl", "llamafactory", "ddp", "fsdp2", "accelerate", "torchrun"])
-def test_only_trl_has_other_tasks_than_sft(target: str) -> None:
+def test_only_trl_has_dpo_without_a_reference(target: str) -> None:
     backend = "ddp" if target in ("ddp", "llamafactory") else "fsdp2"
     shape = plan("ddp" if backend == "ddp" else "zero3", backend, framework="trl", loss_code="trl", task="dpo")
-    assert "task dpo" in (TARGETS[target].unsupported(job(shape)) or "")
+    assert "dpo" in (TARGETS[target].unsupported(job(shape)) or "")
 
 
 @pytest.mark.parametrize(

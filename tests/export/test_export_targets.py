@@ -233,7 +233,7 @@ def test_auto_backend_becomes_the_backend_of_the_target() -> None:
     ("target", "framework"),
     [
         ("accelerate", "accelerate"), ("accelerate-launch", "accelerate"), ("trainer", "trainer"), ("axolotl", "axolotl"),
-        ("trl", "trl"), ("llamafactory", "trainer"),
+        ("trl", "trl"), ("llamafactory", "llamafactory"),
         ("deepspeed", "deepspeed"), ("deepspeed-launch", "deepspeed"), ("fsdp2", "torch"), ("ddp", "torch"),
         ("torchrun", "torch"), ("sbatch", "torch"),
     ],

@@ -247,5 +247,5 @@ def test_no_option_is_called_not_modelled() -> None:
 
 
 def test_clipping_names_every_framework_that_clips() -> None:
-    hint = "--framework trainer, trl, axolotl or torchtitan clips gradients, the others do not"
+    hint = "--framework trainer, trl, axolotl, llamafactory or torchtitan clips gradients, the others do not"
     assert unknown_option("max_grad_norm", []).hint == hint

@@ -244,6 +244,7 @@ def test_every_framework_is_recognized_in_its_process(monkeypatch: pytest.Monkey
         "trainer": trainer("transformers.trainer"),
         "trl": trainer("trl.trainer.sft_trainer"),
         "axolotl": trainer("axolotl.core.trainers.base"),
+        "llamafactory": trainer("llamafactory.train.dpo.trainer", "trl.trainer.dpo_trainer"),
         "accelerate": None,
         "torchtitan": None,
     }

@@ -84,6 +84,44 @@ def test_the_routers_loss_has_the_trainer_s_weight(
     assert row.peak_allocated_bytes == pytest.approx(found["allocated"], rel=1e-3)
 
 
+OF_LLAMAFACTORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
+    taken(
+        [("adapters", ({"lora": True}, LORA_OPTIONS))],
+        [
+            ("KTO", ({"task": "kto", "lora": True}, {"task": "kto", **LORA_OPTIONS})),
+            (
+                "checkpointed",
+                (
+                    {
+                        "lora": True,
+                        "gradient_checkpointing": True,
+                        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+                    },
+                    {"activation_checkpointing": "reentrant", **LORA_OPTIONS},
+                ),
+            ),
+            ("adapters on every rank", ({"lora": True}, {"gpus": 2, **LORA_OPTIONS})),
+            ("sharded adapters", ({"lora": True, **FSDP2_SETTINGS}, {**LORA_OPTIONS, **FSDP2_OPTIONS})),
+            ("a copy in half precision", ({"precision": "bf16"}, {"precision": "bf16"})),
+            ("KTO with a copy", ({"task": "kto", "precision": "bf16"}, {"task": "kto", "precision": "bf16"})),
+        ],
+        days=2,
+    )
+)
+
+
+@in_turn(1, of=3)
+@pytest.mark.parametrize("name", OF_LLAMAFACTORY)
+def test_llamafactory_s_steps_have_whole_logits(
+    name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
+) -> None:
+    settings, options = OF_LLAMAFACTORY[name]
+    job = {**SETTINGS, "task": "dpo", "lora": False, **settings}
+    found = run_on_ranks("whole_logits.py", json.dumps(CONFIG), json.dumps(job), gpus=options.get("gpus", 1))
+    row = predicted(tmp_path, **{"task": "dpo", "framework": "llamafactory", **options})
+    assert row.peak_allocated_bytes == pytest.approx(found["allocated"], rel=1e-3)
+
+
 EVALUATING: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 64}
 EVALUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
     taken(

@@ -163,7 +163,10 @@ class DdpStep(StepHooks):
 
         The encoder's output is in fp32 already. It is counted because under autocast nothing else keeps it alive.
         """
-        if self._plan.loss_code != "full":  # the model returns no logits
+        if self._plan.loss_code != "full" or self._plan.task in (
+            "dpo",
+            "kto",
+        ):  # no logits, or their copies are on the tape
             return
         converts = self._plan.facts.converts_outputs and self._plan.mixed
         clones = searches_unused(self._profile, self._plan)

@@ -107,8 +107,10 @@ def framework_of() -> str:
     """The library that runs the training loop, by its state in this process. DeepSpeed's own loop counts as PyTorch's."""
     trainer, state = running_trainer(), sys.modules.get("accelerate.state")
     if trainer is not None:
-        if any(each.__module__.startswith("axolotl.") for each in type(trainer).__mro__):
-            return "axolotl"
+        packages = {each.__module__.partition(".")[0] for each in type(trainer).__mro__}
+        for name in ("axolotl", "llamafactory"):
+            if name in packages:
+                return name
         return "trl" if _task_of(trainer) is not None else "trainer"
     if _caller_in("torchtitan.trainer") is not None:
         return "torchtitan"
