@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 from fsdp_advisor.engines.evaluation import kept_logits
 from fsdp_advisor.engines.job_peaks import bytes_between_steps
@@ -206,15 +207,35 @@ def tensor_bytes(model: Resolved, plan: Plan, gpu: Gpu) -> int:
     """Peak tensor bytes of a plan's step, a lower bound of its memory. Raises AdvisorError if there is no tape.
 
     If every micro-batch needs a recording of its own, which takes the longer the larger it is, the result is a lower bound of the peak but
-    for the rounding of storages: it is on the line through the peaks of micro-batches 2 and 3. A peak is a maximum of straight lines, so
-    it never grows more slowly later.
+    for the rounding of storages: the highest of the lines through the peaks of each visit at micro-batches 2 and 3. Such a peak is a
+    maximum of straight lines, so it never grows more slowly later.
     """
-    size = plan.micro_batch_size
-    if size > 3 and records_each_batch(model, plan, gpu):
-        two, three = (tensor_bytes(model, replace(plan, micro_batch_size=few), gpu) for few in (2, 3))
-        return three + (size - 3) * (three - two)
+    if _is_recorded_small(model, plan, gpu):
+        two, three = (timeline_of_step(step.profile, step.tape, step.plan) for step in _small_steps(model, plan, gpu))
+        return max(
+            _on_line(few.high_bytes, more.high_bytes, plan.micro_batch_size)
+            for few, more in zip(two, three, strict=True)
+        )
     step = _step(model, plan, gpu)
     return peak_bytes_of_step(step.profile, step.tape, plan)
+
+
+def _is_recorded_small(model: Resolved, plan: Plan, gpu: Gpu) -> bool:
+    """Whether a search reads the plan's figures from micro-batches 2 and 3, because every micro-batch needs a recording of its own."""
+    return plan.micro_batch_size > 3 and records_each_batch(model, plan, gpu)
+
+
+def _small_steps(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[StepInput, StepInput]:
+    """The plan's steps with micro-batches of 2 and 3."""
+    return _step(model, replace(plan, micro_batch_size=2), gpu), _step(model, replace(plan, micro_batch_size=3), gpu)
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _on_line(two: Number, three: Number, size: int) -> Number:
+    """The value at `size` on the line through the values at 2 and 3."""
+    return three + (size - 3) * (three - two)
 
 
 def logits_bytes_at_peak(model: Resolved, plan: Plan, gpu: Gpu) -> int:
@@ -225,8 +246,20 @@ def logits_bytes_at_peak(model: Resolved, plan: Plan, gpu: Gpu) -> int:
 
 
 def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
-    """Seconds of a plan's step, without allocator retries; None if unknown."""
-    time = None if model.profile is None else time_of_step(_step(model, plan, gpu))
+    """Seconds of a plan's step, without allocator retries; None if unknown.
+
+    If every micro-batch needs a recording of its own, each part of the step is on the line through its seconds at micro-batches 2 and 3,
+    and at least 0: time that the GPU waits shrinks while its work grows.
+    """
+    if model.profile is None:
+        return None
+    if _is_recorded_small(model, plan, gpu):
+        two, three = map(time_of_step, _small_steps(model, plan, gpu))
+        if two is None or three is None:
+            return None
+        size, at_two = plan.micro_batch_size, two.breakdown
+        return sum(max(0.0, _on_line(at_two[part], seconds, size)) for part, seconds in three.breakdown.items())
+    time = time_of_step(_step(model, plan, gpu))
     return None if time is None else time.seconds
 
 

@@ -138,8 +138,9 @@ class KnownValues(TorchDispatchMode):
         return result
 
     def __enter__(self) -> KnownValues:
-        self._patch = mock.patch.object(torch, "tensor", _tensor)
-        self._patch.start()
+        self._patches = contextlib.ExitStack()
+        self._patches.enter_context(mock.patch.object(torch, "tensor", _tensor))
+        self._patches.enter_context(mock.patch.object(FakeTensor, "tolist", _tolist))
         _Current.values = self
         super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return self
@@ -148,7 +149,7 @@ class KnownValues(TorchDispatchMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._patch.stop()
+        self._patches.close()
         _Current.values = None
 
     def knows(self, tensor: torch.Tensor) -> bool:
@@ -266,6 +267,18 @@ def _tensor(data: Any, **settings: Any) -> torch.Tensor:
     if isinstance(data, (list, tuple)):
         data = tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, FakeTensor) else leaf, data)
     return _make_tensor(data, **settings)
+
+
+_list_one_by_one = FakeTensor.tolist
+
+
+def _tolist(tensor: FakeTensor) -> Any:
+    """Replaces `FakeTensor.tolist`, which calls two operators for each element: a second for the types of 10,000 tokens."""
+    value = _Current.values.value_of(tensor) if _Current.values is not None else None
+    if value is None:
+        return _list_one_by_one(tensor)
+    with _on_host():
+        return value.tolist()
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.spans import storage_bytes
 from fsdp_advisor.recording import Recorder
 from fsdp_advisor.recording.transformers_models import TransformersSource
-from fsdp_advisor.step_figures import peak_of_step, tensor_bytes
+from fsdp_advisor.step_figures import peak_of_step, step_seconds, tensor_bytes
 from fsdp_advisor.tapes import gpu_tape, select_tape, tape_for_search, tape_of_row
 from fsdp_advisor.validation.simulate import simulate
 
@@ -182,7 +182,7 @@ def test_a_search_records_only_the_tape_of_the_gpu_that_the_catalog_lacks() -> N
 @in_turn(3, of=4)
 def test_a_search_records_few_micro_batches_with_images(home: Path) -> None:
     """A vision tower loops over the images of a batch: no tape is valid for every micro-batch, with checkpoints either. Two small ones
-    bound the peak of a larger one.
+    bound the peak of a larger one, and have its time.
     """
     path = home / "config.json"
     path.write_text(json.dumps(config_of("qwen3_vl")))
@@ -193,10 +193,11 @@ def test_a_search_records_few_micro_batches_with_images(home: Path) -> None:
         tape_for_search(model, each, gpu)
         assert len(model.profile.refusals) == 1
     larger = replace(plan, micro_batch_size=5)
-    bound = tensor_bytes(model, larger, gpu)
+    bound, seconds = tensor_bytes(model, larger, gpu), step_seconds(model, larger, gpu)
     assert {TapeKey.from_name(name).at for name in model.profile.tapes} == {(2, 600), (3, 600)}
     peak = peak_of_step(model.profile, tape_for_search(model, larger, gpu), larger).peak
     assert bound == pytest.approx(peak, rel=1e-5)  # the rounding of storages to 512 bytes
+    assert seconds == pytest.approx(step_seconds(model, larger, gpu), rel=0.01)  # now of its own recording
 
 
 @in_turn(1, of=2)
