@@ -121,6 +121,87 @@ LACKING = (
         f"transformers 5.23 lacks Baichuan: {_REMOTE}",
         "the 7B models have the layers of Llama: give their config.json with model_type llama",
     ),
+    Lacking(
+        ("Rnj-1", "Rnj-1-Instruct"),
+        f"Rnj-1 is a dense model of 8B with the layers of Gemma 3 (model type gemma3_text); {_NO_SIZES}",
+        f"{_GIVE}; google/gemma-3-12b-pt has such layers",
+    ),
+    Lacking(
+        ("VaultGemma-1B",),
+        f"VaultGemma is a dense model of 1B with the layers of Gemma 2, without norms after attention and MLP; {_NO_SIZES}",
+        f"{_GIVE}; google/gemma-3-1b-pt is of the same size",
+    ),
+    Lacking(
+        ("Sarvam-30B", "Sarvam-105B"),
+        f"Sarvam's mixtures of experts have model types of their own, such as sarvam_mla, which transformers 5.23 lacks: {_REMOTE}",
+        "sarvamai/sarvam-m is a dense model of 24B",
+    ),
+    Lacking(
+        ("Ling-2.6-Flash", "Ling-2.5-Flash", "Ring-2.5-1T", "Ring-2.6-1T"),
+        f"Ling and Ring 2.5 and 2.6 mix linear and latent attention (model type bailing_hybrid); {_NO_SIZES}",
+        f"{_GIVE}; inclusionAI/Ling-3.0-Flash has such layers",
+    ),
+    Lacking(
+        ("Laguna-S-2.1", "Laguna-M-2.1", "Laguna-M.1"),
+        f"of Laguna the catalog has the XS models; {_NO_SIZES}",
+        f"{_GIVE}; poolside/Laguna-XS.2 is in the catalog",
+    ),
+    Lacking(
+        ("Inkling", "Inkling-Small"),
+        "Inkling is a mixture of experts for text, images and sound (model type inkling_mm_model); what transformers 5.23 builds from its"
+        " configuration has another total than the published 975B",
+        _GIVE,
+    ),
+    Lacking(
+        ("Mistral-Medium-3.5-128B",),
+        f"Mistral Medium 3.5 is a dense model of 128B; {_NO_SIZES}",
+        f"{_GIVE}; mistralai/Mistral-Small-4-119B-2603 is a mixture of experts",
+    ),
+    Lacking(
+        ("MiniCPM5-1B", "MiniCPM5-2B"),
+        f"MiniCPM5 is a small dense model; {_NO_SIZES}",
+        f"{_GIVE}; Qwen/Qwen3-1.7B is of a similar size",
+    ),
+    Lacking(
+        ("Granite-4.0-h-1b", "Granite-4.0-h-350m"),
+        f"it mixes Mamba-2 layers and attention; {_NO_SIZES}",
+        f"{_GIVE}; ibm-granite/granite-4.0-h-micro has such layers, ibm-granite/granite-4.0-1b and ibm-granite/granite-4.0-350m are dense",
+    ),
+    Lacking(
+        ("Solar-Open-2", "Solar-Open2"),
+        f"Solar Open 2 has the model type solar_open2, which transformers 5.23 lacks: {_REMOTE}",
+        "upstage/Solar-Open-100B is the model before it",
+    ),
+    Lacking(
+        ("LongCat-Flash-Lite",),
+        f"LongCat-Flash-Lite has embeddings of n-grams, which transformers' longcat_flash lacks: {_REMOTE}",
+        "meituan-longcat/LongCat-Flash-Chat is another model of this family",
+    ),
+    Lacking(
+        ("MiMo-7B-Base", "MiMo-7B-RL", "MiMo-7B-SFT", "MiMo-7B-RL-ZERO"),
+        f"MiMo-7B has the model type mimo, which transformers 5.23 lacks: {_REMOTE}",
+        "XiaomiMiMo/MiMo-V2-Flash is a later model, of 309B; Qwen/Qwen2.5-7B is of the same size",
+    ),
+    Lacking(
+        ("Phi-4-mini-flash-reasoning",),
+        f"Phi-4-mini-flash has the model type phi4flash, which transformers 5.23 lacks: {_REMOTE}",
+        "microsoft/Phi-4-mini-instruct is the dense model",
+    ),
+    Lacking(
+        ("LLaVA-OneVision-1.5-4B-Instruct", "LLaVA-OneVision-1.5-8B-Instruct"),
+        f"transformers 5.23 lacks LLaVA-OneVision 1.5: {_REMOTE}",
+        "llava-hf/llava-onevision-qwen2-7b-ov-hf is the model before it",
+    ),
+    Lacking(
+        ("Youtu-LLM-2B", "Youtu-LLM-2B-Base", "T5Gemma-2-270m-270m", "T5Gemma-2-1b-1b", "T5Gemma-2-4b-4b", "GLM-OCR", "PaddleOCR-VL"),
+        _NO_SIZES,
+        _GIVE,
+    ),
+    Lacking(
+        ("Moondream3-preview", "Moondream-3", "Moondream2", "Grok-2", "Grok-2.5", "RWKV-7-World", "InternLM2-20B", "InternLM2.5-7B"),
+        f"transformers 5.23 lacks its model type: {_REMOTE}",
+        "`fsdp-advisor models` lists the models of the catalog",
+    ),
 )  # fmt: skip
 
 

@@ -356,6 +356,13 @@ def test_models_of_the_family_are_named_if_none_is_near(typed: str, named: str) 
         "llama nemotron super",
         "mimo v2.5",
         "exaone 4.5",
+        "rnj-1",
+        "vaultgemma 1b",
+        "sarvam 105b",
+        "ling 2.6 flash",
+        "laguna m",
+        "mistral medium 3.5",
+        "t5gemma 2",
     ],
 )
 def test_known_model_that_the_catalog_lacks_is_named_with_a_reason(typed: str) -> None:
