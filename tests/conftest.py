@@ -21,7 +21,7 @@ from tiny_llama import LLAMA, OTHER, PARAMETERS, SHIPPED, with_tapes
 
 from fsdp_advisor.model import cache, catalog
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.model.store import dump
+from fsdp_advisor.model.store import RECORDING, dump
 
 if TYPE_CHECKING:
     from fastapi.testclient import TestClient
@@ -144,7 +144,7 @@ def catalog_zip(recorded: Profile, tmp_path_factory: pytest.TempPathFactory) -> 
     row = {
         "id": recorded.name, "aliases": ["tiny", "tiny-org/Tiny-Llama-chat"], "task": recorded.task,
         "parameters": PARAMETERS, "max_seq_len": 256, "model_type": "llama", "source": "this test", "member": "tiny.profile",
-        "experts": None,
+        "experts": None, "tapes": "all", "recording": RECORDING,
     }  # fmt: skip
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("tiny.profile", dump(with_tapes(recorded, shipped), small=True))
