@@ -14,7 +14,7 @@ from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.model_outputs import searches_unused
 from fsdp_advisor.engines.registry import not_modelled, states_of
 from fsdp_advisor.engines.rollouts import batch_warnings
-from fsdp_advisor.engines.units_summary import packed_warnings, units_text, wrap_warnings
+from fsdp_advisor.engines.units_summary import packed_warnings, saving_warnings, units_text, wrap_warnings
 from fsdp_advisor.errors import AdvisorError, MissingExtra, UsageError
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
@@ -168,6 +168,7 @@ def _base_row(
         warnings=(
             *(unit_warnings(profile, plan) if plan.backend == "fsdp2" else ()),
             *packed_warnings(profile, plan),
+            *saving_warnings(profile, plan),
             *wrap_warnings(profile, plan),
         ),
         lacks=tuple(lacks),

@@ -26,7 +26,7 @@ def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
         case "fsdp1":
             return fsdp1.save_methods(profile, plan)
         case "fsdp2":
-            return fsdp2.save_methods(profile.saved, plan)
+            return fsdp2.save_methods(profile, plan)
         case "deepspeed":
             return deepspeed.save_methods(profile.saved, plan)
         case _:

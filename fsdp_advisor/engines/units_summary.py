@@ -74,6 +74,21 @@ def packed_warnings(profile: Profile, plan: Plan) -> list[str]:
     ]
 
 
+def saving_warnings(profile: Profile, plan: Plan) -> list[str]:
+    """A warning about adapters in units of FSDP1, which PEFT does not find when it saves.
+
+    Source: peft 0.21, tuners/tuners_utils.py, `_get_tuner_state_dict_key_prefixes`: of the names of modules it removes only a leading
+    `_fsdp_wrapped_module.`, and FSDP removes them all from the names in its state dict.
+    """
+    in_layers = any(p.role == "adapter" for stack in profile.stacks for unit in stack.units for p in unit.parameters)
+    if plan.backend != "fsdp1" or not in_layers or effective_wrap(profile, plan) == "none":
+        return []
+    return [
+        "PEFT 0.21 saves an empty file of adapters under FSDP1: it looks for them by names of modules, which contain _fsdp_wrapped_module "
+        "for each unit. Use --backend fsdp2, or save the adapters' entries of FSDP's state dict yourself"
+    ]
+
+
 def wrap_warnings(profile: Profile, plan: Plan) -> list[str]:
     """Warnings about units that are too large, whose memory is not sharded while they run, or too small to gather efficiently."""
     if plan.backend not in ("fsdp1", "fsdp2") or plan.shard_degree == 1 or effective_wrap(profile, plan) == "layer":

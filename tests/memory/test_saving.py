@@ -13,11 +13,16 @@ from matrix import with_all_cases
 from ranks import RESUMABLE, llama, run_ranks
 from test_loading import GIB, LLAMA_7B, SMALL, every_plan, measures, near, plan
 
+from fsdp_advisor import estimate
 from fsdp_advisor.engines.loading import load_methods
 from fsdp_advisor.engines.saving import choose_save_method, save_methods
 from fsdp_advisor.engines.transfer import Files, SaveMethod, pretrained_files
+from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.program.storages import round_up
 
@@ -210,6 +215,44 @@ def test_every_plan_can_be_saved(job: Plan) -> None:
     assert len({m.way for m in methods}) == len(methods) > 0
     for method in methods:
         assert sum(f.count * f.tensor_bytes for f in method.files) >= 2 * LLAMA_7B.parameters
+
+
+ADAPTED = {"model": "meta-llama/Llama-3.2-1B", "gpus": 8, "strategy": "zero3", "use_peft": True, "dtype": "bfloat16"}
+
+
+def adapted(framework: str, backend: str) -> dict[str, SaveMethod]:
+    """The methods of saving LoRA adapters, by way."""
+    request = make_request({**ADAPTED, "framework": framework, "backend": backend, "save_only_model": True})
+    profile = resolve(request.model).adapted(adaptation_of(request)).profile
+    assert profile is not None
+    (job,) = plans(request, seq_len=128)
+    return {method.way: method for method in save_methods(profile, job)}
+
+
+@pytest.mark.parametrize(
+    ("framework", "backend"), [("trainer", "fsdp1"), ("trainer", "fsdp2"), ("torch", "fsdp1"), ("torch", "fsdp2")]
+)
+def test_a_file_of_adapters_does_not_show_what_is_gathered(framework: str, backend: str) -> None:
+    """FSDP1 gathers the whole model, and so does accelerate under FSDP2. PyTorch leaves out frozen parameters if it is told so."""
+    methods = adapted(framework, backend)
+    adapters = only_files(methods["full"]).tensor_bytes
+    assert adapters == only_files(methods["sharded"]).tensor_bytes * 8 == 4 * 1_703_936
+    base, embedding = 2 * 1_498_482_688, 2 * 128_256 * 2048  # bf16; the head is tied to the embedding and is saved too
+    full = methods["full"]
+    if (framework, backend) == ("torch", "fsdp2"):
+        assert full.first_rank_host_bytes == adapters and full.gpu_bytes < adapters
+    else:
+        assert full.first_rank_host_bytes >= base + adapters
+        assert full.gpu_bytes >= embedding
+
+
+def test_peft_does_not_find_adapters_in_units_of_fsdp1() -> None:
+    """In two processes over gloo, `get_peft_model_state_dict` returned no tensor of a model with units, and all of one without."""
+    in_units = {"backend": "fsdp1", "framework": "trainer"}
+    in_one = {"backend": "fsdp1", "dtype": "float32", "wrap": "none"}
+    for options, warned in ((in_units, True), (in_one, False), ({"backend": "fsdp2"}, False)):
+        (row,) = estimate(**{**ADAPTED, "seq_len": 128, **options}).estimates
+        assert any("saves an empty file of adapters" in warning for warning in row.warnings) == warned
 
 
 def test_fsdp_saves_tied_weights_once_per_name() -> None:

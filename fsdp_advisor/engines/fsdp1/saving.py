@@ -26,7 +26,8 @@ def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
 
     Full and sharded state dicts gather one unit at a time in the masters' dtype; the root stays gathered while the layers are
     gathered. FULL with `offload_to_cpu` moves each gathered unit to the host and clones its tensors there. SHARDED leaves the
-    root on the GPU and clones each rank's rows. LOCAL saves the flat shard itself.
+    root on the GPU and clones each rank's rows. LOCAL saves the flat shard itself. PEFT selects the adapters from the whole model's
+    state dict, so only the files are smaller (peft 0.21, utils/save_and_load.py, `get_peft_model_state_dict`).
     Source: fsdp/_state_dict_utils.py, _common_unshard_pre_state_dict_hook, _full_post_state_dict_hook,
     _sharded_post_state_dict_hook, _local_post_state_dict_hook.
     """
@@ -41,7 +42,7 @@ def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
 def _full(profile: Profile, plan: Plan, *, rank0_only: bool) -> SaveMethod:
     largest_unit = max(_root_and_layer_bytes(profile, plan))
     weights = StateDictBytes.of(profile, plan).full
-    full = weights + saved_state(profile, plan, lambda p: (p.elements,)).total
+    full = StateDictBytes.of(profile.saved, plan).full + saved_state(profile, plan, lambda p: (p.elements,)).total
     host = max(weights + largest_unit, full)  # each gathered unit of weights is copied once more
     if rank0_only:
         way, how = "full", "FULL_STATE_DICT with offload_to_cpu and rank0_only"
@@ -62,10 +63,11 @@ def _full(profile: Profile, plan: Plan, *, rank0_only: bool) -> SaveMethod:
 
 def _sharded(profile: Profile, plan: Plan) -> SaveMethod:
     state_dict, (root, layer) = StateDictBytes.of(profile, plan), _root_and_layer_bytes(profile, plan)
+    saved = StateDictBytes.of(profile.saved, plan)
     root_rows = sum(shard_bytes(p, plan) * (1 + len(p.tied)) for p in profile.root.parameters)
     state = saved_state(profile, plan, lambda p: shard_shape(p.shape, plan.shard_degree))
     optimizer = state.total - state.scalars
-    in_flight = DCP_IN_FLIGHT_BYTES + state_dict.largest_shard
+    in_flight = DCP_IN_FLIGHT_BYTES + saved.largest_shard
     weights = max(root + state_dict.sharded, root + layer + state_dict.sharded - root_rows)
     return SaveMethod(
         way="sharded",
@@ -74,7 +76,7 @@ def _sharded(profile: Profile, plan: Plan) -> SaveMethod:
         first_rank_host_bytes=in_flight + optimizer,
         other_ranks_host_bytes=in_flight + optimizer,
         ranks_per_node=plan.ranks_per_node,
-        files=(dcp_files(plan, state_dict.sharded + optimizer),),
+        files=(dcp_files(plan, saved.sharded + optimizer),),
     )
 
 

@@ -17,9 +17,12 @@ def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
     one tensor at a time, padded to N equal shards. With `cpu_offload` rank 0 moves it to the host and the other ranks
     drop it; without, every rank keeps all of them on its GPU.
     The states of a resumed optimizer are gathered in the same way (distributed/checkpoint/state_dict.py, _get_optim_state_dict).
+    A file has only the adapters of a model with adapters, but accelerate gathers the whole model (accelerate 1.15, accelerator.py,
+    `get_state_dict`; in two processes over gloo rank 0 had all of it, the other rank none).
     Source: distributed/_state_dict_utils.py, _gather_state_dict, _iterate_state_dict; distributed/checkpoint/filesystem.py.
     """
-    state_dict = StateDictBytes.of(profile, plan)
+    state_dict = StateDictBytes.of(profile.saved, plan)
+    by_accelerate = StateDictBytes.of(profile, plan) if plan.uses_accelerate else state_dict
     gathered = round_up(state_dict.largest_gathered)
     in_flight = 0 if plan.offload == "parameters" else DCP_IN_FLIGHT_BYTES
     whole = saved_state(profile, plan, lambda p: p.shape)
@@ -40,8 +43,8 @@ def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
         SaveMethod(
             way="full",
             how=f"{get}(full_state_dict=True, cpu_offload=True), torch.save on rank 0",
-            gpu_bytes=gathered,
-            first_rank_host_bytes=full,
+            gpu_bytes=round_up(by_accelerate.largest_gathered),
+            first_rank_host_bytes=max(by_accelerate.full, full),
             other_ranks_host_bytes=0,
             ranks_per_node=plan.ranks_per_node,
             files=(full_file,),
