@@ -246,8 +246,8 @@ class StepBuilder:
     ) -> None:
         """Add the span's instruction. Each gradient that the span allocates becomes a buffer."""
         named = []
-        for birth, parameter, at_root, n_bytes in span.gradients:
-            buffer = self._named(Alloc(len(self._buffers), Account.UNSHARDED_GRADIENTS, stream, Storages.of(n_bytes)))
+        for birth, parameter, at_root, storages in span.gradients:
+            buffer = self._named(Alloc(len(self._buffers), Account.UNSHARDED_GRADIENTS, stream, storages))
             named.append((birth, buffer))
             self._gradients[buffer] = None
             self._latest[parameter, at_root] = buffer

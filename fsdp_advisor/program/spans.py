@@ -31,7 +31,7 @@ from fsdp_advisor.model.tape import (
 )
 from fsdp_advisor.program.accounts import Account
 from fsdp_advisor.program.reduction_workspace import reduction_workspace_bytes
-from fsdp_advisor.program.storages import round_up
+from fsdp_advisor.program.storages import Storages, round_up
 
 _ACCOUNT_OF_CATEGORY = {
     int(Category.TEMPORARY): int(Account.TEMPORARIES),
@@ -43,8 +43,10 @@ _ACCOUNT_OF_CATEGORY = {
     int(Category.SCRATCH): int(Account.WORKSPACE),
     int(Category.DEQUANTIZED): int(Account.DEQUANTIZATION),
 }
-"""Plain integers, which compare faster than enum members; any other category is a parameter's gradient."""
+"""Any other category is a parameter's gradient."""
 _GRADIENT_ACCOUNT = int(Account.UNSHARDED_GRADIENTS)
+_ALLOC, _FREE, _GRADIENT = int(Op.ALLOC), int(Op.FREE), int(Category.GRADIENT)
+"""Plain integers, which compare faster than enum members."""
 
 
 class Change(NamedTuple):
@@ -71,22 +73,39 @@ class GradientBirth(NamedTuple):
     birth: int
     parameter: int
     at_root: bool
-    n_bytes: int
+    storages: Storages
+
+
+class Allocated(NamedTuple):
+    """A storage is allocated. `birth`: its number among those of the segment. `at`: the index of the event in the segment."""
+
+    birth: int
+    size: int
+    category: int
+    at: int
+
+
+class Freed(NamedTuple):
+    """A storage is freed: number `birth` among those allocated in `segment`. `is_near` is the result of `stays_near`."""
+
+    segment: int
+    birth: int
+    size: int
+    category: int
+    is_near: bool
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Span:
-    """Events `start` to `end` of a segment of the tape. `number` is its index in `TapeLayout.spans`.
+    """Events of a segment of the tape between two hooks. `number` is its index in `TapeLayout.spans`.
 
-    `is_last`: whether it belongs to the last real layer that the recorded one stands for, which frees shared storages.
+    `events` are the allocations and frees in one real layer. `changes` are the same by account, with the frees in all real layers.
     `gradients` are the parameter gradients allocated here.
     """
 
     number: int
     segment: int
-    start: int
-    end: int
-    is_last: bool
+    events: tuple[Allocated | Freed, ...]
     changes: tuple[Change, ...]
     gradients: tuple[GradientBirth, ...]
 
@@ -126,41 +145,6 @@ def stays_near(born: Segment, dying: Segment) -> bool:
     frees a storage of its own.
     """
     return born.stack == dying.stack != ROOT and abs(born.layer - dying.layer) <= 1
-
-
-class Allocated(NamedTuple):
-    """A storage is allocated. `birth`: its number among those of the segment. `at`: the index of the event in the segment."""
-
-    birth: int
-    size: int
-    category: int
-    at: int
-
-
-class Freed(NamedTuple):
-    """A storage is freed: number `birth` among those allocated in `segment`. `is_near` is the result of `stays_near`."""
-
-    segment: int
-    birth: int
-    size: int
-    category: int
-    is_near: bool
-
-
-def storage_events(tape: Tape, index: int, start: int, end: int, is_last: bool) -> Iterator[Allocated | Freed]:
-    """The allocations and frees of events `start` to `end` of a segment, in one real layer. `is_last`: it is the last layer of its kind.
-
-    Only the last real layer frees storages from layers beyond its neighbours. If such a storage was allocated in a layer, the
-    storages of all layers are freed there (autocast's cache of weights lives to the end of forward).
-    """
-    segment, births = tape.segments[index], tape.births
-    birth = sum(op == Op.ALLOC for op, _, _ in segment.events[:start])
-    for at, (op, a, b) in enumerate(segment.events[start:end], start):
-        if op == Op.ALLOC:
-            yield Allocated(birth, a, b, at)
-            birth += 1
-        elif op == Op.FREE and ((is_near := stays_near(tape.segments[a], segment)) or is_last):
-            yield Freed(a, b, *births[a][b], is_near)
 
 
 @lru_cache(maxsize=16)  # plans of one model share tapes
@@ -205,37 +189,46 @@ class _LayoutReader:
         return not all(stays_near(self._tape.segments[a], segment) for a in born_in)
 
     def _steps(self, index: int, is_last: bool) -> Iterator[Span | Hook]:
-        start = 0
-        events = self._tape.segments[index].events
-        for at, (op, a, b) in enumerate(events):
-            if not self._is_hook(op, a):
-                continue
-            yield from self._span(index, start, at, is_last)
-            yield Hook(Op(op), a, b)
-            start = at + 1
-        yield from self._span(index, start, len(events), is_last)
+        """The spans and hooks of a segment in one real layer. `is_last`: it is the last layer of its kind.
+
+        Only the last real layer frees storages from layers beyond its neighbours. If such a storage was allocated in a layer, the
+        storages of all layers are freed there (autocast's cache of weights lives to the end of forward).
+        """
+        segments, births = self._tape.segments, self._tape.births
+        allocated, found = 0, list[Allocated | Freed]()
+        for at, (op, a, b) in enumerate(segments[index].events):
+            if op == _ALLOC:
+                found.append(Allocated(allocated, a, b, at))
+                allocated += 1
+            elif op == _FREE:
+                if (is_near := stays_near(segments[a], segments[index])) or is_last:
+                    found.append(Freed(a, b, *births[a][b], is_near))
+            elif self._is_hook(op, a):
+                yield from self._span(index, found)
+                yield Hook(Op(op), a, b)
+                found = []
+        yield from self._span(index, found)
 
     def _is_hook(self, op: int, unit: int) -> bool:
-        if op in (Op.ALLOC, Op.FREE):
-            return False
         return self._gradient_hooks if op == Op.GRAD_READY else unit in self._units
 
-    def _span(self, index: int, start: int, end: int, is_last: bool) -> Iterator[Span]:
-        """The span of these events, or nothing if it has no allocation and no free."""
+    def _span(self, index: int, events: Sequence[Allocated | Freed]) -> Iterator[Span]:
+        """The span of these events, or nothing if there are none."""
+        if not events:
+            return
         changes: list[Change] = []
         gradients: list[GradientBirth] = []
-        for event in storage_events(self._tape, index, start, end, is_last):
+        for event in events:
             account = _account(event.category)
             if isinstance(event, Freed):
                 changes.append(Change(account, event.size, -self._real_storages(event)))
                 continue
             changes.append(Change(account, event.size, 1))
             if event.category not in _ACCOUNT_OF_CATEGORY:
-                parameter, at_root = divmod(event.category - Category.GRADIENT, 2)
-                gradients.append(GradientBirth(event.birth, parameter, bool(at_root), self._gradient_bytes(event.size)))
-        if changes:
-            self._spans.append(Span(len(self._spans), index, start, end, is_last, tuple(changes), tuple(gradients)))
-            yield self._spans[-1]
+                parameter, at_root = divmod(event.category - _GRADIENT, 2)
+                gradients.append(GradientBirth(event.birth, parameter, bool(at_root), self._gradient(event.size)))
+        self._spans.append(Span(len(self._spans), index, tuple(events), tuple(changes), tuple(gradients)))
+        yield self._spans[-1]
 
     def _real_storages(self, freed: Freed) -> int:
         """How many real storages one recorded free frees: 1, or, if the storage was allocated in a layer that is not adjacent, one for each
@@ -244,12 +237,12 @@ class _LayoutReader:
         born = self._tape.segments[freed.segment]
         return 1 if freed.is_near or born.stack == ROOT else self._profile.stacks[born.stack].counts[born.layer]
 
-    def _gradient_bytes(self, size: int) -> int:
-        """Bytes of a gradient. Raises NotRecordable for a sparse gradient, whose size depends on the batch."""
+    def _gradient(self, size: int) -> Storages:
+        """The storage of a gradient. Raises NotRecordable for a sparse gradient, whose size depends on the batch."""
         found = self._tape.sizes[size]
         if isinstance(found, (Chunked, Divided, Staging, Tiled)) or any(found[1:]):
             raise NotRecordable("a gradient's size depends on the batch", hint="gradients must be dense: sparse=False")
-        return round_up(found[0])
+        return Storages.of(round_up(found[0]))
 
 
 def _account(category: int) -> int:

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
-from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT, kind_of, operation, storage_of
+from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT, operation, storage_of
 from fsdp_advisor.memory.allocator.job_operations import StepOperations
 from fsdp_advisor.model.tape import ROOT, Category, Op, ScoringPhase, Segment, Tape, value_at
 from fsdp_advisor.program.accounts import Account, Stream
@@ -24,7 +24,7 @@ from fsdp_advisor.program.instructions import (
     StepProgram,
     Visit,
 )
-from fsdp_advisor.program.spans import Allocated, Span, storage_bytes, storage_events
+from fsdp_advisor.program.spans import Allocated, Span, storage_bytes
 from fsdp_advisor.program.storages import Storages, WeightTransfer, round_up
 
 LAUNCH_QUEUE = 1024
@@ -216,9 +216,7 @@ class _Reader:
         """
         count = len(self._tape.births[span.segment])
         if segment.stack == ROOT:
-            births = self._roots.setdefault(span.segment, [])
-            if span.start == 0 or not births:
-                births[:] = [-1] * count
+            births = self._roots.setdefault(span.segment, [-1] * count)
             return births, [births], 0
         instances = self._layers[segment.phase, segment.stack]
         births = instances[layer]
@@ -232,7 +230,7 @@ class _Reader:
         """
         tape, sizes = self._tape, self._sizes
         result = []
-        for event in storage_events(tape, span.segment, span.start, span.end, span.is_last):
+        for event in span.events:
             if not sizes[event.size]:
                 continue
             if isinstance(event, Allocated):
@@ -296,7 +294,7 @@ class _Assembly:
         self._step = list(read.operations)
 
     def operations(self) -> StepOperations:
-        freed = {storage_of(op) for op in self._step if kind_of(op) in (FREE, FREE_LATER)}
+        freed = {op >> 2 for op in self._step if op & 3 in (FREE, FREE_LATER)}
         carried_over = self._end_step(freed)
         not_yet = {number for numbers in self._read.lazily_created.values() for number in numbers}
         setup = self._setup(not_yet)
@@ -305,7 +303,7 @@ class _Assembly:
         return StepOperations(
             requests=tuple(self._requests),
             setup=tuple(setup),
-            first=tuple(operation for operation in first if operation not in skipped),
+            first=tuple([operation for operation in first if operation not in skipped] if skipped else first),
             following=tuple(self._step),
             carried_over=tuple(carried_over),
             visits=tuple(self._read.visits),
@@ -320,7 +318,7 @@ class _Assembly:
         wanted: defaultdict[int, list[int]] = defaultdict(list)
         for number in sorted({number for _, number in self._read.residents} & freed, reverse=True):
             wanted[requests[number]].append(number)
-        allocated = {storage_of(op) for op in self._step if kind_of(op) == MALLOC}
+        allocated = {op >> 2 for op in self._step if op & 3 == MALLOC}
         carried_over = []
         for number in sorted(allocated - freed):
             if wanted[requests[number]]:
