@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp2.units import unit_warnings
 from fsdp_advisor.engines.host import host_memory
@@ -62,8 +63,7 @@ NO_LINEAR_INPUTS = (
 NO_SCRATCH = NotModelled("the workspace of the attention kernel", figures="peak_allocated_bytes")
 
 
-@dataclass(frozen=True, slots=True)
-class _StepTensors:
+class _StepTensors(NamedTuple):
     """The tape of a step, its peak, that of the first step if it runs other code, and the peak tensor bytes of an evaluation between two
     steps; None if there is none.
     """

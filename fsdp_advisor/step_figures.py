@@ -6,9 +6,9 @@ An estimate's row gives the tape; for a search, `tapes.tape_for_search` selects 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from fsdp_advisor.engines.evaluation import kept_logits
 from fsdp_advisor.engines.job_peaks import bytes_between_steps
@@ -48,8 +48,7 @@ again.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class StepInput:
+class StepInput(NamedTuple):
     """What a step is computed from. `tape`: with the kernels of the GPU. `first_tape`: of the first step, if it runs other code."""
 
     profile: Profile

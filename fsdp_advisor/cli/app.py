@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
+from typing import NamedTuple
 
 from fsdp_advisor import __version__
 from fsdp_advisor.cli.options import PROGRAM, CommandParser, HelpOptions
@@ -21,8 +21,7 @@ PURPOSE = "Estimate memory and speed of sharded transformer training: will it fi
 JOB = "--model MODEL [--gpus N] [--gpu GPU] [options]"
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A command: `function` and the dataclass of its `options` are names in `module`, which is imported when it runs.
 
     The function's last argument is the options. If the command is about a job, the job comes first: as a request, or with `partial` as the

@@ -7,8 +7,8 @@ N = ranks that share one copy of the states.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from fsdp_advisor.engines.transfer import Files
 from fsdp_advisor.job.plan import Plan
@@ -36,8 +36,7 @@ def shard_bytes(parameter: Parameter, plan: Plan) -> int:
     return prod(shape) * stored_bytes(plan, parameter)
 
 
-@dataclass(frozen=True, slots=True)
-class StateDictBytes:
+class StateDictBytes(NamedTuple):
     """Bytes of a model's state dict. FSDP gathers or shards each entry separately, so a tied tensor counts once per name.
 
     `full`: all tensors, unsharded. `sharded`: rank 0's rows of all tensors. `largest`: the largest tensor, unsharded.

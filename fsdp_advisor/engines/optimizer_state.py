@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
@@ -14,8 +14,7 @@ SCALAR_BYTES = 4
 """A step count: one fp32 or int32 number."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedState:
+class SavedState(NamedTuple):
     """Bytes of optimizer state in a checkpoint; all 0 if the plan saves only the weights.
 
     `total`: all tensors, also those on the host. `scalars`: the step counts among them. `largest`: the largest tensor.

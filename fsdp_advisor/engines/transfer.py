@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.program.storages import WeightTransfer
@@ -73,8 +74,7 @@ class SaveMethod(TransferMethod):
     files: tuple[Files, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedCheckpoint:
+class LoadedCheckpoint(NamedTuple):
     """Host memory of one process that loads a whole checkpoint in safetensors.
 
     `private_bytes`: a converted copy of the model. 0 if the weights keep the checkpoint's dtype: they are then views of the

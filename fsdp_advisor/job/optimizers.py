@@ -6,15 +6,14 @@ What a consumer calls an optimizer, or why it has no name for it, is in the opti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.choices import Backend, Framework, Offload, OptimizerName
 from fsdp_advisor.job.frameworks import BACKEND_NAMES, FRAMEWORKS
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(NamedTuple):
     """Why an engine cannot step an optimizer, and what to use instead.
 
     `is_estimated`: the memory is known although the step fails. A request that names the engine then gets an estimate, with the reason as

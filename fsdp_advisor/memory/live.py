@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 from fsdp_advisor.model.tape import value_at
 from fsdp_advisor.program.accounts import ACCOUNTS, PHASES, Account, Phase
@@ -51,8 +52,7 @@ class StepPeak:
     tape_phase_peaks: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class TimelinePoint:
+class TimelinePoint(NamedTuple):
     """Live bytes after one visit, and their peak during it."""
 
     phase: Phase

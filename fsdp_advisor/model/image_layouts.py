@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.images import Images
@@ -44,8 +44,7 @@ class Layout:
         return images.per_sample * (self.tokens + 1) + 1
 
 
-@dataclass(frozen=True)
-class Values:
+class Values(NamedTuple):
     """Values of a configuration, with defaults for keys that it lacks. Keys of nested configurations are joined by dots."""
 
     config: Mapping[str, Any]

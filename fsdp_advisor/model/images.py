@@ -8,8 +8,7 @@ names them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.images import Images
@@ -59,8 +58,7 @@ def has_images(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in _FAMILIES
 
 
-@dataclass(frozen=True)
-class _Family:
+class _Family(NamedTuple):
     """Model types that share one image processor. `defaults`: the values of the configuration's class for keys that a configuration
     leaves out. `tower`: the model type of a vision tower that names none.
     """

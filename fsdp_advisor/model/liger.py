@@ -5,8 +5,7 @@ Source: liger-kernel 0.8.5, transformers/monkey_patch.py, MODEL_TYPE_TO_APPLY_LI
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 LIGER_VERSION = "0.8.5"
 
@@ -29,8 +28,7 @@ only the activation is a kernel.
 """
 
 
-@dataclass(frozen=True)
-class LigerKernels:
+class LigerKernels(NamedTuple):
     """The modules of a model that Liger's kernels replace.
 
     `norms`: names of norms in a layer, in its attention or in the model, whose backward writes the input's gradient in place of the

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fsdp_advisor.errors import ErrorPayload
 from fsdp_advisor.model.tape import Tape
@@ -56,8 +56,7 @@ class Parameter:
         return self.trainable or self.idle
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """A tensor that lives as long as the model and is not a parameter. `bytes_per_element`: in its own dtype.
 
     `registered`: False for the scales and tables of a quantized layer, which engines neither cast nor broadcast. `matrix`: the shape of
@@ -113,8 +112,7 @@ class Unit:
         return sum(p.elements for p in self.parameters if p.trainable)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """A pattern of recorded layers that repeats `repeats` times, in forward order."""
 
     pattern: tuple[int, ...]

@@ -202,8 +202,7 @@ Instruction = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
+class Visit(NamedTuple):
     """The step's work at one unit: the unit's name, and the instructions in the order in which the host issues them.
 
     `segment` is the tape's segment that runs, None if none does. `repetition` is (run, repetition) of a layer within its
@@ -218,8 +217,7 @@ class Visit:
     repetition: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """A micro-batch that runs `times` times in a row."""
 
     times: int

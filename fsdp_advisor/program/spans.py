@@ -113,8 +113,7 @@ class Span:
 Steps = tuple[Span | Hook, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutPart:
+class LayoutPart(NamedTuple):
     """One phase of a root segment, or of a stack. `steps`: spans and hooks by recorded layer (`steps[0]` for a root segment). `last`: the
     same for the last of the real layers that a recorded layer stands for, if its steps differ. `segments`: the index of each recorded
     layer's segment on the tape.

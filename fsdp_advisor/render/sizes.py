@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsdp_advisor.report import Report
 from fsdp_advisor.units import format_bytes, format_gib
@@ -39,8 +39,7 @@ def format_rate(per_second: float) -> str:
     return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:g}"
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Writes bytes in GiB, or in decimal GB if the model is a bare parameter count: the ZeRO paper's tables use GB."""
 
     decimal: bool

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -27,8 +28,7 @@ class Screen:
     unicode: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """One column of a table.
 
     `rank`: if the screen is too narrow, the column with the highest rank is dropped first; None: always shown. A cell may have several

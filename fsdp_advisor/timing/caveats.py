@@ -7,7 +7,7 @@ has a caveat, and so has every job larger than the largest published run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.choices import Attention
@@ -26,8 +26,7 @@ ATTENTION_WARN_ABOVE_SHARE = 0.25
 WARN_ABOVE_SHARE = 0.30
 
 
-@dataclass(frozen=True, slots=True)
-class Caveat:
+class Caveat(NamedTuple):
     """One reason to trust a step's time less: `about` names it in a few words, `text` is the warning.
 
     `extra_uncertainty` widens the range: the share by which the step may be faster is larger by this.

@@ -6,9 +6,9 @@ Shapes: (M, K) x (K, N): M = rows of tokens, K = inner, N = columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, gcd, inf
+from typing import NamedTuple
 
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.choices import Attention
@@ -23,8 +23,7 @@ from fsdp_advisor.timing.achieved import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(NamedTuple):
     """The rates that a GPU sustains at one precision.
 
     `achieved`: the shares of the datasheet's rates. `eager_bytes_per_s`: the memory rate of operators other than products and attention;
@@ -135,8 +134,7 @@ def misaligned_flops(k: int, n: int, device: Device) -> float:
     return device.peak_flops * share * together
 
 
-@dataclass(frozen=True, slots=True)
-class Products:
+class Products(NamedTuple):
     """The matrix products of a unit's weights: (rows' share of the tokens, K, N, how many at once, whether the weight is
     trained).
     """

@@ -44,8 +44,7 @@ Timed = AllGather | AllReduce | Compute | Copy | HostTransfer | OptimizerStep | 
 TimedStream = Literal["compute", "communication"]
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """One activity of a stream, from `begin_seconds` to `end_seconds` after the beginning of the micro-batch."""
 
     stream: TimedStream
@@ -54,8 +53,7 @@ class Interval:
     end_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
+class Rates(NamedTuple):
     """The rates and settings of the hardware and the engine that the timeline depends on."""
 
     device: Device
@@ -308,8 +306,7 @@ def _kind(instruction: AllGather | ReduceScatter | AllReduce | HostTransfer) -> 
             assert_never(instruction)
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerTime:
+class OptimizerTime(NamedTuple):
     """Seconds of the activities after the last backward: the update on the GPU and on the host, PCIe transfers, and the
     all-gather of updated parameters.
     """

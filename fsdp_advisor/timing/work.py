@@ -37,8 +37,7 @@ class Work(NamedTuple):
         return self.matmul + self.attention + self.pointwise + self.loss + self.recomputation + self.copies
 
 
-@dataclass(frozen=True, slots=True)
-class TapeWork:
+class TapeWork(NamedTuple):
     """The work of a tape. `by_segment`: the work of each segment. `trained_flops`: the FLOPs of one micro-batch without recomputation:
     those of forward, again as many for the gradients of inputs and for the gradients of trained weights. `scored_flops`: those of the
     forwards without gradients that one visit of them stands for.

@@ -38,7 +38,7 @@ def few_layers(strategy: str, backend: str, offload: str, **options: Any) -> Job
     """GPT-2 with five layers: the first two, the last two, and one of those between, which are all equal."""
     profile, tape, plan = job("openai-community/gpt2", strategy, backend, offload, **options)
     (layers,) = profile.stacks
-    runs = tuple(replace(run, repeats=1) for run in layers.runs)
+    runs = tuple(run._replace(repeats=1) for run in layers.runs)
     return replace(profile, stacks=(replace(layers, runs=runs),)), tape, plan
 
 

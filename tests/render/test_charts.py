@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from dataclasses import replace
 
 import pytest
 from chart_samples import (
@@ -130,7 +129,7 @@ def test_spans_within_one_pixel_share_a_box_of_the_kind_that_takes_longest() -> 
         e.get("fill"): len(re.findall("M", e.get("d", ""))) for e in root.iter(f"{SVG}path") if e.get("class") == "box"
     }
     assert list(drawn.values()) == [1]  # everywhere gathers take most of the time
-    half = [replace(s, name="reduce" if s.begin_seconds >= 20_000 else "gather") for s in spans]
+    half = [s._replace(name="reduce" if s.begin_seconds >= 20_000 else "gather") for s in spans]
     assert len(_boxes(stream_timeline(half, label="x", width=960))) == 2
 
 

@@ -77,7 +77,7 @@ def of_case(profile: Profile) -> Profile:
     if ALL or max(stack.depth for stack in profile.stacks) < DEEP:
         return profile
     (stack,) = profile.stacks
-    runs = tuple(replace(run, repeats=min(run.repeats, 2 if len(run.pattern) == 1 else 1)) for run in stack.runs)
+    runs = tuple(run._replace(repeats=min(run.repeats, 2 if len(run.pattern) == 1 else 1)) for run in stack.runs)
     short = replace(stack, runs=runs)
     (name,) = {"num_hidden_layers", "n_layer"} & set(profile.config)
     return replace(profile, stacks=(short,), config={**profile.config, name: short.depth})

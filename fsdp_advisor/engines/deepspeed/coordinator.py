@@ -36,8 +36,7 @@ class Change(NamedTuple):
     n_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class GatherVisit:
+class GatherVisit(NamedTuple):
     """One unit's part of a micro-batch. The root has a visit for its modules before each stack, and one for those after the last.
 
     `rising` are the allocations and frees up to the peak of gathered parameters, `falling` those after the peak.
@@ -50,8 +49,7 @@ class GatherVisit:
     gathered_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
+class Gathered(NamedTuple):
     """The visits of a micro-batch in order, and the frees at its end. Persistent parameters belong to the states and are
     not included.
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from fsdp_advisor.engines.deepspeed import buffers as step_buffers
 from fsdp_advisor.engines.deepspeed import partitions
@@ -41,8 +42,7 @@ from fsdp_advisor.program.instructions import (
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages, round_up
 
 
-@dataclass(frozen=True, slots=True)
-class Gradient:
+class Gradient(NamedTuple):
     """A parameter's gradient. `start` is its position in the flat buffer, relative to its unit (for the root: from 0)."""
 
     start: int

@@ -7,8 +7,8 @@ over gloo; copies to a GPU were not measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp1.units import flat_bytes, unit_elements
 from fsdp_advisor.engines.transfer import (
@@ -24,8 +24,7 @@ from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer
 
 
-@dataclass(frozen=True, slots=True)
-class FlattenedUnit:
+class FlattenedUnit(NamedTuple):
     """One unit's storages while it is flattened: its original parameters, its flat parameter, and rank 0's shard."""
 
     parameters: Storages

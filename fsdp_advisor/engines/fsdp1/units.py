@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from fsdp_advisor.engines.units import buffers, per_unit, summed, total_of_policy
 from fsdp_advisor.engines.wrapping import Wrapping, effective_wrap, in_module, wrapping_for
@@ -71,8 +72,7 @@ def stepped_in(unit: Unit, plan: Plan, shard_elements: int) -> list[tuple[Parame
     return [(Parameter("_flat_param", (unit.elements,), unit.trainable_elements > 0), shard_elements)]
 
 
-@dataclass(frozen=True, slots=True)
-class UnitBytes:
+class UnitBytes(NamedTuple):
     """One unit's storages on rank 0."""
 
     shard: Storages

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp_shards import shard_bytes
 from fsdp_advisor.engines.transfer import (
@@ -28,8 +29,7 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer
 Transfers = tuple[WeightTransfer, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedParameter:
+class ShardedParameter(NamedTuple):
     """One parameter's storage, and rank 0's shard of it."""
 
     parameter: Parameter

@@ -8,7 +8,8 @@ Source: torchtitan 0.3.0, components/loss.py, `ChunkedLossWrapper.__call__`; tor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp2.units import UnitBytes, measure
 from fsdp_advisor.engines.wrapping import HEAD, Wrapping
@@ -16,8 +17,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 
 
-@dataclass(frozen=True)
-class LossInChunks:
+class LossInChunks(NamedTuple):
     """The two reductions of the head's unit. `parameter`: the index of the head's weight among the root's parameters.
 
     `head`: bytes of the reduction of the head's weight. `rest`: bytes of the reduction of the unit's other parameters, and of the head's

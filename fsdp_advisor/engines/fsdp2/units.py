@@ -7,7 +7,7 @@ Source: torch.distributed.fsdp._fully_shard (torch 2.13): `FSDPParam._init_shard
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import inf, prod
 from typing import NamedTuple
@@ -32,8 +32,7 @@ class ShardBytes(NamedTuple):
     computed: int
 
 
-@dataclass(frozen=True, slots=True)
-class UnitBytes:
+class UnitBytes(NamedTuple):
     """One unit's storages on rank 0."""
 
     parameters: Storages

@@ -65,8 +65,7 @@ class Collectives:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """A consumer cannot use the optimizer. `reason` is a sentence for the user."""
 
     reason: str
