@@ -68,10 +68,14 @@ MORE_ADAPTERS: tuple[dict[str, str], ...] = (
     {"dtype": "bfloat16", "gradient_accumulation_steps": "2"},
     {"use_orig_params": "false", "gpus": "7"},
     {"use_orig_params": "false", "use_dora": "true", "precision": "fp32"},
+    {
+        "use_orig_params": "false", "use_dora": "true", "precision": "bf16", "lora_target_modules": "all-linear",
+        "activation_checkpointing": "full",
+    },
     {"use_orig_params": "false", "dtype": "bfloat16", "lora_target_modules": "all-linear", "lora_dropout": "0.1"},
     {"use_orig_params": "false", "lora_modules_to_save": "lm_head", "activation_checkpointing": "full"},
     {"use_orig_params": "false", "precision": "bf16", "gradient_accumulation_steps": "2"},
-)
+)  # fmt: skip
 
 
 @with_all_cases

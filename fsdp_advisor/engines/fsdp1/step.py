@@ -132,13 +132,14 @@ class Fsdp1Step(StepHooks):
             self._free(step, unit)
 
     def before_recomputation(self, step: StepBuilder, unit: UnitId) -> None:
-        """Gather the unit unless it was prefetched (`_pre_forward_unshard`). If recomputation stops in it, its backward finds it
-        gathered.
+        """Gather the unit unless it was prefetched (`_pre_forward_unshard`), or its backward has begun and gathered it, because the
+        gradient of its output is that of the layer's. If recomputation stops in it, its backward finds it gathered.
         """
         if unit not in self._units or not self._reshard:
             return
         step.add(PythonHooks())
-        if unit not in self._prefetched:
+        in_backward = bool(self._unsharded[unit]) and not self._uploads_whole
+        if unit not in self._prefetched and not in_backward:
             self._prefetched.add(unit)
             self._unshard(step, unit, "with previous compute")
         self._wait(step, unit)
