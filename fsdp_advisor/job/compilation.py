@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import adaptation_of
-from fsdp_advisor.job.choices import Backend, Framework, TrainingTask
+from fsdp_advisor.job.choices import Backend, Framework
 from fsdp_advisor.job.conflicts import check_conflicts
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
@@ -21,8 +21,6 @@ Trainer (`torch_compile`) and accelerate compile the model, in DDP's wrapper or 
 Source: torchtitan 0.3.0, distributed/compile.py and, in components/loss.py, `_maybe_compile`; accelerate 1.15, accelerator.py,
 prepare_model and _prepare_fsdp2.
 """
-COMPILING_TASKS: tuple[TrainingTask, ...] = ("sft", "dpo", "kto", "reward")
-"""The trainers of TRL whose compiled steps were compared with their own code."""
 
 
 def compiled_text(job: EstimateRequest | Plan) -> str:
@@ -53,13 +51,18 @@ def check_compile(request: EstimateRequest) -> None:
             "--memory-budget already recomputes within compiled code, so the layers cannot also be checkpointed",
             hint="leave --activation-checkpointing out",
         )
+    if request.task == "grpo" and request.compile == "model":
+        raise UsageError(
+            "GRPO is not modelled with the whole model compiled: its loss of a part of the tokens is compiled otherwise",
+            hint="use --compile layer (accelerate's dynamo_use_regional_compilation)",
+        )
     own_models = FRAMEWORKS[request.framework].own_models
     if own_models and request.compile == "model":
         raise UsageError(f"framework {request.framework} does not compile the whole model", hint="use --compile layer")
     policies = ("none", "full", "selective") if own_models else ("none", "full")
     others = {
         f"--framework {request.framework}": request.framework not in COMPILING_FRAMEWORKS,
-        f"--task {request.task}": request.task not in COMPILING_TASKS,
+        "--task grpo without --use-vllm, whose generation would be compiled": request.task == "grpo" and not request.use_vllm,
         f"--task {request.task} --framework llamafactory": request.framework == "llamafactory" and request.task != "sft",
         f"--attention {request.attention}": request.attention != "sdpa",
         f"--activation-checkpointing {request.activation_checkpointing}": request.activation_checkpointing not in policies,

@@ -114,6 +114,16 @@ class PreferenceSource(FusedLossSource):
         ):
             yield
 
+    def as_scored_policy(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the trained model scores completions before the step. GRPO's trainer calls the model that it was given for this.
+        Only under FSDP2 is that the model that accelerate compiled.
+
+        Source: trl 1.16, trainer/grpo_trainer.py, `_generate_and_score_completions`; transformers 5.23, trainer.py, `self.model =
+        self.model_wrapped = model`.
+        """
+        key = self.key
+        return _uncompiled(key) if key.compiles and key.engine != "fsdp2" else contextlib.nullcontext()
+
     def _scored(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
         is_copy = self._reference == "copy" and (scoring_phase() or "").startswith("reference")
         outputs = ("log_probs",) if is_copy else ASKED[self.key.task]
@@ -147,10 +157,13 @@ def _compiled_copy(module: nn.Module, key: TapeKey) -> Iterator[None]:
     """Context in which compiled modules run as those of a reference copy: their own code under FSDP2, else compiled outside of DDP."""
     from fsdp_advisor.recording.compiled import outside_ddp  # Inductor takes a second to import
 
-    if key.engine != "fsdp2":
-        with outside_ddp(module):
-            yield
-        return
+    with _uncompiled(key) if key.engine == "fsdp2" else outside_ddp(module):
+        yield
+
+
+@contextlib.contextmanager
+def _uncompiled(key: TapeKey) -> Iterator[None]:
+    """Context in which compiled modules run as their own code."""
     with torch.compiler.set_stance("force_eager"), as_on_gpu(by_cudnn=key.kernel == "cudnn"):
         yield
 

@@ -157,7 +157,8 @@ def loss_of_grpo(source: PreferenceSource, module: nn.Module, batch: dict[str, t
     if key.generates:
         generate(module, batch, source.name)
     if key.scores_policy:
-        score(source, module, batch, "policy", size)
+        with source.as_scored_policy():
+            score(source, module, batch, "policy", size)
     if key.reference != "none":
         with source.as_reference(module):
             score(source, module, batch, "reference", size)

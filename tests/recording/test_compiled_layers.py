@@ -52,7 +52,18 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
         ({"framework": "axolotl"}, "--framework axolotl"),
         (
             {"framework": "trl", "task": "grpo", "gpus": 8, "num_generations": 8, "max_completion_length": 64},
-            "--task grpo",
+            "--task grpo without --use-vllm",
+        ),
+        (
+            {
+                "framework": "trl",
+                "task": "grpo",
+                "gpus": 8,
+                "max_completion_length": 64,
+                "use_vllm": True,
+                "compile": "model",
+            },
+            "GRPO is not modelled with the whole model compiled",
         ),
         (
             {

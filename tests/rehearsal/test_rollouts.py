@@ -110,6 +110,43 @@ def test_steps_and_phases_need_what_is_predicted(
         assert predicted_bytes == pytest.approx(found[phase], rel=2e-3, abs=2 * UNSPLIT)
 
 
+COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
+    taken(
+        [("regions, sharded", ({"regions": True, **FSDP2_SETTINGS}, {"compile": "layer", **FSDP2_OPTIONS}))],
+        [
+            ("regions", ({"regions": True}, {"compile": "layer"})),
+            ("regions on every rank", ({"regions": True}, {"compile": "layer", "gpus": 2})),
+            (
+                "regions, sharded and checkpointed",
+                (
+                    {"regions": True, "gradient_checkpointing": True, **FSDP2_SETTINGS},
+                    {"compile": "layer", "activation_checkpointing": "full", **FSDP2_OPTIONS},
+                ),
+            ),
+        ],
+        days=2,
+    )
+)
+
+
+@in_turn(3, of=8)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_steps_need_what_is_predicted(
+    name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
+) -> None:
+    """Other GPUs generate. The trained model and a reference model score completions before the step."""
+    settings, options = COMPILED[name]
+    usual = {"max_completion_length": 1024, "num_generations": 2, "steps_per_generation": 1, **OLD}
+    job = {**SETTINGS, **usual, "per_device_train_batch_size": 4, "length": 4096, **settings}
+    found = run_on_ranks("rollouts.py", json.dumps(CONFIG), json.dumps(job), gpus=options.get("gpus", 1))
+    served = {"use_vllm": True, "vllm_mode": "server"}
+    row = predicted(tmp_path, **{"task": "grpo", "micro_batch_size": 4, "seq_len": 4096, **usual, **served, **options})
+    assert row.peak_allocated_bytes == pytest.approx(max(found.values()), rel=1e-3)
+    libraries = row.peak_allocated_bytes - row.peak_tensor_bytes
+    scored = row.job_peaks.phases["score"].gpu_bytes + libraries
+    assert scored == pytest.approx(found["score"], rel=2e-3, abs=2 * UNSPLIT)
+
+
 BLOOM = {
     "model_type": "bloom", "architectures": ["BloomForCausalLM"], "hidden_size": 512, "n_layer": 4, "n_head": 8, "vocab_size": 50_000,
 }  # fmt: skip

@@ -45,6 +45,11 @@ class LossSource(FusedLossSource):
     ) -> None:
         super().__init__(base, router_loss=router_loss)
         self._loss = loss
+        if loss == "liger":
+            self.not_causal = (
+                "Liger's loss is modelled for language models, not for {task}; with transformers 5.23, Liger 0.8.5 cannot import its own "
+                "code for Qwen's models with images"
+            )
         if loss == "trl":  # which calls `base_model` of either (trl 1.16, trainer/utils.py, `_fused_forward`)
             self.tasks = ("causal-lm", "image-text-to-text")
         self._ignored_labels = ignored_labels

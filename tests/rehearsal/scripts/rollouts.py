@@ -1,8 +1,8 @@
 """The peaks of training steps of TRL's GRPOTrainer, and of their phases, after the first step on each rank.
 
 Arguments: the model's configuration and the job, as JSON: precision, micro-batch, sequence length, and more settings of GRPOConfig;
-`lora` for adapters of queries and values, or of the modules that it names. The model generates with transformers. Kernels compute nothing,
-so its completions are replaced.
+`lora` for adapters of queries and values, or of the modules that it names; `regions`: whether accelerate's regions are
+compiled. The model generates with transformers, unless it is compiled. Kernels compute nothing, so its completions are replaced.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Trainer(GRPOTrainer):  # type: ignore[misc]  # likewise
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         if self.model.training:
             self.phases.ends("train")
-        super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        if not self.args.torch_compile:
+            super()._generate_single_turn(prompt_ids, *args, **kwargs)
         if self.model.training:
             self.phases.ends("generate")
         return [[5] * self.max_completion_length for _ in prompt_ids], None
@@ -72,6 +73,14 @@ class Trainer(GRPOTrainer):  # type: ignore[misc]  # likewise
 def main() -> None:
     config, job = (json.loads(word) for word in sys.argv[1:])
     length, lora, precision = job.pop("length"), job.pop("lora", False), job.pop("precision")
+    compiles = job.pop("regions", False)
+    if compiles:
+        from compiled import launch_nothing
+        from compiled_trainers import label_all_tokens
+
+        launch_nothing()
+        label_all_tokens()
+        os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"  # as accelerate's launcher does
     settings = AutoConfig.for_model(**config)
 
     def model() -> Any:
@@ -81,7 +90,8 @@ def main() -> None:
     trl.trainer.grpo_trainer.create_model_from_path = lambda *_, **__: model().eval()  # makes the reference
     arguments = GRPOConfig(
         max_steps=3, optim="adamw_torch_fused", output_dir="out", report_to="none", save_strategy="no",
-        bf16=precision == "bf16-mixed", disable_tqdm=True, generation_kwargs={"eos_token_id": NO_TOKEN}, **job,
+        bf16=precision == "bf16-mixed", disable_tqdm=True, generation_kwargs={"eos_token_id": NO_TOKEN},
+        torch_compile=compiles, **job,
     )  # fmt: skip
     Trainer.prompt_length = length - arguments.max_completion_length
     evaluated = Dataset.from_dict({"prompt": ["a"] * 24})
