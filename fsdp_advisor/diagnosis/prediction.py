@@ -11,6 +11,7 @@ from fsdp_advisor.diagnosis.facts import Category, Difference, Holding, Moment, 
 from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.hardware import list_gpus
+from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.live import step_moments
@@ -108,7 +109,8 @@ def predicted(
 
 def _at_moment(job: Job, moment: Moment) -> tuple[dict[Category, int], str]:
     """Predicted bytes by category at a moment, and the moment in words; empty if the job has no step."""
-    breakdown, profile = job.row.needed_breakdown, job.model.profile
+    model = job.model.adapted(adaptation_of(job.request))
+    breakdown, profile = job.row.needed_breakdown, model.profile
     if breakdown is None or profile is None:
         return {}, "unknown"
     outside = {name: n for name, n in breakdown.items() if name not in (*ACCOUNTS, "loading_or_saving", "evaluation")}
@@ -117,7 +119,7 @@ def _at_moment(job: Job, moment: Moment) -> tuple[dict[Category, int], str]:
         return {**{name: breakdown[name] for name in ACCOUNTS}, **outside}, "the peak of the step"
     plan = job.plan
     gpu, *_ = gpu_of(job.request)
-    tape = gpu_tape(profile, tape_of_row(job.model, plan, gpu), plan, gpu)
+    tape = gpu_tape(profile, tape_of_row(model, plan, gpu), plan, gpu)
     moments = step_moments(step_program(profile, tape, plan), *plan.tape_shape, phase)
     number = _visit(moment, len(moments))
     if number is None:

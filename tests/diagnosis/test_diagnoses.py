@@ -11,6 +11,8 @@ import pytest
 
 import fsdp_advisor
 from fsdp_advisor.diagnosis import CATEGORIES, Diagnosis, diagnose_file, diagnose_text, job_of
+from fsdp_advisor.diagnosis.facts import Moment
+from fsdp_advisor.diagnosis.prediction import predicted
 from fsdp_advisor.job.parsing import make_request
 
 DATA = Path(__file__).parent / "data"
@@ -266,3 +268,18 @@ def test_a_job_without_a_gpu_is_estimated_on_one_with_the_memory_in_the_error(to
     asked = diagnose_text(text, job_of(make_request(options | {"gpu": "H100"}))).prediction
     assert asked is not None and "8 x H100-80GB," in asked.job
     assert any("the GPU of the error has" in note for note in asked.notes)
+
+
+@pytest.mark.parametrize("moment", [Moment(phase="backward"), Moment(phase="backward", layer=3, layers=16)])
+def test_a_moment_of_a_job_with_adapters_has_the_states_of_adapters(moment: Moment) -> None:
+    words = {
+        "model": "meta-llama/Llama-3.2-1B",
+        "gpu": "H100-80GB",
+        "strategy": "ddp",
+        "seq_len": 2048,
+        "use_peft": True,
+    }
+    job = job_of(make_request(words))
+    at_moment, at_peak = predicted(job, moment, {}, ()).at_moment, job.row.at_peak
+    assert at_peak is not None
+    assert all(at_moment[states] == at_peak[states] for states in ("parameters", "optimizer"))
