@@ -39,15 +39,8 @@ from fsdp_advisor.step_figures import (
     time_of_step,
     timeline_of_step,
 )
-from fsdp_advisor.tapes import (
-    SelectedTape,
-    gpu_tape,
-    gpu_tape_key_of,
-    select_tape,
-    takes_long_on_cpu,
-    tape_key_of,
-    tape_of_row,
-)
+from fsdp_advisor.tape_keys import gpu_tape_key_of, tape_key_of
+from fsdp_advisor.tapes import SelectedTape, gpu_tape, select_tape, takes_long_on_cpu, tape_of_row
 from fsdp_advisor.timing import StepTime, why_unknown
 
 TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"

@@ -5,36 +5,19 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fsdp_advisor.engines.wrapping import head_gathered_by_loss, takes_root_apart, tape_wrap
-from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotPolynomial, NotRecordable, UsageError
+from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotPolynomial, NotRecordable
 from fsdp_advisor.hardware import Gpu
-from fsdp_advisor.job.adaptation import CONFIG_KEY, may_adapt
-from fsdp_advisor.job.choices import DEFAULT_SEQ_LEN, Backend, Precision
-from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.job.search_request import RecommendRequest
-from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
-from fsdp_advisor.job.training_task import sequences_per_example
-from fsdp_advisor.model.experts import experts_code, has_long_expert_loop
+from fsdp_advisor.model.experts import has_long_expert_loop
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
 from fsdp_advisor.model.kernels import has_long_loop, has_loop
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.model.resolve import catalogued_tapes
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
-from fsdp_advisor.model.tape_key import (
-    GatheredHead,
-    TapeAttention,
-    TapeCheckpointing,
-    TapeCompile,
-    TapeEngine,
-    TapeKey,
-    TapePrecision,
-)
-from fsdp_advisor.policies.dtypes import stored_bytes
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.tape_keys import gpu_tape_key_of, needs_window, searched_gpu_tape_key, tape_key_of
 
 
 class SelectedTape(NamedTuple):
@@ -42,177 +25,6 @@ class SelectedTape(NamedTuple):
 
     key: TapeKey
     tape: Tape
-
-
-_ENGINES: dict[Backend, TapeEngine] = {"fsdp1": "fsdp1", "fsdp2": "fsdp2"}
-_PRECISIONS: dict[Precision, TapePrecision] = {
-    "bf16": "bf16",
-    "bf16-mixed": "bf16-mixed",
-    "fp16-mixed": "bf16-mixed",  # the same sizes
-    "fp32": "fp32",
-}
-
-
-def needs_recording(request: EstimateRequest) -> bool:
-    """Whether the answer needs a step that the catalog does not have, so that PyTorch has to record it.
-
-    False for a model that is not in the catalog, whose steps are recorded anyway.
-    """
-    kept = catalogued_tapes(request.model)
-    if kept is None:
-        return False
-    is_thorough = isinstance(request, RecommendRequest) and request.thorough
-    if is_thorough or may_adapt(request) or request.eval_strategy != "no":
-        return True
-    # the model decides whether they matter
-    if request.wrap != "layer" or request.experts_implementation != "grouped_mm" or not request.use_orig_params:
-        return True
-    try:
-        job = request.as_estimate if isinstance(request, RecommendRequest) else request
-        asked = plans(job, seq_len=job.seq_len or DEFAULT_SEQ_LEN)
-    except UsageError:  # the answer will be this error
-        return False
-    return not all(tape_key_of(plan).is_in_catalog(kept) for plan in asked)
-
-
-def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:
-    """The key of the tape that a plan replays. The tape is a CPU tape, except for flash_attention_2, which runs only on GPUs.
-
-    `profile`: the model, on which the units of a wrap policy other than `layer` depend.
-    """
-    return _with_loss(_with_options(_code_path(plan, profile), plan, profile), plan, profile)
-
-
-def _code_path(plan: Plan, profile: Profile | None) -> TapeKey:
-    """The key as far as engine, precision, attention, checkpointing and units decide it."""
-    engine = _ENGINES.get(plan.backend, "plain")
-    if plan.backend == "fsdp1" and plan.facts.autocasts_fsdp1 and plan.mixed:
-        engine = "fsdp1+autocast"
-    precision = _PRECISIONS[plan.precision]
-    if plan.backend == "deepspeed" and plan.mixed:
-        precision = "bf16"
-    if plan.backend == "deepspeed" and profile is not None and profile.mixes_dtypes:
-        engine = "plain+cast"
-    if plan.stores_half and (plan.backend == "ddp" or (engine == "fsdp2" and profile and profile.has_usual_buffers)):
-        precision = "bf16-weights-mixed"
-    wrap = tape_wrap(profile, plan) if profile is not None else ""
-    one = plan.tape_shape[0] * sequences_per_example(plan.task) == 1
-    checkpointing = "full-accelerate" if _accelerate_checkpoints(plan, profile) else plan.checkpointing
-    return _key(engine, precision, plan.attention, checkpointing, one, wrap)
-
-
-def _accelerate_checkpoints(plan: Plan, profile: Profile | None) -> bool:
-    """Whether accelerate's FSDP2 checkpoints the layers of a model whose embedding is frozen. If the embedding is trained, the step equals
-    that of `gradient_checkpointing_enable`, which makes the embedding's output require a gradient. The Trainer and TRL have both; their
-    exported files use the latter for such a model (`export.checkpointing`). axolotl makes the output require a gradient by itself.
-
-    Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_apply_ac`; transformers 5.23, modeling_utils.py, `gradient_checkpointing_enable`.
-    """
-    if plan.framework != "accelerate" or plan.backend != "fsdp2" or plan.checkpointing != "full" or profile is None:
-        return False
-    if plan.activation_offload or plan.compile != "none":
-        return False
-    return any(p.role == "embedding" and not p.trainable for p in profile.root.parameters)
-
-
-def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
-    """The key with the options of the step that change its tensors, other than the loss."""
-    zero3_linear = plan.backend == "deepspeed" and plan.strategy == "zero3"
-    changes: dict[str, Any] = {
-        "activation_offload": plan.offload_code,
-        "evaluates": plan.evaluates,
-        "fp8": plan.fp8,
-        "liger_kernels": plan.use_liger_kernel,
-        "images": plan.images,
-        "batch": plan.batch_layout,
-        "flat_parameters": profile is not None and plan.steps_flat_parameters and _shows_in_the_graph(profile, plan),
-        "saves_linear_inputs": zero3_linear and profile is not None and _freezes_weights(profile),
-    }
-    if plan.compile != "none":
-        changes |= {"compile": _compiled_code(plan), "memory_budget": plan.memory_budget, "at": plan.tape_shape}
-    if plan.tiled_mlp != "none":  # shards differ by one token
-        changes |= {"tiled_mlp": f"{tiled_mlp_code(plan)}:{plan.tiled_mlp}", "at": plan.tape_shape}
-    if profile is not None and (code := experts_code(profile, plan.experts_implementation)) is not None:
-        changes["experts"] = code
-        if code == "eager":  # sizes depend on the tokens of each expert
-            changes |= {"imbalance": plan.expert_imbalance, "at": plan.tape_shape}
-    if plan.padding_fraction and plan.attention == "flash_attention_2":
-        changes |= {"padding": plan.padding_fraction, "at": plan.tape_shape}
-    changes = {name: value for name, value in changes.items() if value != getattr(key, name)}
-    return replace(key, **changes) if changes else key  # a key caches its name
-
-
-def _compiled_code(plan: Plan) -> TapeCompile:
-    """The compiled part of the model, and whether DDP or FSDP2 divides its graphs."""
-    in_ddp = plan.backend == "ddp" and plan.world_size > 1
-    if plan.compile == "layer" and plan.uses_accelerate:
-        return "regions-ddp" if in_ddp else "regions"
-    if in_ddp:
-        return "layer-ddp" if plan.compile == "layer" else "model-ddp"
-    return "model-units" if plan.compile == "model" and takes_root_apart(plan) else plan.compile
-
-
-def _with_loss(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
-    """The key with the task and its loss."""
-    if plan.loss_code == "full":
-        return replace(key, task=plan.task, reference=plan.reference) if plan.task != "sft" else key
-    rounds = plan.unscored_labels > 0  # a rounded number of tokens
-    generation, accumulation = plan.generation, plan.gradient_accumulation_steps
-    if generation is not None:
-        key = replace(
-            key,
-            completion_length=generation.completion_length,
-            generated=generation.micro_batches(accumulation),
-            generates=generation.generator == "transformers",
-            scores_policy=generation.scores_policy(accumulation),
-        )
-    return replace(
-        key,
-        loss=plan.loss_code,
-        ignored_labels=plan.unscored_labels,
-        task=plan.task,
-        reference=plan.reference,
-        gathered_head=_gathered_head(plan, profile),
-        router_loss=plan.adds_router_loss and profile is not None and profile.experts is not None,
-        at=plan.tape_shape if rounds else key.at,
-    )
-
-
-def _gathered_head(plan: Plan, profile: Profile | None) -> GatheredHead:
-    """The dtype in which TRL's loss gathers the head's weight, which is the one in which it is stored; empty if FSDP2 gathers it."""
-    index = None if profile is None else head_gathered_by_loss(profile, plan)
-    if profile is None or index is None:
-        return ""
-    return "bfloat16" if stored_bytes(plan, profile.root.parameters[index]) == 2 else "float32"
-
-
-@lru_cache(maxsize=1024)  # one object per key, because each caches its name
-def _key(
-    engine: TapeEngine,
-    precision: TapePrecision,
-    attention: TapeAttention,
-    checkpointing: TapeCheckpointing,
-    batch_is_one: bool,
-    wrap: str,
-) -> TapeKey:
-    if attention == "flash_attention_2":  # its kernel runs the same code for every B
-        return TapeKey(engine, precision, attention, checkpointing, device="gpu", wrap=wrap)
-    return TapeKey(engine, precision, attention, checkpointing, batch_is_one, wrap=wrap)
-
-
-def _shows_in_the_graph(profile: Profile, plan: Plan) -> bool:
-    """Whether autograd's graph of a model under FSDP1 depends on `use_orig_params`: an adapter reads the dtype of a weight before it is
-    gathered, or parameters are padded to 16 bytes.
-    """
-    padded = (p.elements * plan.compute_bytes % 16 for unit, _ in profile.counted_units() for p in unit.parameters)
-    return bool(profile.adapter_parameters) or any(padded)
-
-
-def _freezes_weights(profile: Profile) -> bool:
-    """Whether weights of linear layers may be frozen. Weights that a model's own code freezes (tables of positions, biases of routers)
-    are not in linear layers, so only adapters and --freeze matter.
-    """
-    return CONFIG_KEY in profile.config and profile.is_partly_frozen
 
 
 def select_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> SelectedTape:
@@ -286,7 +98,7 @@ def takes_long_on_cpu(profile: Profile, plan: Plan) -> bool:
 def _gpu_step_tape(model: Resolved, profile: Profile, key: TapeKey, plan: Plan) -> SelectedTape:
     """The GPU tape that stands for the CPU's, and its key; with eager attention for a model without sdpa. Raises AdvisorError."""
     wanted = replace(key, attention="eager") if _lacks_sdpa(profile) else key
-    first, *others = gpu_tape_keys(wanted, window_filled=_needs_window(profile, wanted, plan))
+    first, *others = gpu_tape_keys(wanted, window_filled=needs_window(profile, wanted, plan))
     try:
         tape = model.tape(first)
     except NoSuchAttention:
@@ -345,7 +157,7 @@ def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey,
         if plan.attention != "sdpa":
             raise
         key, tape = eager, model.tape(eager)
-    for on_gpu in _keys_to_record(key, gpu, window_filled=_needs_window(profile, key, plan)):
+    for on_gpu in _keys_to_record(key, gpu, window_filled=needs_window(profile, key, plan)):
         _record_on_gpu(model, on_gpu)
     return SelectedTape(key, tape)
 
@@ -382,19 +194,6 @@ def _record_on_gpu(model: Resolved, key: TapeKey) -> None:
             raise
 
 
-def _needs_window(profile: Profile, key: TapeKey, plan: Plan) -> bool:
-    """Whether the plan's sequences fill a sliding window and the tape depends on that. It does not if the batch has its own mask."""
-    return not key.masks and profile.fills_window(plan.seq_len)
-
-
-def gpu_tape_key_of(profile: Profile, key: TapeKey, plan: Plan, gpu: Gpu) -> TapeKey:
-    """The key of the tape that `gpu` runs instead of `key`'s, which is a CPU's. It depends on the GPU's kernels and on whether the
-    plan's sequences fill a sliding window.
-    """
-    filled = _needs_window(profile, key, plan)
-    return gpu_tape_key(key, gpu.compute_capability, window_filled=filled, recorded=profile.tapes)
-
-
 def gpu_tape(profile: Profile, selected: SelectedTape, plan: Plan, gpu: Gpu) -> Tape:
     """The GPU tape of a plan; the selected tape if there is none."""
     return profile.tapes.get(gpu_tape_key_of(profile, selected.key, plan, gpu).name) or selected.tape
@@ -416,24 +215,16 @@ def tape_for_search(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
 def records_each_batch(model: Resolved, plan: Plan, gpu: Gpu) -> bool:
     """Whether a search has to record the plan's own micro-batch, because no recording is valid for every one."""
     profile = _profile_of(model)
-    key = _searched_key(profile, plan, gpu)
+    key = searched_gpu_tape_key(profile, plan, gpu)
     own = replace(key, at=plan.tape_shape)
     return own.name not in profile.tapes and _gpu_sizes_are_not_polynomials(profile, key)
-
-
-def _searched_key(profile: Profile, plan: Plan, gpu: Gpu) -> TapeKey:
-    """The key of the tape with the kernels of `gpu`, whatever has been recorded."""
-    cpu_key = tape_key_of(plan, profile)
-    filled = _needs_window(profile, cpu_key, plan)
-    names = [key.name for key in gpu_tape_keys(cpu_key, window_filled=filled)]
-    return gpu_tape_key(cpu_key, gpu.compute_capability, window_filled=filled, recorded=names)
 
 
 def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Tape:
     """The tape with the GPU's kernels. It is recorded if it is missing; the CPU's tape is not. For a micro-batch above 1 the recording is
     valid for every batch, because a search asks for other batches next.
     """
-    key = _searched_key(profile, plan, gpu)
+    key = searched_gpu_tape_key(profile, plan, gpu)
     if key.device == "cpu":
         raise NotRecordable(f"the kernels of {gpu.name} are not modelled", hint="the step on a CPU is used instead")
     own = replace(key, at=plan.tape_shape)

@@ -17,7 +17,7 @@ from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.program.instructions import StepProgram
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.tapes import tape_key_of
+from fsdp_advisor.tape_keys import tape_key_of
 
 MODELS = (
     "meta-llama/Llama-2-7b-hf", "openai-community/gpt2", "google/gemma-3-1b-pt", "google-t5/t5-small", "openai/whisper-tiny",

@@ -21,7 +21,7 @@ from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape import ROOT, Category, Divided, Op, Staging, Tape, Tiled, value_at
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.step_figures import peak_of_step
-from fsdp_advisor.tapes import gpu_tape_key_of, tape_key_of
+from fsdp_advisor.tape_keys import gpu_tape_key_of, tape_key_of
 
 pytestmark = pytest.mark.slow
 

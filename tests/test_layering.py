@@ -26,6 +26,7 @@ LAYERS = (
     "policies",
     "memory",
     "engines",
+    "tape_keys",
     "tapes",
     "timing",
     "configs",
@@ -60,7 +61,7 @@ MUST_NOT_IMPORT = {
 }
 """Rules in addition to the order: optimizers and precisions know no engine, and the readers of a program do not either."""
 
-LATE = {"model": {"recording"}, "report": {"render"}, "export": {"api"}, "recording": {"tapes"}}
+LATE = {"model": {"recording"}, "report": {"render"}, "export": {"api"}, "recording": {"tape_keys"}}
 """Higher layers that a layer imports when a function needs them: `model` records a model with torch, `print(report)` renders, the
 package `export` can be called like the function of that name, and the script `recording.adapted_catalog` records the tapes that
 usual jobs replay."""

@@ -17,7 +17,7 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape import Divided, Staging, Tiled, value_at
-from fsdp_advisor.tapes import tape_key_of
+from fsdp_advisor.tape_keys import tape_key_of
 
 pytestmark = pytest.mark.slow
 

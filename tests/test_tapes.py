@@ -14,7 +14,7 @@ from fsdp_advisor.model import catalog
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
 from fsdp_advisor.model.tape_key import TapeAttention, TapeKey, TapePrecision
 from fsdp_advisor.parallelism.mesh import Mesh
-from fsdp_advisor.tapes import needs_recording, tape_key_of
+from fsdp_advisor.tape_keys import needs_recording, tape_key_of
 
 SDPA = TapeKey("fsdp2", "bf16", "sdpa", "none", True)
 GPU = replace(SDPA, device="gpu")

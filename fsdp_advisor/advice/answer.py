@@ -35,7 +35,7 @@ from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved, split_recorder
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Report
-from fsdp_advisor.tapes import needs_recording
+from fsdp_advisor.tape_keys import needs_recording
 from fsdp_advisor.units import format_gib
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.report import Report
-from fsdp_advisor.tapes import needs_recording
+from fsdp_advisor.tape_keys import needs_recording
 
 
 class NothingFits(AdvisorError):

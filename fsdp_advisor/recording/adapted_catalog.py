@@ -78,7 +78,7 @@ def requests(model_id: str) -> Iterator[EstimateRequest]:
 
 def record(model_id: str) -> Iterator[tuple[Adaptation, Profile]]:
     """The adaptations of the model's usual jobs, each with a profile that has the tapes of these jobs."""
-    from fsdp_advisor.tapes import tape_key_of
+    from fsdp_advisor.tape_keys import tape_key_of
 
     keys: dict[str, dict[TapeKey, None]] = {}
     adaptations: dict[str, Adaptation] = {}

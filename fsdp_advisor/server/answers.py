@@ -30,7 +30,7 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.render.check_line import check_result
 from fsdp_advisor.report import Report
 from fsdp_advisor.server.config_paths import refuse_paths
-from fsdp_advisor.tapes import needs_recording
+from fsdp_advisor.tape_keys import needs_recording
 
 P = ParamSpec("P")
 AnyRequest = TypeVar("AnyRequest", bound=EstimateRequest)

@@ -17,7 +17,7 @@ from fsdp_advisor.server.answers import Document, ModelSource, answer
 from fsdp_advisor.server.monitoring import ANSWERS
 from fsdp_advisor.server.settings import Settings
 from fsdp_advisor.server.workers import WorkerPool
-from fsdp_advisor.tapes import needs_recording
+from fsdp_advisor.tape_keys import needs_recording
 
 
 class AnswerService:

@@ -12,7 +12,7 @@ from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model import catalog
 from fsdp_advisor.parallelism.mesh import Mesh
-from fsdp_advisor.tapes import tape_key_of
+from fsdp_advisor.tape_keys import tape_key_of
 
 pytestmark = [pytest.mark.slow, with_all_cases]
 

@@ -34,7 +34,8 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.recording import Recorder, TransformersSource
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.step_figures import peak_of_step
-from fsdp_advisor.tapes import recorded_gpu_tape, tape_key_of
+from fsdp_advisor.tape_keys import tape_key_of
+from fsdp_advisor.tapes import recorded_gpu_tape
 
 DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published_memory.yaml").read_text())
 TOLERANCE = {"reserved": 0.05, "first step": 0.05, "allocated": 0.02}

@@ -27,7 +27,7 @@ from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape import MarkedUnit, Op
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.step_figures import peak_of_step
-from fsdp_advisor.tapes import tape_key_of
+from fsdp_advisor.tape_keys import tape_key_of
 
 UNTIED, TIED, GPT2, OPT = (
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0",

@@ -20,7 +20,7 @@ from fsdp_advisor.model.adapted_catalog import PATH, adapted_profile
 from fsdp_advisor.model.store import load
 from fsdp_advisor.recording.adapted_catalog import MODELS
 from fsdp_advisor.step_figures import peak_of_step
-from fsdp_advisor.tapes import tape_key_of
+from fsdp_advisor.tape_keys import tape_key_of
 
 SMALL = "Qwen/Qwen2.5-0.5B"
 EAGER = "google/gemma-2-9b"

@@ -26,7 +26,8 @@ from fsdp_advisor.model.store import dump
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
 from fsdp_advisor.rows import estimate_plan
-from fsdp_advisor.tapes import gpu_tape_key_of, select_tape, tape_of_row
+from fsdp_advisor.tape_keys import gpu_tape_key_of
+from fsdp_advisor.tapes import select_tape, tape_of_row
 
 CHECKPOINTING: list[TapeCheckpointing] = ["none", "full"]
 """The policies that the catalog has tapes of; others are recorded on demand."""

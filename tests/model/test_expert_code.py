@@ -15,7 +15,7 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.experts import LOOPS, expert_notes
 from fsdp_advisor.model.profile import Parameter, Profile
-from fsdp_advisor.tapes import tape_key_of
+from fsdp_advisor.tape_keys import tape_key_of
 
 MIXTURE, DENSE = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B"
 

@@ -20,7 +20,7 @@ from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import Recorder, TransformersSource, source_of
 from fsdp_advisor.step_figures import peak_of_step
-from fsdp_advisor.tapes import tape_key_of
+from fsdp_advisor.tape_keys import tape_key_of
 from fsdp_advisor.validation.simulate import simulate
 
 pytestmark = pytest.mark.usefixtures("home")

@@ -39,7 +39,7 @@ from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.recording import Recorder, TransformersSource
 from fsdp_advisor.step_figures import peak_of_step
-from fsdp_advisor.tapes import tape_key_of
+from fsdp_advisor.tape_keys import tape_key_of
 from fsdp_advisor.validation.simulate import simulate
 
 RESULTS = Path(__file__).with_name("architecture_survey.csv")

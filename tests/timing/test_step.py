@@ -21,7 +21,7 @@ from fsdp_advisor.model import catalog
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.step_figures import StepInput, time_of_step
-from fsdp_advisor.tapes import tape_key_of
+from fsdp_advisor.tape_keys import tape_key_of
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline, why_unknown
 from fsdp_advisor.timing.operators import products_of
 from fsdp_advisor.timing.step import UNCERTAINTY

@@ -18,7 +18,7 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.recording import source_of
 from fsdp_advisor.step_figures import peak_of_step
-from fsdp_advisor.tapes import tape_key_of
+from fsdp_advisor.tape_keys import tape_key_of
 from fsdp_advisor.validation.simulate import simulate
 
 PhasePeaks = Mapping[str, int]

@@ -28,7 +28,7 @@ from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape import ROOT, value_at
 from fsdp_advisor.model.tape_key import TapeKey
-from fsdp_advisor.tapes import tape_key_of
+from fsdp_advisor.tape_keys import tape_key_of
 
 pytestmark = pytest.mark.slow
 

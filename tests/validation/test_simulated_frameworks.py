@@ -30,7 +30,7 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.recording import TransformersSource, source_of
 from fsdp_advisor.step_figures import peak_of_step  # after the checks
-from fsdp_advisor.tapes import tape_key_of  # after the checks
+from fsdp_advisor.tape_keys import tape_key_of  # after the checks
 from fsdp_advisor.validation import frameworks
 from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.modes import choose_mode

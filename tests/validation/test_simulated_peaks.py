@@ -22,7 +22,7 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.recording import TransformersSource
 from fsdp_advisor.step_figures import peak_of_step  # after the check for torch
-from fsdp_advisor.tapes import tape_key_of  # after the check for torch
+from fsdp_advisor.tape_keys import tape_key_of  # after the check for torch
 from fsdp_advisor.validation.simulate import simulate
 
 pytestmark = pytest.mark.slow
