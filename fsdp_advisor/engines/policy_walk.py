@@ -7,7 +7,7 @@ from collections import Counter
 from fsdp_advisor.model.fsdp_units import UnitId, Units
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROOT
-from fsdp_advisor.program.builder import OrderInUnit
+from fsdp_advisor.program.hooks import OrderInUnit
 
 NO_UNIT = UnitId(ROOT, -1)
 """The unit of a hook at which FSDP does nothing."""

@@ -26,7 +26,8 @@ from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.parallelism.mesh import ONE_RANK
 from fsdp_advisor.program.accounts import Account
-from fsdp_advisor.program.builder import StepBuilder, StepHooks
+from fsdp_advisor.program.builder import StepBuilder
+from fsdp_advisor.program.hooks import StepHooks
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 EngineStep = DdpStep | Fsdp1Step | Fsdp2Step | DeepspeedStep

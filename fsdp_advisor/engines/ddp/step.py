@@ -30,7 +30,8 @@ from fsdp_advisor.model.tape import ROOT, Op, Segment, Tape
 from fsdp_advisor.policies.dtypes import FP32_BYTES, stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account
-from fsdp_advisor.program.builder import StepBuilder, StepHooks
+from fsdp_advisor.program.builder import StepBuilder
+from fsdp_advisor.program.hooks import StepHooks
 from fsdp_advisor.program.instructions import ADDED_TENSORS, NO_BUFFER, AllReduce, BufferId, Copy, HostTransfer
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 

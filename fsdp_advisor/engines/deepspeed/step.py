@@ -26,7 +26,8 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_of
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.program.accounts import Account, Stream
-from fsdp_advisor.program.builder import StepBuilder, StepHooks
+from fsdp_advisor.program.builder import StepBuilder
+from fsdp_advisor.program.hooks import StepHooks
 from fsdp_advisor.program.instructions import (
     NO_BUFFER,
     AllGather,

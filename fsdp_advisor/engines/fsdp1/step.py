@@ -20,7 +20,8 @@ from fsdp_advisor.model.fsdp_units import AT_ROOT, WHOLE, UnitId, module_mark, u
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import Account, Stream
-from fsdp_advisor.program.builder import OrderInUnit, StepBuilder, StepHooks
+from fsdp_advisor.program.builder import StepBuilder
+from fsdp_advisor.program.hooks import OrderInUnit, StepHooks
 from fsdp_advisor.program.instructions import (
     ADDED_TENSORS,
     NO_BUFFER,

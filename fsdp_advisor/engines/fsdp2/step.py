@@ -22,7 +22,8 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_of
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.program.accounts import Account, Stream
-from fsdp_advisor.program.builder import OrderInUnit, StepBuilder, StepHooks
+from fsdp_advisor.program.builder import StepBuilder
+from fsdp_advisor.program.hooks import OrderInUnit, StepHooks
 from fsdp_advisor.program.instructions import (
     ADDED_TENSORS,
     NO_BUFFER,
