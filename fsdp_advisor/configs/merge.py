@@ -11,7 +11,7 @@ from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.compilation import resolve_regions
 from fsdp_advisor.configs.torchtitan import unmodelled
 from fsdp_advisor.errors import UsageError, assert_never
-from fsdp_advisor.job.choices import Framework
+from fsdp_advisor.job.choices import Framework, half_dtype
 from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS, plans
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import fields_of
@@ -138,7 +138,7 @@ def _resolve_precision(options: dict[str, Any], parts: Sequence[Collector]) -> N
     mixed, dtype = options.pop("mixed", None), options.pop("dtype", None)
     adapters = has_adapters(options)
     if dtype == "auto":  # the checkpoint's dtype, which is assumed to be half precision for a frozen base
-        dtype = ("float16" if mixed == "fp16" else "bfloat16") if adapters else None
+        dtype = half_dtype("fp16-mixed" if mixed == "fp16" else "bf16-mixed") if adapters else None
     sharded = options.get("backend") in ("fsdp1", "fsdp2")
     if adapters and mixed == "fp16" and dtype in ("float16", "fp16"):
         if not is_quantized(options):

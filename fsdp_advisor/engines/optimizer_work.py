@@ -44,7 +44,7 @@ def stepping_refusal(profile: Profile, plan: Plan) -> UsageError | None:
             f"{plan.optim} updates the parameters in backward, before DDP reduces the gradients of {plan.world_size} GPUs",
             hint="--gpus 1, or another --optim",
         )
-    if optimizer.backward_update == "at once" and plan.gradient_accumulation_steps > 1:
+    if optimizer.backward_update == "own gradient" and plan.gradient_accumulation_steps > 1:
         return UsageError(
             f"{plan.optim} does not support gradient accumulation: it steps in every backward",
             hint="--gradient-accumulation-steps 1, or another --optim",

@@ -204,7 +204,7 @@ class DdpStep(StepHooks):
         if self._optimizer.backward_update is not None:
             self._update(step)
             self._complete = unit_of(self._profile, unit).parameters[parameter], gradient
-            if self._optimizer.backward_update == "at once":
+            if self._optimizer.backward_update == "own gradient":
                 self._update(step)
         elif self._is_first:
             self._of_parameter[unit, parameter].append(gradient)
@@ -225,7 +225,7 @@ class DdpStep(StepHooks):
             return
         parameter, gradient = self._complete
         element, converted = stored_bytes(self._plan, parameter), NO_BUFFER
-        if converts := self._optimizer.backward_update == "at the next" and element != FP32_BYTES:
+        if converts := self._optimizer.backward_update == "next gradient" and element != FP32_BYTES:
             converted = step.alloc(Account.TEMPORARIES, Storages.of(FP32_BYTES * parameter.elements))
             step.free(gradient)
         step.transient(

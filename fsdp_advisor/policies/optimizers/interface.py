@@ -22,7 +22,7 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 Shape = Sequence[int]
 Option = bool | float | str
-BackwardUpdate = Literal["at once", "at the next"]
+BackwardUpdate = Literal["own gradient", "next gradient"]
 STEP_COUNT_BYTES = 4
 """torch counts the steps of each tensor in one fp32 scalar."""
 NO_OPTIONS: Mapping[str, Option] = MappingProxyType({})
@@ -167,7 +167,7 @@ class Optimizer(ABC):
     is_paged: bool = False
     """Whether large states are in CUDA's managed memory (`paged_state_storages`)."""
     backward_update: BackwardUpdate | None = None
-    """When backward updates a parameter and frees its gradient: once this gradient, or the next one, is complete. None: the update is
+    """The gradient at which backward updates a parameter and frees its gradient: its own, or the next one. None: the update is
     after backward.
     """
     frees_gradients: bool = False

@@ -79,7 +79,7 @@ def _lomo(cls: type[Lomo], name: OptimizerName, label: str, *notes: str, made_wi
         transformers=NamedOptimizer(name=name),
         **only_in_transformers(name, script=script),
         notes=(f"{label} {_ACCUMULATION}", *notes),
-        backward_update="at the next",
+        backward_update="next gradient",
         made_with_state=made_with_state,
     )
 

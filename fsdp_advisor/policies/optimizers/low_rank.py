@@ -327,7 +327,7 @@ def low_rank(cls: type[LowRank], name: OptimizerName, label: str, *, shared_stat
         label=label,
         transformers=NamedOptimizer(name=name, target_modules=ALL_LINEAR),
         **only_in_transformers(name, script=Refusal(_SCRIPT.format(label))),
-        backward_update="at once" if layerwise else None,
+        backward_update="own gradient" if layerwise else None,
         shared_state=shared_state,
         notes=_notes(label, DEFAULT),
     )
