@@ -17,7 +17,7 @@ import huggingface_hub.constants  # noqa: F401  # reads the environment before t
 import torch
 from torch import nn
 
-from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotRecordable, UnreadableConfig
+from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotRecordable, UnreadableConfig
 from fsdp_advisor.model.multimodal import TRAINED_WHOLE
 from fsdp_advisor.model.tape_key import TapeCheckpointing
 from fsdp_advisor.model.tasks import AUTO_CLASSES
@@ -376,6 +376,12 @@ def _errors_explained(name: str) -> Iterator[None]:
             yield
     except AdvisorError:
         raise
+    except ImportError as error:
+        package = re.search(r"pip install `?([\w-]+)", str(error))
+        raise MissingExtra(
+            f"{name}: {_line(error)}",
+            hint=f"pip install {package[1]}" if package else "install what its code imports",
+        ) from error
     except Exception as error:
         raise UnreadableConfig(
             f"{name}: transformers {transformers.__version__} cannot build it: {type(error).__name__}: {_line(error)}",

@@ -10,7 +10,7 @@ from vision_models import config_of
 
 torch = pytest.importorskip("torch")
 
-from fsdp_advisor.errors import NotRecordable, UnreadableConfig  # after the check for torch
+from fsdp_advisor.errors import MissingExtra, NotRecordable, UnreadableConfig  # after the check for torch
 from fsdp_advisor.model import store
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording import Recorder, TransformersSource
@@ -57,6 +57,12 @@ BAD = [
 def test_what_cannot_be_built_says_so(config: dict[str, object], message: str) -> None:
     with pytest.raises(UnreadableConfig, match=message):
         Recorder(TransformersSource(config, name="x"))
+
+
+def test_a_package_that_a_models_code_needs_is_named() -> None:
+    with pytest.raises(MissingExtra, match="requires the natten library") as missing:
+        Recorder(TransformersSource({"model_type": "dinat"}, name="x"))
+    assert missing.value.hint == "pip install natten"
 
 
 SMALL = {
