@@ -40,7 +40,14 @@ from fsdp_advisor.step_figures import (
     timeline_of_step,
 )
 from fsdp_advisor.tape_keys import gpu_tape_key_of, tape_key_of
-from fsdp_advisor.tapes import SelectedTape, gpu_tape, select_tape, takes_long_on_cpu, tape_of_row
+from fsdp_advisor.tapes import (
+    SelectedTape,
+    gpu_tape,
+    select_tape,
+    takes_long_on_cpu,
+    tape_of_row,
+    tape_of_searched_row,
+)
 from fsdp_advisor.timing import StepTime, why_unknown
 
 TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"
@@ -75,9 +82,10 @@ def estimate_plan(
     explain: bool = False,
     conf: AllocatorConf | None = None,
     host_memory_bytes: int | None = None,
+    searched: bool = False,
 ) -> StrategyEstimate:
     """One row of a report. `conf`: the allocator's settings. `host_memory_bytes`: memory of one node's host, None if
-    unlimited.
+    unlimited. `searched`: it is a plan of a search, for which no step on a CPU is recorded.
     """
     if model.profile is None:
         if plan.task != "sft":
@@ -86,7 +94,7 @@ def estimate_plan(
             )
         return _count_estimate(model.parameters, plan, gpu)
     try:
-        selected = tape_of_row(model, plan, gpu)
+        selected = (tape_of_searched_row if searched else tape_of_row)(model, plan, gpu)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and not model.is_catalogued:
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
@@ -97,6 +105,8 @@ def estimate_plan(
         return replace(base, lacks=(unknown, *base.lacks))
     step = step_input(model, gpu_tape(model.profile, selected, plan, gpu), plan, gpu)
     row = _with_step(model, selected, step, conf, host_memory_bytes)
+    if searched and selected.key.device == "gpu" and plan.attention != "flash_attention_2":
+        row = replace(row, simulate_peak=None)
     if not explain:
         return row
     return replace(row, fused_loss_peak_bytes=peak_bytes_of_step(step.profile, step.tape, plan, fused_loss=True))

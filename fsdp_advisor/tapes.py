@@ -200,16 +200,22 @@ def gpu_tape(profile: Profile, selected: SelectedTape, plan: Plan, gpu: Gpu) -> 
 
 
 def tape_for_search(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
-    """The tape of a plan's step with the GPU's kernels, for a search. Raises AdvisorError if there is none.
+    """The tape of a plan's step with the GPU's kernels, for a search. Raises AdvisorError if there is none."""
+    return gpu_tape(_profile_of(model), tape_of_searched_row(model, plan, gpu), plan, gpu)
 
-    If the catalog lacks it, only this tape is recorded, because a search needs no tape of the CPU.
+
+def tape_of_searched_row(model: Resolved, plan: Plan, gpu: Gpu) -> SelectedTape:
+    """The tape of a row in a search, and its key. Raises AdvisorError if there is none.
+
+    It is that of `tape_of_row` if the catalog has it; if not, only the tape with the GPU's kernels is recorded, because a search needs no
+    tape of the CPU.
     """
     profile = _profile_of(model)
     is_catalogued = model.from_catalog and tape_key_of(plan, profile).name in profile.tapes
     if model.recording_allowed and not is_catalogued:
         with contextlib.suppress(AdvisorError):  # then the CPU's tape is used, or its error raised
             return _recorded_for(model, profile, plan, gpu)
-    return gpu_tape(profile, tape_of_row(model, plan, gpu), plan, gpu)
+    return tape_of_row(model, plan, gpu)
 
 
 def records_each_batch(model: Resolved, plan: Plan, gpu: Gpu) -> bool:
@@ -220,9 +226,9 @@ def records_each_batch(model: Resolved, plan: Plan, gpu: Gpu) -> bool:
     return own.name not in profile.tapes and _gpu_sizes_are_not_polynomials(profile, key)
 
 
-def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Tape:
-    """The tape with the GPU's kernels. It is recorded if it is missing; the CPU's tape is not. For a micro-batch above 1 the recording is
-    valid for every batch, because a search asks for other batches next.
+def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> SelectedTape:
+    """The tape with the GPU's kernels, and its key. It is recorded if it is missing; the CPU's tape is not. For a micro-batch above 1 the
+    recording is valid for every batch, because a search asks for other batches next.
     """
     key = searched_gpu_tape_key(profile, plan, gpu)
     if key.device == "cpu":
@@ -232,10 +238,10 @@ def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Ta
     if _gpu_sizes_are_not_polynomials(profile, key) or (
         not asks_for_others and _is_first_question(model, profile, key, own)
     ):
-        return model.tape(own)
+        return SelectedTape(own, model.tape(own))
     with contextlib.suppress(NotPolynomial):
-        return model.tape(key)
-    return model.tape(own)
+        return SelectedTape(key, model.tape(key))
+    return SelectedTape(own, model.tape(own))
 
 
 def recorded_gpu_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:

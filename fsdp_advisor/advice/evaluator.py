@@ -146,6 +146,7 @@ class Evaluator:
                 self.gpu,
                 conf=AllocatorConf.parse(text) if text else None,
                 host_memory_bytes=self.host_memory_bytes,
+                searched=True,
             )
         return self._estimates[key]
 

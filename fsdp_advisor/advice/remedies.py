@@ -111,7 +111,7 @@ def _with_fused_loss(search: Search, change: Mapping[str, str] | None = None) ->
         if not choices:
             continue
         smallest = replace(search, choices=choices).smallest_footprint()
-        row = estimate_plan(evaluator.model, smallest.plan, evaluator.gpu, explain=True)
+        row = estimate_plan(evaluator.model, smallest.plan, evaluator.gpu, explain=True, searched=True)
         if row.peak_tensor_bytes is None or row.fused_loss_peak_bytes is None or smallest.host_fits is False:
             continue
         if row.only_evaluation_lacks:

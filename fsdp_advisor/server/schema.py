@@ -100,7 +100,8 @@ class StrategyEstimate(BaseModel):
     simulated_peak_bytes: Annotated[
         Bytes | None,
         Field(
-            description="Peak of the same code under fake tensors on a CPU, without a GPU's kernels; null if recording it takes minutes"
+            description="Peak of the same code under fake tensors on a CPU, without a GPU's kernels; null if recording it takes minutes,"
+            " and in a search that would have to record it"
         ),
     ]
     peak_allocated_bytes: Annotated[Bytes | None, Field(description="torch.cuda.max_memory_allocated")]

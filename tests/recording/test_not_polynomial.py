@@ -14,11 +14,12 @@ from vision_models import config_of
 
 pytest.importorskip("torch")
 
-from fsdp_advisor import estimate
+from fsdp_advisor import estimate, recommend
 from fsdp_advisor.errors import NotPolynomial
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.images import Images
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model import cache
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Chunked, Tape, value_at
@@ -177,6 +178,20 @@ def test_a_search_records_only_the_tape_of_the_gpu_that_the_catalog_lacks() -> N
     tape_for_search(model, replace(PLAN, activation_checkpointing="every-2"), gpu)
     [name] = set(model.profile.tapes) - before
     assert TapeKey.from_name(name).device == "gpu"
+
+
+@in_turn(2, of=4)
+def test_a_recommendation_records_no_step_on_a_cpu(home: Path) -> None:
+    """Except for a plan of the report, whose row it has: here with a micro-batch of one."""
+    path = home / "config.json"
+    path.write_text(json.dumps({**MIXTURE, "num_local_experts": 4, "vocab_size": 102}))
+    winner = recommend(model=str(path), gpus=2, gpu="A100-40GB", seq_len=64, strategy="zero3").recommendation.winner
+    assert winner is not None and winner.estimate.peak_tensor_bytes and winner.estimate.simulated_peak_bytes is None
+    cached = cache.fetch(json.loads(path.read_text()), None)
+    assert cached is not None
+    keys = list(map(TapeKey.from_name, cached.tapes))
+    assert {key.at for key in keys if key.device == "cpu"} <= {(1, 64)}
+    assert sum(key.device == "gpu" for key in keys) > 4
 
 
 @in_turn(3, of=4)
