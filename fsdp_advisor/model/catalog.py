@@ -291,18 +291,19 @@ def _version(tokens: list[str]) -> float:
 
 
 def _has_words_of(candidate: str, wanted: str) -> bool:
-    """Whether the candidate has all numbers of `wanted`, and a similar word for each of its words."""
+    """Whether the candidate has all numbers of `wanted`, and a similar word for each of its words. 9 and 9B are two numbers."""
     import difflib
 
     candidate = re.sub(r"(?<=\d)_(?=\d)", ".", candidate)
-    numbers, words = (re.findall(pattern, candidate) for pattern in (_NUMBERS, _WORDS))
-    return all(number in numbers for number in re.findall(_NUMBERS, wanted)) and all(
+    numbers, words = (re.findall(pattern, candidate) for pattern in (_COUNTS, _WORDS))
+    return all(number in numbers for number in re.findall(_COUNTS, wanted)) and all(
         difflib.get_close_matches(word, words, n=1, cutoff=_SIMILAR) for word in re.findall(_WORDS, wanted)
     )
 
 
 _NUMBERS, _WORDS = r"\d+(?:\.\d+)*", r"[^\W\d_]+"
-_TOKENS = rf"{_NUMBERS}(?:[bm](?![^\W\d_]))?|{_WORDS}"
+_COUNTS = rf"{_NUMBERS}(?:[bm](?![^\W\d_]))?"
+_TOKENS = rf"{_COUNTS}|{_WORDS}"
 _VENDORS = re.compile(r"^(nvidia|c4ai|meta|ai21)-", re.IGNORECASE)
 """Prefixes of names that repeat the model's vendor."""
 _COPIERS = (
