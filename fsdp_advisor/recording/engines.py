@@ -65,16 +65,19 @@ def checkpoint_layers(layers: Iterable[nn.Module]) -> None:
 
 
 class AdapterShards:
-    """The fp32 shards of an FSDP2 unit that is a module of an adapter. PEFT casts the module's input to their dtype.
+    """The fp32 shards of an FSDP2 unit that is a module of an adapter. PEFT casts the module's input to their dtype, and DoRA reads
+    their shape, which is that of the whole parameters.
 
-    Source: peft 0.21, tuners/lora/layer.py, `_cast_input_dtype`.
+    Source: peft 0.21, tuners/lora/layer.py, `_cast_input_dtype`; tuners/lora/dora.py, `DoraLinearLayer.forward`.
     """
 
     def __init__(self, module: nn.Module) -> None:
         """Replace the module's parameters by shards until `use_gathered` is called."""
         self._module = module
         self._gathered = dict(module._parameters)
-        self._shards = {n: nn.Parameter(torch.empty(0)) for n, p in self._gathered.items() if p is not None}
+        self._shards = {
+            n: nn.Parameter(torch.empty(()).expand(p.shape)) for n, p in self._gathered.items() if p is not None
+        }
         self.use_shards()
 
     def use_gathered(self) -> None:

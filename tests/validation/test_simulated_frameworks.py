@@ -205,6 +205,7 @@ OF_AXOLOTL: tuple[dict[str, str], ...] = (
     {},
     {**QLORA, "activation_checkpointing": "full"},
 )
+AXOLOTLS_DORA = {"use_peft": "true", "use_dora": "true", "dtype": "bfloat16", "lora_target_modules": "all-linear"}
 MORE_OF_AXOLOTL: tuple[dict[str, str], ...] = (
     {"activation_checkpointing": "full", "gpus": "3"},
     {"use_peft": "true", "dtype": "bfloat16"},
@@ -212,6 +213,8 @@ MORE_OF_AXOLOTL: tuple[dict[str, str], ...] = (
     QLORA,
     {**QLORA, "bnb_4bit_quant_storage": "uint8", "gpus": "3"},
     {"use_peft": "true", "dtype": "bfloat16", "gradient_accumulation_steps": "2", "strategy": "zero2"},
+    {**AXOLOTLS_DORA, "gradient_accumulation_steps": "2", "strategy": "zero2"},
+    {**AXOLOTLS_DORA, "activation_checkpointing": "full"},
     {"strategy": "ddp", "backend": "ddp"},
     {**QLORA, "strategy": "ddp", "backend": "ddp", "activation_checkpointing": "full"},
 )

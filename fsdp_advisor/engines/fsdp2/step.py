@@ -19,7 +19,7 @@ from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, host_s
 from fsdp_advisor.engines.policy_walk import OneUnitPerLayer, PolicyWalk
 from fsdp_advisor.engines.wrapping import HEAD, Part, head_gathered_by_loss, marked_units
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_of
+from fsdp_advisor.model.fsdp_units import AT_ROOT, WHOLE, UnitId, unit_of
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import StepBuilder
@@ -63,6 +63,7 @@ class Fsdp2Step(StepHooks):
         self._loss_ended, self._head_gradient = False, NO_BUFFER
         # State within one step
         self._forward_order = ForwardOrder()
+        self._ran_in_layer: set[UnitId] = set()  # units within the current layer whose forward has run
         self._gathered: dict[UnitId, BufferId] = {}  # the outputs of all-gathers before their copy-out
         self._previous_output = NO_BUFFER  # forward keeps the last all-gather's output until the next copy-out
         self._previous_reduce_input = NO_BUFFER  # the last reduce-scatter's input lives until the next one's
@@ -84,6 +85,7 @@ class Fsdp2Step(StepHooks):
         self._is_first = is_first
         self._reduces = is_last or not self._plan.defers_reduction
         self._repeated = self._runs_head = False
+        self._ran_in_layer.clear()
         self._loss_ended, self._head_gradient = False, NO_BUFFER
         self._forward_order.clear()
         self._walk.begin()
@@ -101,8 +103,12 @@ class Fsdp2Step(StepHooks):
             return
         self._runs_head = self._runs_head or unit == HEAD
         step.add(PythonHooks())
-        if self._repeated and not self._reshards(unit):
-            return  # it is still gathered since the previous forward
+        if unit.part == WHOLE:
+            self._ran_in_layer.clear()
+        has_run = self._repeated or unit in self._ran_in_layer
+        self._ran_in_layer.add(unit)
+        if has_run and not self._reshards(unit):
+            return  # it is still gathered since its previous forward
         if unit not in self._gathered:
             self._gather(step, unit, "with previous compute")
         self._copy_out(step, unit, forward=True)
