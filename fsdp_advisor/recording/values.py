@@ -183,10 +183,15 @@ class KnownValues(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
+        size = storage.nbytes() // tensor.element_size()
         with _on_host():
-            held = torch.zeros(storage.nbytes() // tensor.element_size(), dtype=tensor.dtype)
-            if value is not None:
-                held.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
+            fills = value is not None and (value.numel(), value.dtype) == (size, tensor.dtype)
+            if value is not None and fills and value.is_contiguous() and tensor.is_contiguous():
+                held = value.flatten().clone()  # takes half as long as filling zeros
+            else:
+                held = torch.zeros(size, dtype=tensor.dtype)
+                if value is not None:
+                    held.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
         self._keep(storage, held)
 
     def _learn_parts(self, result: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> None:
