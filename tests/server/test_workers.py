@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import operator
 import os
 import pickle
@@ -61,6 +62,10 @@ def test_results_that_cannot_be_pickled_are_reported(worker: Worker) -> None:
 def test_prints_of_libraries_do_not_disturb_the_results(worker: Worker) -> None:
     assert worker.call(print, "noise", "\n") is None
     assert worker.call(operator.add, 1, 2) == 3
+
+
+def test_collects_garbage_more_rarely_than_python_by_default(worker: Worker) -> None:
+    assert worker.call(gc.get_threshold)[0] >= 10_000  # Python: 700 to 2,000
 
 
 def test_a_process_that_dies_is_replaced(worker: Worker) -> None:
