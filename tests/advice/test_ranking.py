@@ -137,8 +137,8 @@ def test_more_gpus_are_advised_with_sharding_although_one_gpu_needs_none() -> No
 
 
 def test_a_plan_that_only_caches_too_much_leaves_the_margin() -> None:
-    """32 billion parameters at 16,384 tokens on 16 GPUs fit without offload: the allocator can give its cache back."""
-    advice = advise(None, model="Qwen/Qwen3-32B", gpus=16, nnodes=2, gpu="A100-80GB", seq_len=16384)
+    """32 billion parameters at 16,000 tokens on 16 GPUs fit without offload: the allocator can give its cache back."""
+    advice = advise(None, model="Qwen/Qwen3-32B", gpus=16, nnodes=2, gpu="A100-80GB", seq_len=16000)
     assert advice.winner is not None and advice.winner.fits
     assert advice.winner.label == "ZeRO-3 (fsdp2), checkpointing"
     assert advice.winner.runs_in_available and advice.winner.known_bytes > advice.winner.available_bytes
