@@ -89,7 +89,7 @@ def test_a_search_names_the_largest_evaluation_that_fits() -> None:
 def test_a_framework_without_evaluation_names_those_that_have_one(model: str) -> None:
     with pytest.raises(UsageError) as refused:
         row(model, framework="torch")
-    assert refused.value.hint == "--framework trainer, trl or axolotl has it"
+    assert refused.value.hint == "--framework trainer, trl, axolotl or llamafactory has it"
 
 
 def test_evaluation_is_a_phase_of_the_job(model: str) -> None:

@@ -121,7 +121,7 @@ def test_every_buffer_is_freed_once_and_after_it_was_allocated(recorded: Recorde
                 if isinstance(instruction, Alloc):
                     alive[instruction.buffer] = instruction.storages.rounded
                 elif isinstance(instruction, Compute):
-                    sizes = {gradient.birth: gradient.n_bytes for gradient in instruction.span.gradients}
+                    sizes = {gradient.birth: gradient.storages.rounded for gradient in instruction.span.gradients}
                     alive |= {buffer: sizes[birth] for birth, buffer in instruction.gradients}
                 elif isinstance(instruction, Free):
                     assert alive.pop(instruction.buffer) == instruction.n_bytes, (job, bucket)
