@@ -21,6 +21,7 @@ from fsdp_advisor.engines.loading import load_methods
 from fsdp_advisor.engines.units import buffers
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.choices import Precision
+from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.profile import Profile, Unit
@@ -49,17 +50,17 @@ def precomputation_refusal(profile: Profile, plan: Plan) -> UsageError | None:
 
 
 def copy_refusal(plan: Plan) -> UsageError | None:
-    """Why the step of LLaMA-Factory's copy of the model is not modelled. None if it is, or if there is no copy.
+    """Why the step of a copy of the model that is loaded in half precision is not modelled. None if it is, or if there is no such copy.
 
-    LLaMA-Factory loads the copy in the compute dtype, although the trained model is in fp32 and has autocast. DeepSpeed casts both.
-    accelerate prepares the copy for FSDP2. Source: LLaMA-Factory 0.9.5, train/trainer_utils.py, `create_ref_model`; model/adapter.py,
-    `init_adapter`; train/dpo/trainer.py, `__init__`.
+    The trained model is in fp32 and has autocast. DeepSpeed casts both. accelerate prepares the copy for FSDP2. Source: LLaMA-Factory
+    0.9.5, train/dpo/trainer.py, `__init__`.
     """
     same = plan.backend == "deepspeed" or (plan.backend == "ddp" and not plan.mixed)
-    if plan.framework != "llamafactory" or plan.reference != "copy" or same:
+    if not plan.facts.loads_reference_in_half or plan.reference != "copy" or same:
         return None
     return UsageError(
-        "LLaMA-Factory's copy of the model, which is loaded in half precision, is modelled with DeepSpeed, or with DDP without autocast",
+        f"{FRAMEWORK_NAMES[plan.framework]}'s copy of the model, which is loaded in half precision, is modelled with DeepSpeed, or with "
+        "DDP without autocast",
         hint="--backend deepspeed, --use-peft, or --strategy ddp --precision bf16",
     )
 

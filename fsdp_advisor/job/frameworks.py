@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
-from fsdp_advisor.job.choices import Backend, Framework
+from fsdp_advisor.job.choices import Backend, Framework, TrainingTask
 
 ReduceDtype = Literal["masters", "compute", "fp32"]
 """``masters``: the dtype of the masters, which is fp32 under mixed precision; ``compute``: the compute dtype; ``fp32``: fp32 even in pure
@@ -72,6 +72,12 @@ class FrameworkFacts:
       torchtitan 0.3.0, trainer.py, `zero_grad(set_to_none=...)`; distributed/cudagraph.py.
     - `names_sequences`: a padding-free batch also contains the boundaries of its sequences. Source: trl 1.16, sft_trainer.py,
       `DataCollatorForLanguageModeling`.
+    - `tasks`: the tasks that its trainers have. LLaMA-Factory's reward models, which keep all hidden states, are not modelled.
+    - `task_loss`: the loss of tasks other than sft.
+    - `precomputes_reference`: it can compute the reference's log-probabilities before training.
+    - `loads_reference_in_half`: the copy of the model that is the reference is loaded in the compute dtype. Source: LLaMA-Factory 0.9.5,
+      train/trainer_utils.py, `create_ref_model`; model/adapter.py, `init_adapter`.
+    - `adds_router_loss`: its trainers of language models add the loss of the routers. Source: trl 1.16, `aux_loss_enabled`.
     """
 
     backends: tuple[Backend, ...] = ("ddp", "fsdp2", "fsdp1", "deepspeed")
@@ -104,6 +110,11 @@ class FrameworkFacts:
     allocator_conf: str | None = None
     captures_graphs: bool = False
     names_sequences: bool = False
+    tasks: tuple[TrainingTask, ...] = ("sft",)
+    task_loss: Literal["chunked", "full"] = "chunked"
+    precomputes_reference: bool = True
+    loads_reference_in_half: bool = False
+    adds_router_loss: bool = False
 
 
 _ACCELERATE = FrameworkFacts(
@@ -141,6 +152,8 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
         loads_fp32=True,
         keeps_attention_alone=True,
         names_sequences=True,
+        tasks=get_args(TrainingTask),
+        adds_router_loss=True,
     ),
     "axolotl": replace(
         _TRAINER,
@@ -153,7 +166,13 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
         allocator_conf=EXPANDABLE_SEGMENTS,
         shards_integers=True,
     ),
-    "llamafactory": _TRAINER,
+    "llamafactory": replace(
+        _TRAINER,
+        tasks=("sft", "dpo", "kto"),
+        task_loss="full",
+        precomputes_reference=False,
+        loads_reference_in_half=True,
+    ),
     "deepspeed": FrameworkFacts(backends=("deepspeed",)),
     "torchtitan": FrameworkFacts(  # torchtitan 0.3.0, distributed/fsdp.py, apply_fsdp_to_decoder; config/configs.py, max_norm
         backends=("fsdp2",),

@@ -316,11 +316,8 @@ class Plan:
 
     @property
     def adds_router_loss(self) -> bool:
-        """Whether the framework adds the loss of a model's routers, if the model has a weight for it.
-
-        Source: trl 1.16, `aux_loss_enabled` of the trainers.
-        """
-        return self.framework == "trl" and self.task != "reward" and self.router_aux_loss_coef != 0
+        """Whether the framework adds the loss of a model's routers, if the model has a weight for it."""
+        return self.facts.adds_router_loss and self.task != "reward" and self.router_aux_loss_coef != 0
 
     @property
     def defers_reduction(self) -> bool:

@@ -6,24 +6,17 @@ train/{dpo,kto,rm}/trainer.py.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.choices import Framework, Loss, TrainingTask
+from fsdp_advisor.job.choices import TrainingTask
+from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS
 from fsdp_advisor.job.request import EstimateRequest
 
 Reference = Literal["none", "copy", "adapters-off"]
 """The reference model of a step. ``none``: there is none, or its log-probabilities are part of the batch; ``copy``: a frozen copy of
 the model; ``adapters-off``: the trained model without its adapters.
 """
-
-
-_TASKS: dict[Framework, tuple[TrainingTask, ...]] = {
-    "trl": get_args(TrainingTask),
-    "llamafactory": ("sft", "dpo", "kto"),
-}
-_OWN_LOSSES: dict[Framework, Loss] = {"trl": "chunked", "llamafactory": "full"}
-"""The framework's loss of tasks other than sft. LLaMA-Factory's reward models, which keep all hidden states, are not modelled."""
 
 
 def sequences_per_example(task: TrainingTask) -> int:
@@ -41,22 +34,23 @@ def reference_of(request: EstimateRequest) -> Reference:
 
 def check_task(request: EstimateRequest) -> None:
     """Raises UsageError for a task that the framework does not have, and for options of other tasks."""
-    if request.task != "sft" and request.task not in _TASKS.get(request.framework, ()):
+    framework = FRAMEWORKS[request.framework]
+    if request.task not in framework.tasks:
         raise UsageError(f"framework {request.framework} has no task {request.task}", hint="--framework trl has it")
-    if request.framework == "llamafactory" and request.precompute_ref_log_probs:
+    if request.precompute_ref_log_probs and not framework.precomputes_reference:
         raise UsageError(
-            "LLaMA-Factory computes the reference's log-probabilities in each step",
+            f"{FRAMEWORK_NAMES[request.framework]} computes the reference's log-probabilities in each step",
             hint="leave --precompute-ref-log-probs out",
         )
     if request.task == "reward" and (request.loss != "auto" or request.ignored_labels):
         raise UsageError(
             "a reward model has one score per sequence, and no labels", hint="leave --loss and --ignored-labels out"
         )
-    if request.task != "sft" and request.loss not in ("auto", _OWN_LOSSES[request.framework]):
+    if request.task != "sft" and request.loss not in ("auto", framework.task_loss):
         raise UsageError(
             f"--task {request.task} has its own loss and does not accept --loss {request.loss}", hint="leave --loss out"
         )
-    if request.router_aux_loss_coef is not None and (request.framework != "trl" or request.task == "reward"):
+    if request.router_aux_loss_coef is not None and (not framework.adds_router_loss or request.task == "reward"):
         raise UsageError(
             "only TRL's trainers of language models add the routers' loss",
             hint="--framework trl with another task than reward, or leave --router-aux-loss-coef out",

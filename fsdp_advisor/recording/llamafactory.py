@@ -17,28 +17,22 @@ from torch.nn import functional as F
 
 from fsdp_advisor.job.training_task import Reference, sequences_per_example
 from fsdp_advisor.model.tape import ScoringPhase
-from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeKey
-from fsdp_advisor.recording.preferences import disable_dropout
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.recording.preferences import WithoutDropout
 from fsdp_advisor.recording.scoring import scoring, without_checkpointing
-from fsdp_advisor.recording.source import Source, WrappedSource
+from fsdp_advisor.recording.source import Source
 
 _NAMES = ("input_ids", "attention_mask", "labels")
 """The tensors of a batch; KTO has them also for the mismatched completions, whose names begin with kl_."""
 
 
-class WholeLogitsSource(WrappedSource):
+class WholeLogitsSource(WithoutDropout):
     """A model that LLaMA-Factory trains on preferences."""
 
     def __init__(self, base: Source, key: TapeKey) -> None:
         super().__init__(base)
         self._task = key.task
         self._reference: Reference = key.reference
-
-    def configure(
-        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
-    ) -> None:
-        self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
-        disable_dropout(module)
 
     def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
         ids = self._base.batch(sequences_per_example(self._task) * micro_batch_size, seq_len)["input_ids"]

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.tape import ScoringPhase
-from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeKey
 from fsdp_advisor.recording.losses import trl
 from fsdp_advisor.recording.losses.fused import (
     FusedLoss,
@@ -33,7 +33,7 @@ from fsdp_advisor.recording.losses.fused import (
 from fsdp_advisor.recording.on_gpu import as_on_gpu
 from fsdp_advisor.recording.rollouts import batch_of, loss_of_grpo
 from fsdp_advisor.recording.scoring import scoring, scoring_phase, without_checkpointing
-from fsdp_advisor.recording.source import Source
+from fsdp_advisor.recording.source import Source, WrappedSource
 
 NAMES = ("input_ids", "attention_mask", "completion_mask")
 REFERENCES: dict[TrainingTask, tuple[str, ...]] = {
@@ -130,6 +130,16 @@ class PreferenceSource(FusedLossSource):
         return trl.log_probs(
             inputs, outputs=outputs, sequences=self._sequences, completion_length=self.key.completion_length
         )
+
+
+class WithoutDropout(WrappedSource):
+    """A source whose model is trained without dropout."""
+
+    def configure(
+        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
+    ) -> None:
+        super().configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
+        disable_dropout(module)
 
 
 def disable_dropout(module: nn.Module) -> None:

@@ -10,19 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from fsdp_advisor.job.training_task import sequences_per_example
-from fsdp_advisor.model.tape_key import TapeCheckpointing
-from fsdp_advisor.recording.preferences import disable_dropout
-from fsdp_advisor.recording.source import WrappedSource
+from fsdp_advisor.recording.preferences import WithoutDropout
 
 
-class RewardSource(WrappedSource):
+class RewardSource(WithoutDropout):
     """A model for the classification of sequences with one label, trained on pairs of a chosen and a rejected sequence."""
-
-    def configure(
-        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
-    ) -> None:
-        self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
-        disable_dropout(module)
 
     def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
         ids = self._base.batch(sequences_per_example("reward") * micro_batch_size, seq_len)["input_ids"]

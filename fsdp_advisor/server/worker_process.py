@@ -30,9 +30,7 @@ def main() -> None:
         limit_memory(int(sys.argv[1]))
     with contextlib.suppress(Exception):  # the first call will report it
         import fsdp_advisor.server.page_home  # noqa: F401  # most of what calls need
-    gc.set_threshold(
-        50_000, 20, 20
-    )  # collects rarely: programs have no cycles, and collections take a fifth of an estimate's time
+    gc.set_threshold(50_000, 20, 20)  # programs have no cycles, and collections took a fifth of an estimate's time
     calls: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_read, args=(calls,), daemon=True).start()
     while True:
