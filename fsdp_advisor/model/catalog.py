@@ -186,7 +186,7 @@ def name_with_words(entry: Entry, words: str) -> str:
 
 
 def spelled(entry: Entry, name: str) -> str:
-    """A name of the entry's model as the hub spells it, if the entry has it.
+    """`name` as the hub spells it if it is one of the entry's names; else unchanged.
 
     >>> [spelled(find("gpt2"), name) for name in ("OpenAI-Community/GPT2", "someone/a-copy")]
     ['openai-community/gpt2', 'someone/a-copy']
