@@ -104,19 +104,20 @@ def estimate_plan(
         unknown = NotModelled(f"{error.message}{install}", figures, hides_needed=True)
         return replace(base, lacks=(unknown, *base.lacks))
     step = step_input(model, gpu_tape(model.profile, selected, plan, gpu), plan, gpu)
-    row = _with_step(model, selected, step, conf, host_memory_bytes)
-    if searched and selected.key.device == "gpu" and plan.attention != "flash_attention_2":
-        row = replace(row, simulate_peak=None)
+    row = _with_step(model, selected, step, conf, host_memory_bytes, searched=searched)
     if not explain:
         return row
     return replace(row, fused_loss_peak_bytes=peak_bytes_of_step(step.profile, step.tape, plan, fused_loss=True))
 
 
-def _simulated_peak_bytes(model: Resolved, key: TapeKey, tape: Tape, plan: Plan) -> int | None:
-    """The peak of PyTorch's own code on a CPU; None if `key` is a GPU's and the CPU's step is not recorded or takes too long to record."""
+def _simulated_peak_bytes(model: Resolved, selected: SelectedTape, plan: Plan, searched: bool) -> int | None:
+    """The peak of PyTorch's own code on a CPU. None if the selected tape is a GPU's and the CPU's step cannot be recorded, takes too long
+    to record, or is that of a plan of a search.
+    """
     assert model.profile is not None
+    key, tape = selected
     if key.device == "gpu" and plan.attention != "flash_attention_2":
-        if takes_long_on_cpu(model.profile, plan):
+        if searched or takes_long_on_cpu(model.profile, plan):
             return None
         try:
             _, tape = select_tape(model, plan)
@@ -192,12 +193,14 @@ def _with_step(
     step: StepInput,
     conf: AllocatorConf | None,
     host_memory_bytes: int | None,
+    *,
+    searched: bool,
 ) -> StrategyEstimate:
     """The whole row of a plan: `_base_row`, tensors, allocator, verdict and time. `selected`: the tape of the plan's code path and its
-    key; `step` has the same tape with the kernels of the GPU.
+    key; `step` has the same tape with the kernels of the GPU. `searched`: see `estimate_plan`.
     """
     profile, on_gpu, plan, gpu = step.profile, step.tape, step.plan, step.gpu
-    key, tape = selected
+    key = selected.key
     tensors = peak_of_step(profile, on_gpu, plan)
     evaluation: StepInput | None = None
     unknown: tuple[NotModelled, ...] = ()
@@ -241,7 +244,7 @@ def _with_step(
             *base.lacks,
             *_missing_in_tape(profile, plan, key, gpu_tape_key_of(profile, key, plan, gpu)),
         ),
-        simulate_peak=partial(_simulated_peak_bytes, model, key, tape, plan),
+        simulate_peak=partial(_simulated_peak_bytes, model, selected, plan, searched),
         replay_timeline=partial(timeline_of_step, profile, on_gpu, plan),
     )
     if fits and unknown:  # what does not fit without evaluation does not fit with it

@@ -322,13 +322,15 @@ def _chosen_by_size(profile: Profile, least: int, by_id: Mapping[UnitId, Unit]) 
     _wrap_children(root, "", least, found)
     layers = set()
     within: dict[UnitId, tuple[str, ...]] = {}
-    for unit_id, path in _first_unit_ids(root, ""):
+    layer_paths = list(_layer_paths(root, ""))
+    for unit_id, path in dict(reversed(layer_paths)).items():  # the first real layer of each recorded one
         names = [name for name in root.child(path).paths(path) if name in found]
         within[unit_id] = tuple(name[len(path) + 1 :] for name in names if name != path)
         layers |= {unit_id} if path in names else set()
-    inside = [path for _, path in _all_unit_ids(root, "")]
     of_root = [
-        n for n in root.paths() if n in found and not any(n == path or n.startswith(path + ".") for path in inside)
+        n
+        for n in root.paths()
+        if n in found and not any(n == path or n.startswith(path + ".") for _, path in layer_paths)
     ]
     return frozenset(layers), tuple(of_root), {unit_id: within.get(unit_id, ()) for unit_id in by_id}
 
@@ -349,18 +351,10 @@ def _wrap_children(module: _Module, path: str, least: int, found: dict[str, None
     return total
 
 
-def _all_unit_ids(module: _Module, path: str) -> Iterator[tuple[UnitId, str]]:
+def _layer_paths(module: _Module, path: str) -> Iterator[tuple[UnitId, str]]:
+    """The recorded layer and the path of each real layer."""
     if module.unit_id is not None:
         yield module.unit_id, path
         return
     for name, child in module.children.items():
-        yield from _all_unit_ids(child, f"{path}.{name}" if path else name)
-
-
-def _first_unit_ids(module: _Module, path: str) -> Iterator[tuple[UnitId, str]]:
-    """The path of the first real layer of each recorded one."""
-    seen: set[UnitId] = set()
-    for unit_id, at in _all_unit_ids(module, path):
-        if unit_id not in seen:
-            seen.add(unit_id)
-            yield unit_id, at
+        yield from _layer_paths(child, f"{path}.{name}" if path else name)

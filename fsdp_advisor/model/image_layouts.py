@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -264,10 +264,13 @@ def _tiled(
     )
 
 
-def _grids(least: int, most: int) -> Iterator[tuple[int, int]]:
-    """(columns, rows) of tiles, fewest first. Source: got_ocr2/image_processing_got_ocr2.py, get_all_supported_aspect_ratios."""
-    grids = [(c, r) for c in range(1, most + 1) for r in range(1, most + 1) if least <= c * r <= most]
-    yield from sorted(grids, key=lambda grid: grid[0] * grid[1])
+def _grids(most: int) -> list[tuple[int, int]]:
+    """(columns, rows) of at most `most` tiles, fewest first.
+
+    Source: got_ocr2/image_processing_got_ocr2.py, get_all_supported_aspect_ratios.
+    """
+    grids = [(c, r) for c in range(1, most + 1) for r in range(1, most + 1) if c * r <= most]
+    return sorted(grids, key=lambda grid: grid[0] * grid[1])
 
 
 def internvl_tiles(values: Values, images: Images) -> Layout:
@@ -281,7 +284,7 @@ def internvl_tiles(values: Values, images: Images) -> Layout:
     if images.height:
         aspect, area = images.width / images.height, images.width * images.height
         best = math.inf
-        for columns, rows in _grids(1, most):
+        for columns, rows in _grids(most):
             off = abs(aspect - columns / rows)
             if off < best or (off == best and area > 0.5 * side**2 * columns * rows):
                 best, grid = off, (rows, columns)

@@ -97,7 +97,7 @@ class AdaptedSource(WrappedSource):
                 model = self._base.build(getattr(torch, settings.compute_dtype))
                 quantize(model, settings)
             if self._adaptation.prepared:
-                prepare_for_training(model, gradient_checkpointing=False)
+                prepare_for_training(model)
             else:
                 model.requires_grad_(False)
         else:

@@ -100,9 +100,9 @@ def _quantize_weight(bnb: Any, module: Any, weight: torch.Tensor) -> None:
         module.weight = bnb.nn.Int8Params(data, requires_grad=False, CB=data, SCB=scales)
 
 
-def prepare_for_training(model: nn.Module, *, gradient_checkpointing: bool) -> None:
+def prepare_for_training(model: nn.Module) -> None:
     """Freeze all parameters, and store those of 16 bits that are not quantized in fp32, as PEFT's
-    `prepare_model_for_kbit_training`. With reentrant checkpoints, the embedding's output requires a gradient.
+    `prepare_model_for_kbit_training`.
 
     Whether the model checkpoints its layers is not changed. A bias gets the dtype that the first forward of its layer in 4 bits
     gives it.
@@ -110,8 +110,6 @@ def prepare_for_training(model: nn.Module, *, gradient_checkpointing: bool) -> N
     import peft
 
     peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]  # peft's
-    if gradient_checkpointing:
-        model.enable_input_require_grads()  # type: ignore[operator]  # of every PreTrainedModel
     module: Any
     for module in model.modules():
         if _is_4bit(module) and module.bias is not None and module.compute_dtype is not None:

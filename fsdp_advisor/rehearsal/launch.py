@@ -34,13 +34,13 @@ class Ended:
     """Processes that the command left running, and that were killed."""
 
 
-def interpreter_of(command: Sequence[str], path: str | None = None) -> Path:
+def interpreter_of(command: Sequence[str]) -> Path:
     """The Python that runs the command's script: the command itself if it is one, the one in the launcher's first line, or the PATH's
     `python`.
 
     Raises RehearsalError if the program does not exist.
     """
-    program = shutil.which(command[0], path=path)
+    program = shutil.which(command[0])
     if program is None:
         raise RehearsalError(
             f"no such program: {command[0]}", hint="give the whole command after --, such as: -- python train.py"
@@ -52,7 +52,7 @@ def interpreter_of(command: Sequence[str], path: str | None = None) -> Path:
     words = first.removeprefix("#!").split()
     if first.startswith("#!") and words and "python" in Path(words[0]).name:
         return Path(words[0])
-    found = shutil.which("python", path=path) or shutil.which("python3", path=path)
+    found = shutil.which("python") or shutil.which("python3")
     if found is None:
         raise RehearsalError(f"no Python was found for {command[0]}", hint="activate the script's environment")
     return Path(found)

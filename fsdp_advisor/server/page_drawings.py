@@ -75,4 +75,4 @@ def speed(view: AdviceView) -> Drawing | None:
 
 def streams(intervals: Sequence[Interval], label: str) -> Drawing | None:
     """Compute and communication in the last micro-batch and the optimizer step; None if the time is unknown."""
-    return Drawing(wide=Markup(svg.stream_timeline(intervals, label=label, key="streams-chart"))) if intervals else None
+    return Drawing(wide=Markup(svg.stream_timeline(intervals, label=label))) if intervals else None

@@ -55,12 +55,12 @@ def is_simulated() -> bool:
     return "REHEARSAL_NAME" in os.environ
 
 
-def gpu_here(index: int = 0) -> Gpu | None:
+def gpu_here() -> Gpu | None:
     """The GPU that this process uses, as CUDA describes it, with the rates of the table of GPUs. Makes a CUDA context."""
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available():
         return None
-    found = torch.cuda.get_device_properties(index)
+    found = torch.cuda.get_device_properties(0)
     memory_bytes = int(found.total_memory)
     known = lookup(found.name) or Gpu(
         name=found.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import get_args
 
 import pytest
 
@@ -11,7 +12,8 @@ torch = pytest.importorskip("torch")
 
 from fsdp_advisor.job.choices import OptimizerName  # after the check for torch
 from fsdp_advisor.model.profile import Parameter
-from fsdp_advisor.policies.optimizers import bitsandbytes, optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.bitsandbytes import Bitsandbytes
 from fsdp_advisor.program.storages import NO_STORAGES
 from fsdp_advisor.validation.engines import optimizer_class
 from fsdp_advisor.validation.meter import StorageMeter
@@ -20,6 +22,7 @@ NAMES: tuple[OptimizerName, ...] = (
     "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "sgd_momentum", "adagrad", "rmsprop",
     "schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam",
 )  # fmt: skip
+OF_BITSANDBYTES = [one for one in map(optimizer_named, get_args(OptimizerName)) if isinstance(one, Bitsandbytes)]
 SHAPES = [(96, 128), (2000,), (64, 300), (4000,)]
 STEPS = {"schedule_free_radam": 6}
 """Steps before the temporaries are those of all later steps: RAdam's first five have no square roots."""
@@ -53,7 +56,7 @@ def test_saved_state_has_the_predicted_bytes(name: OptimizerName) -> None:
         assert prod(shape) == parameter.numel()
 
 
-@pytest.mark.parametrize("name", [optimizer.name for optimizer in bitsandbytes.ALL if not optimizer.is_paged])
+@pytest.mark.parametrize("name", [one.name for one in OF_BITSANDBYTES if not one.is_paged])
 def test_state_of_bitsandbytes_has_the_predicted_bytes(name: OptimizerName) -> None:
     pytest.importorskip("bitsandbytes")
     parameters, optimizer = stepped(name, [*SHAPES, (400, 300)])

@@ -83,7 +83,7 @@ class VariantSource(WrappedSource):
             return with_layers_of_2024(super().build(dtype))
         if not self._variant.keeps_dtypes:
             return super().build(dtype)
-        with mock.patch.object(adapted, "prepare_for_training", lambda model, **_: model.requires_grad_(False)):
+        with mock.patch.object(adapted, "prepare_for_training", lambda model: model.requires_grad_(False)):
             return super().build(dtype)
 
 

@@ -68,7 +68,7 @@ class QuantizedSource(TransformersSource):
         model = super().build(torch.bfloat16)
         quantized.quantize(model, self._settings)
         if self._prepare:
-            quantized.prepare_for_training(model, gradient_checkpointing=False)
+            quantized.prepare_for_training(model)
         with torch.device("meta"):
             lora = peft.LoraConfig(r=16, target_modules="all-linear", use_dora=self._use_dora, task_type="CAUSAL_LM")
             return peft.get_peft_model(model, lora).train()
@@ -131,21 +131,13 @@ def test_layers_are_those_that_transformers_loads(config: dict[str, Any], settin
 
 def test_prepare_stores_what_is_not_quantized_in_fp32():
     model = built(QWEN, Quantization(method="bnb_4bit", storage_dtype="bfloat16"))
-    quantized.prepare_for_training(model, gradient_checkpointing=False)
+    quantized.prepare_for_training(model)
 
     parameters = dict(model.named_parameters())
     assert not any(p.requires_grad for p in parameters.values())
     assert parameters["model.embed_tokens.weight"].dtype == torch.float32
     assert parameters["model.layers.0.self_attn.q_proj.weight"].dtype == torch.bfloat16
     assert parameters["model.layers.0.self_attn.q_proj.bias"].dtype == torch.bfloat16  # of the first forward
-
-
-def test_inputs_require_gradients_under_reentrant_checkpoints():
-    model = built(LLAMA, NESTED)
-    quantized.prepare_for_training(model, gradient_checkpointing=True)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        materialise(model, None)
-        assert model.model.embed_tokens(torch.zeros(2, 8, dtype=torch.long)).requires_grad
 
 
 @pytest.mark.parametrize("settings", [NESTED, EIGHT], ids=["4bit", "8bit"])

@@ -104,4 +104,3 @@ def _adafactor(cls: type[Adafactor]) -> Adafactor:
 
 
 ADAFACTOR = _adafactor(Adafactor)
-ALL = (ADAFACTOR,)

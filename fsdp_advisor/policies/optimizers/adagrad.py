@@ -20,4 +20,3 @@ ADAGRAD = replace(
     ),
     made_with_state=True,
 )
-ALL = (ADAGRAD,)

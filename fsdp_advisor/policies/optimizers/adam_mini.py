@@ -125,4 +125,3 @@ ADAM_MINI = AdamMini(
     transformers=Refusal("transformers 5.23 has no name for Adam-mini: pass adam_mini.Adam_mini to the Trainer"),
     **only_in_transformers("adam_mini", script=Refusal(_NO_SCRIPT)),
 )
-ALL = (ADAM_MINI,)

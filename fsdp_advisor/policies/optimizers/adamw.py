@@ -108,4 +108,3 @@ FOREACH = _torch_adamw(
     passes=19,  # eight passes over lists of tensors
     host_kernel="many_passes",
 )
-ALL = (FUSED, FOREACH)

@@ -175,8 +175,3 @@ PAGED_ADEMAMIX_8BIT = _bitsandbytes(
 )
 RMSPROP = _bitsandbytes("rmsprop_bnb_32bit", "RMSprop32bit", moments=(1,))
 RMSPROP_8BIT = _bitsandbytes("rmsprop_bnb_8bit", "RMSprop8bit", moments=(1,), eight_bit=True)
-
-ALL = (
-    ADAMW_8BIT, PAGED_ADAMW_8BIT, PAGED_ADAMW, LION, LION_8BIT, PAGED_LION, PAGED_LION_8BIT, ADEMAMIX, ADEMAMIX_8BIT,
-    PAGED_ADEMAMIX, PAGED_ADEMAMIX_8BIT, RMSPROP, RMSPROP_8BIT,
-)  # fmt: skip

@@ -65,4 +65,3 @@ ADAMW_CPU_OFFLOAD = CpuOffload(
     measured_on_cpu=Refusal("CPUOffloadOptimizer needs a GPU"),
     notes=("CPUOffloadOptimizer copies each gradient to the host in backward, before it can be clipped",),
 )
-ALL = (ADAMW_CPU_OFFLOAD,)

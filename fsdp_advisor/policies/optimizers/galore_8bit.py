@@ -95,4 +95,3 @@ _NAME: OptimizerName = "galore_adamw_8bit"
 _SHARED = ADAMW_8BIT.shared_state
 GALORE_ADAMW_8BIT = replace(low_rank(Galore8bit, _NAME, "GaLore", shared_state=_SHARED), frees_gradients=True)
 GALORE_ADAMW_8BIT_LAYERWISE = low_rank(LayerwiseGalore8bit, "galore_adamw_8bit_layerwise", "GaLore")
-ALL = (GALORE_ADAMW_8BIT, GALORE_ADAMW_8BIT_LAYERWISE)

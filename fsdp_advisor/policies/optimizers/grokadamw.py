@@ -81,4 +81,3 @@ GROKADAMW = GrokAdamW(
         "GrokAdamW's state is in pageable host memory, whose copies can be slower than the link's rate for pinned memory",
     ),
 )
-ALL = (GROKADAMW,)

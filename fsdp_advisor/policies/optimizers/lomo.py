@@ -92,4 +92,3 @@ ADALOMO = _lomo(
     "the GPU's workspace for averaging columns (138 MB on an H100): it matters only in models without larger matrices",
     made_with_state=True,
 )
-ALL = (LOMO, ADALOMO)

@@ -339,4 +339,3 @@ APOLLO_ADAMW = low_rank(Apollo, "apollo_adamw", "APOLLO")
 GALORE_ADAMW_LAYERWISE = low_rank(Galore, "galore_adamw_layerwise", "GaLore")
 APOLLO_ADAMW_LAYERWISE = low_rank(Apollo, "apollo_adamw_layerwise", "APOLLO")
 """The layerwise forms have one optimizer per parameter, which steps as soon as the gradient is complete."""
-ALL = (GALORE_ADAMW, GALORE_ADAFACTOR, APOLLO_ADAMW, GALORE_ADAMW_LAYERWISE, APOLLO_ADAMW_LAYERWISE)

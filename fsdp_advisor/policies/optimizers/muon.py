@@ -182,4 +182,3 @@ MUON = Muon(
         "products are timed at the GPU's rate in the training precision, and under HSDP as with one replica",
     ),
 )
-ALL = (MUON,)

@@ -12,4 +12,3 @@ RMSPROP = with_one_moment(
     temporaries=1,  # the square roots
     passes=13,  # v (2 + 3), its root (2 + 2), the parameter (4)
 )
-ALL = (RMSPROP,)

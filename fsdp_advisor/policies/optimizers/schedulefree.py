@@ -35,4 +35,3 @@ _ADAM_PASSES = _SGD_PASSES + 14  # v (2 + 3), its root (2 + 2 + 2), the gradient
 ADAMW = _schedule_free("schedule_free_adamw", "AdamWScheduleFree", moments=2, temporaries=1, passes=_ADAM_PASSES)
 SGD = _schedule_free("schedule_free_sgd", "SGDScheduleFree", moments=1, temporaries=0, passes=_SGD_PASSES)
 RADAM = _schedule_free("schedule_free_radam", "RAdamScheduleFree", moments=2, temporaries=1, passes=_ADAM_PASSES)
-ALL = (ADAMW, SGD, RADAM)

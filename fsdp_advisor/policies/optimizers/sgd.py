@@ -69,4 +69,3 @@ def _torch_sgd(name: OptimizerName, options: Mapping[str, Option]) -> Sgd:
 
 PLAIN = _torch_sgd("sgd", NO_OPTIONS)
 MOMENTUM = _torch_sgd("sgd_momentum", {"momentum": 0.9})
-ALL = (PLAIN, MOMENTUM)

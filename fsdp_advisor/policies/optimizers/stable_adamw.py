@@ -42,4 +42,3 @@ STABLE_ADAMW = StableAdamW(
     temporaries=0,
     passes=9,  # the gradient; each moment read twice and written; the parameter read and written: 1 + 6 + 2 tensors
 )
-ALL = (STABLE_ADAMW,)

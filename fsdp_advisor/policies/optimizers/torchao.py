@@ -125,4 +125,3 @@ def _torchao(name: OptimizerName, cls: str, bits: int, *, fp8: bool = False) -> 
 ADAMW_8BIT = _torchao("adamw_torch_8bit", "AdamW8bit", 8)
 ADAMW_4BIT = _torchao("adamw_torch_4bit", "AdamW4bit", 4)
 ADAMW_FP8 = _torchao("adamw_torch_fp8", "AdamWFp8", 8, fp8=True)
-ALL = (ADAMW_8BIT, ADAMW_4BIT, ADAMW_FP8)

@@ -301,11 +301,11 @@ def _is_forked_worker(torch: ModuleType) -> bool:
     return bool(torch.cuda._is_in_bad_fork())
 
 
-def _user_frames(most: int = 12) -> list[str]:
-    """Where in the script the current call is, innermost first, without the frames of this package and of module calls."""
+def _user_frames() -> list[str]:
+    """The 12 innermost frames of the current call, innermost first, without those of this package and of module calls."""
     left_out = ("/rehearsal/inside/", "/torch/nn/modules/module.py")
     frames = [f for f in reversed(traceback.extract_stack()) if not any(part in f.filename for part in left_out)]
-    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[:most]]
+    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[:12]]
 
 
 def install(torch: ModuleType) -> Meter | None:

@@ -24,7 +24,7 @@ class AccuracyPoint:
     predicted_bytes: int
 
 
-def accuracy(points: Sequence[AccuracyPoint], *, width: int = 560, key: str = "accuracy") -> str:
+def accuracy(points: Sequence[AccuracyPoint], *, width: int = 560) -> str:
     """Both axes in GiB, logarithmic; on the diagonal prediction and measurement agree."""
     points = [p for p in points if p.measured_bytes > 0 and p.predicted_bytes > 0]
     groups = list(dict.fromkeys(p.group for p in points))
@@ -45,7 +45,7 @@ def accuracy(points: Sequence[AccuracyPoint], *, width: int = 560, key: str = "a
         ]
     worst = max((abs(p.predicted_bytes / p.measured_bytes - 1) for p in points), default=0.0)
     description = f"{len(points)} records; the largest error is {worst:.2%}." if points else "No records."
-    return frame(key, "Predicted against measured peaks", description, side, ys.start + 44, *body)
+    return frame("accuracy", "Predicted against measured peaks", description, side, ys.start + 44, *body)
 
 
 def _band(xs: Scale, ys: Scale, low: float, high: float) -> str:

@@ -13,7 +13,7 @@ Highs = Mapping[str, Sequence[int]]
 """By phase, the highest bytes of each section of the step."""
 
 
-def two_timelines(predicted: Highs, measured: Highs, *, label: str, width: int = 720, key: str = "both") -> str:
+def two_timelines(predicted: Highs, measured: Highs, *, label: str, width: int = 720) -> str:
     """Each phase takes a third of the width, so that predictions and measurements may have different numbers of sections."""
     words = wrapped(label, width - 8, SMALL)
     top = 40 + 16 * len(words)
@@ -44,7 +44,7 @@ def two_timelines(predicted: Highs, measured: Highs, *, label: str, width: int =
         if any(side.values())
     )
     return frame(
-        key, f"Memory through one step: {label}", f"The peaks: {description or 'none'}.", width, bottom + 26, *body
+        "both", f"Memory through one step: {label}", f"The peaks: {description or 'none'}.", width, bottom + 26, *body
     )
 
 

@@ -129,7 +129,7 @@ def polyline(points: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
 
 
-def boxes(edges: Iterable[tuple[float, float, float, float]], fill: str, *, css: str = "box") -> str:
+def boxes(edges: Iterable[tuple[float, float, float, float]], fill: str) -> str:
     """Rectangles of one fill as one path. Each is (left, top, right, bottom).
 
     >>> boxes([(1, 2, 4, 12)], "url(#states)")
@@ -139,7 +139,7 @@ def boxes(edges: Iterable[tuple[float, float, float, float]], fill: str, *, css:
         f"M{number(left)} {number(top)}h{number(right - left)}v{number(bottom - top)}h{number(left - right)}z"
         for left, top, right, bottom in edges
     )
-    return element("path", d=path, class_=css, fill=fill)
+    return element("path", d=path, class_="box", fill=fill)
 
 
 def stroke(path: str, *, kind: str, width: float = 1.0, dash: str | None = None) -> str:
@@ -218,8 +218,9 @@ def frame(key: str, title: str, description: str, width: float, height: float, *
     )
 
 
-def stacked(*drawings: str, title: str, gap: float = 16) -> str:
+def stacked(*drawings: str, title: str) -> str:
     """Several drawings of `frame` below each other, as one drawing."""
+    gap = 16
     sizes = [tuple(map(float, _VIEW_BOX.search(drawing).groups())) for drawing in drawings]  # type: ignore[union-attr]  # `frame` writes one
     width, height = max(w for w, _ in sizes), sum(h for _, h in sizes) + gap * (len(sizes) - 1)
     body, at = [], 0.0

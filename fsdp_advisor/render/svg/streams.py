@@ -29,7 +29,7 @@ def _fills(kinds: Sequence[str]) -> dict[str, Fill]:
     }
 
 
-def stream_timeline(spans: Sequence[Interval], *, label: str, width: int = 960, key: str = "streams") -> str:
+def stream_timeline(spans: Sequence[Interval], *, label: str, width: int = 960) -> str:
     """A lane per stream, in the order of their first spans. A gap is time in which a stream waits.
 
     There is only one layout. If it is wider than the page, it scrolls.
@@ -41,7 +41,7 @@ def stream_timeline(spans: Sequence[Interval], *, label: str, width: int = 960, 
     end_s = max((s.end_seconds for s in spans), default=1.0) or 1.0
     left = min(max((width_of(lane) for lane in lanes), default=0.0) + 14, width / 2)
     xs = Scale(0, end_s, left, width - 4)
-    legend_svg, top = legend(key, list(fills.values()), width, 0)
+    legend_svg, top = legend("streams", list(fills.values()), width, 0)
     bottom = top + 8 + LANE_HEIGHT * len(lanes)
     body = [legend_svg, *_axis(xs, top, bottom)]
     for i, lane in enumerate(lanes):
@@ -51,13 +51,13 @@ def stream_timeline(spans: Sequence[Interval], *, label: str, width: int = 960, 
         for kind in kinds:
             edges = [(left, y + 2, right, y + 2 + BOX_HEIGHT) for k, left, right in drawn if k == kind]
             if edges:
-                body.append(boxes(edges, f"url(#{key}-{fills[kind].key})"))
+                body.append(boxes(edges, f"url(#streams-{fills[kind].key})"))
     description = "; ".join(
         f"{lane}: busy {1e3 * sum(s.end_seconds - s.begin_seconds for s in spans if s.stream == lane):,.1f} ms"
         for lane in lanes
     )
     return frame(
-        key,
+        "streams",
         f"Compute and communication of one step under {label}",
         f"The step takes {1e3 * end_s:,.1f} ms. {description}.",
         width,
