@@ -163,12 +163,13 @@ def _text_part(config: Config) -> tuple[Config, tuple[str, ...]]:
             "only the thinker is estimated, the part of the model that transformers trains: not the talker, which makes speech",
         )
     inner = _language_part(config)
-    outer_type = config.get("model_type")
-    if inner and (outer_type in TRAINED_WHOLE or outer_type in TRAINED_WITH_IMAGES):
+    named = config.get("model_type")
+    outer_type = named if isinstance(named, str) else None
+    if inner and outer_type and (outer_type in TRAINED_WHOLE or outer_type in TRAINED_WITH_IMAGES):
         quantized = quantized or inner.get("quantization_config")
-        notes += ((trained_on_text if outer_type in TRAINED_WHOLE else trained_on_images)(str(outer_type)),)
+        notes += ((trained_on_text if outer_type in TRAINED_WHOLE else trained_on_images)(outer_type),)
     elif inner:
-        guessed = f"{outer_type}_text" if isinstance(outer_type, str) else None
+        guessed = outer_type and f"{outer_type}_text"
         tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
         config = {**tied, "model_type": guessed, **inner}
         quantized = quantized or config.get("quantization_config")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from matrix import examples
 from tiny_llama import CONFIG_HINT, LLAMA, PARAMETERS, SHIPPED, write, written
@@ -225,6 +225,7 @@ def test_json_depth_equals_the_depth_of_the_parsed_value(text: str, limit: int) 
 
 @settings(max_examples=examples(400), deadline=None)
 @given(st.dictionaries(KEYS, JSON, max_size=8) | JSON)
+@example({"model_type": [], "text_config": {"model_type": "llama"}})
 def test_any_json_is_a_configuration_or_raises(value: object) -> None:
     try:
         config, _ = trained_part(parse_config(json.dumps(value).encode(), "x"), "x")
