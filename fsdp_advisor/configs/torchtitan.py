@@ -77,8 +77,7 @@ def read_command(file: str, environment: Mapping[str, str], arguments: Mapping[s
     if module and function:
         found.references.append(f"torchtitan/models/{module}/config_registry.py:{function}")
         _captures_graph(found)
-        size = _FUNCTION.match(function)
-        if size is not None and (model := _hub_model(size[1], size[2].replace("_", ".").upper())) is not None:
+        if (model := _hub_model(function)) is not None:
             found.default("model", model, f"the model is {model}, by the name of the configuration")
     elif environment.get("CONFIG_FILE"):
         found.references.append(environment["CONFIG_FILE"])
@@ -131,7 +130,23 @@ def unmodelled(options: Mapping[str, Any]) -> str | None:
     return next((what for what, is_asked in lacking.items() if is_asked), None)
 
 
-_FUNCTION = re.compile(r"(llama3|qwen3)_(\d+(?:_\d+)?b)")
+_QWEN3 = ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B")
+_QWEN3_5 = ("0.8B", "2B", "4B", "9B", "27B", "35B-A3B", "122B-A10B", "397B-A17B")
+_HUB_MODELS = {
+    **{f"llama3 {size}": f"meta-llama/Llama-3.2-{size}" for size in ("1B", "3B")},
+    **{f"llama3 {size}": f"meta-llama/Llama-3.1-{size}" for size in ("8B", "70B", "405B")},
+    **{f"qwen3 {size}": f"Qwen/Qwen3-{size}" for size in _QWEN3},
+    **{f"qwen3.5 {size}": f"Qwen/Qwen3.5-{size}" for size in _QWEN3_5},
+    **{f"gpt-oss {size}": f"openai/gpt-oss-{size}" for size in ("20b", "120b")},
+    "deepseek v3 16B": "deepseek-ai/DeepSeek-V2-Lite",
+    "deepseek v3 236B": "deepseek-ai/DeepSeek-V2",
+    "deepseek v3 671B": "deepseek-ai/DeepSeek-V3",
+    "muse-glimmer 30B": "meta-models/Muse-Glimmer-30B",
+    "moonlight 16B-A3B": "moonshotai/Moonlight-16B-A3B",
+    "kimi-vl A3B": "moonshotai/Kimi-VL-A3B-Instruct",
+    "kimi k2.5": "moonshotai/Kimi-K2.5",
+}
+"""The hub's names by torchtitan's: a module and its flavor. Source: torchtitan 0.3.0, models/*/__init__.py."""
 
 
 def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,17 +194,26 @@ def _loss(found: Collector) -> None:
         found.options["loss"] = "full"
 
 
-def _hub_model(name: str, flavor: str) -> str | None:
-    """The hub's name of the model for torchtitan's module `name` and flavor; None if it is unknown."""
-    if name.startswith("llama3") and flavor in ("8B", "70B", "405B"):
-        return f"meta-llama/Llama-3.1-{flavor}"
-    return f"Qwen/Qwen3-{flavor}" if name.startswith("qwen3") and flavor else None
+def _hub_model(named: str) -> str | None:
+    """The hub's name of the model that torchtitan's module and flavor name, or a function of its config_registry.py; None if unknown.
+
+    >>> _hub_model("qwen3_5 4B"), _hub_model("qwen3_30b_a3b"), _hub_model("kimi_k2_5_debugmodel")
+    ('Qwen/Qwen3.5-4B', 'Qwen/Qwen3-30B-A3B', None)
+    """
+    words = _without_separators(named)
+    if "debug" in words:
+        return None
+    return next((model for name, model in _HUB_MODELS.items() if _without_separators(name) in words), None)
+
+
+def _without_separators(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _model(found: Collector) -> None:
     name, flavor = str(found.take("model.name") or ""), str(found.take("model.flavor") or "")
     assets = PurePosixPath(str(found.take("model.hf_assets_path") or found.take("hf_assets_path") or "")).name
-    model = _hub_model(name, flavor) or (hub_name(assets) if assets else None)
+    model = _hub_model(f"{name} {flavor}") or (hub_name(assets) if assets else None)
     if model is not None:
         found.options["model"] = model
         found.assume(f"the model is {model}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from importlib.util import find_spec
+from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from fsdp_advisor.configs import complete, from_texts
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.model import catalog
 
 
 def read(**files: str) -> tuple[dict[str, Any], str]:
@@ -171,6 +175,45 @@ def test_sections_of_a_torchtitan_file_set_framework_and_checkpointing(
     (plan,) = plans(make_request({**found, "gpus": 8}), seq_len=8192)
     assert (plan.framework, plan.activation_checkpointing, plan.loss_code) == (framework, checkpointing, "full")
     assert ("torchtitan 0.2's default" in said) is (not section)
+
+
+def flavors_of_torchtitan() -> list[tuple[str, str]]:
+    """The modules and flavors of the language models in torchtitan's own source."""
+    found = find_spec("torchtitan")
+    assert found is not None and found.submodule_search_locations is not None
+    registries = Path(found.submodule_search_locations[0]).glob("models/*/__init__.py")
+    return [
+        (registry.parent.name, key.value)
+        for registry in registries
+        if registry.parent.name != "flux"
+        for node in ast.walk(ast.parse(registry.read_text()))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith("_configs")
+        for key in (node.value.keys if isinstance(node.value, ast.Dict) else ())
+        if isinstance(key, ast.Constant) and not key.value.startswith("debug")
+    ]
+
+
+def test_every_flavor_of_torchtitan_is_a_model_of_the_catalog() -> None:
+    files = {
+        (module, flavor): f"[model]\nname = '{module}'\nflavor = '{flavor}'\n[training]\nseq_len = 64\n"
+        for module, flavor in flavors_of_torchtitan()
+    }
+    models = {named: read(train__toml=text)[0].get("model") for named, text in files.items()}
+    assert {named: model for named, model in models.items() if catalog.find(str(model)) is None} == {}
+    assert models["qwen3_5", "4B"] == "Qwen/Qwen3.5-4B" and models["llama3", "1B"] == "meta-llama/Llama-3.2-1B"
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "model"),
+    [
+        ("qwen3", "qwen3_30b_a3b", "Qwen/Qwen3-30B-A3B"),
+        ("qwen3_5", "qwen35_0_8b", "Qwen/Qwen3.5-0.8B"),
+        ("deepseek_v3", "deepseek_v3_671b_float8", "deepseek-ai/DeepSeek-V3"),
+        ("kimi_k2_7", "kimi_k2_5_debugmodel", None),
+    ],
+)
+def test_functions_of_torchtitan_name_their_model(module: str, function: str, model: str | None) -> None:
+    assert read(run__sh=f"NGPU=8 MODULE={module} CONFIG={function} ./run_train.sh")[0].get("model") == model
 
 
 def test_what_torchtitan_compiles_is_estimated() -> None:
