@@ -130,10 +130,13 @@ def by_words(name: str) -> list[Entry]:
     """The models whose names match the words of `name`.
 
     The models whose names have exactly these words; else those whose names begin with them; else, if the words include a number, those
-    whose names begin with the first word and contain the others in this order. If there is none, the first word may be an owner's.
+    whose names begin with the first word and contain the others in this order. If there is none, the first word may be an owner's, or a
+    number may be the model's count of parameters, which its name lacks.
 
     >>> [entry.id for entry in by_words("llama 4 scout fp8")], len(by_words("qwen3.5")) > 1, by_words("bert cased")
     (['meta-llama/Llama-4-Scout-17B-16E'], True, [])
+    >>> [entry.id for entry in by_words("deepseek v3 671b")], by_words("deepseek v3 70b")
+    (['deepseek-ai/DeepSeek-V3'], [])
     """
     wanted = _tokens(without_format(name))
     if "/" in name or not wanted or not wanted[0].isalpha():
@@ -146,7 +149,18 @@ def by_words(name: str) -> list[Entry]:
     found = whole or begin or {e.id: e for e, tokens in named if _has_in_order(wanted, tokens)}
     if not found and wanted[0] in _owners() - {tokens[0] for _, tokens in named}:
         return by_words(" ".join(wanted[1:]))
-    return list(found.values())
+    return list(found.values()) or _by_count(wanted)
+
+
+def _by_count(wanted: list[str]) -> list[Entry]:
+    """The models of the other words whose parameters are the only count of `wanted`, rounded to its digits."""
+    counts = [word for word in wanted if re.fullmatch(rf"{_NUMBERS}[bm]", word)]
+    if len(counts) != 1:
+        return []
+    number, unit = counts[0][:-1], {"b": 10**9, "m": 10**6}[counts[0][-1]]
+    digits = len(number.partition(".")[2])
+    named = by_words(" ".join(word for word in wanted if word != counts[0]))
+    return [entry for entry in named if round(entry.parameters / unit, digits) == float(number)]
 
 
 def _owners() -> set[str]:
@@ -312,7 +326,7 @@ _COPIERS = (
 )  # fmt: skip
 """Owners who publish others' models under the names that these have, ModelScope's among them, and former names of owners."""
 _FORMATS = re.compile(
-    r"([\s._-]+(unsloth|gguf|mlx|bnb|(bnb[\s_-]*)?[3468]bit|bf16|fp16|(nv)?fp[48](-(dynamic|block|hybrid))?|mxfp[48]|dynamic"
+    r"([\s._-]+(unsloth|gguf|mlx|bnb|(bnb[\s_-]*)?[3468]bit|bf16|fp16|(nv)?fp[48](-(dynamic|block|hybrid))?|mxfp[48]|nf4|dynamic"
     r"|quantized|unquantized|qat|w[48]a(8|16|fp8)|int[48]|q[2-8]_(0|1|k|k_[sml])|i1))+$",
     re.IGNORECASE,
 )

@@ -239,12 +239,27 @@ AS_TYPED = {
     "google gemma 4 31b": "google/gemma-4-31B",
     "arcee trinity mini": "arcee-ai/Trinity-Mini",
     "meta llama 4 scout": "meta-llama/Llama-4-Scout-17B-16E",
+    "deepseek v3 671b": "deepseek-ai/DeepSeek-V3",
+    "deepseek v2 236b": "deepseek-ai/DeepSeek-V2",
+    "granite 3.1 1b a400m base": "ibm-granite/granite-3.1-1b-a400m-base",
+    "hermes 4 14b": "Qwen/Qwen3-14B",
+    "aya 23 8b": "CohereLabs/aya-expanse-8b",
 }
 
 
 @pytest.mark.parametrize("typed", AS_TYPED)
 def test_names_of_2026_resolve_as_people_type_them(typed: str) -> None:
     assert resolve(typed, allow_hub=False, allow_recording=False).name == AS_TYPED[typed]
+
+
+@pytest.mark.parametrize(("size", "text_model"), [("3b", "gemma-2-2b"), ("10b", "gemma-2-9b"), ("28b", "gemma-2-27b")])
+def test_paligemma_2_has_the_language_model_of_gemma_2(size: str, text_model: str) -> None:
+    """Its vocabulary has tokens for locations. Source: transformers, convert_paligemma2_weights_to_hf.py."""
+    configs = catalog.configurations()["configs"]
+    whole = configs[f"google/paligemma2-{size}-pt-224"]["text_config"]
+    assert isinstance(whole, dict)
+    alone = configs[f"google/{text_model}"]
+    assert {key: alone.get(key) for key in whole} == {**whole, "vocab_size": 256000}
 
 
 @pytest.mark.parametrize(
