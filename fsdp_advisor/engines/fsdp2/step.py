@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from fsdp_advisor.engines.forward_order import ForwardOrder
+from fsdp_advisor.engines.fsdp2.gathering import Gathering
 from fsdp_advisor.engines.fsdp2.loss_in_chunks import loss_in_chunks
 from fsdp_advisor.engines.fsdp2.units import UnitBytes, fsdp2_units, managed_order
 from fsdp_advisor.engines.fsdp_shards import shard_shape
@@ -27,17 +28,14 @@ from fsdp_advisor.program.hooks import OrderInUnit, StepHooks
 from fsdp_advisor.program.instructions import (
     ADDED_TENSORS,
     NO_BUFFER,
-    AllGather,
     AllReduce,
     BufferId,
     Copy,
     HostTransfer,
     PythonHooks,
     ReduceScatter,
-    Start,
-    WaitFor,
 )
-from fsdp_advisor.program.storages import ALIGNMENT, NO_STORAGES, Storages
+from fsdp_advisor.program.storages import ALIGNMENT, Storages
 
 
 class Fsdp2Step(StepHooks):
@@ -64,13 +62,10 @@ class Fsdp2Step(StepHooks):
         # State within one step
         self._forward_order = ForwardOrder()
         self._ran_in_layer: set[UnitId] = set()  # units within the current layer whose forward has run
-        self._gathered: dict[UnitId, BufferId] = {}  # the outputs of all-gathers before their copy-out
-        self._previous_output = NO_BUFFER  # forward keeps the last all-gather's output until the next copy-out
+        self._gathering = Gathering(plan, self._units)
         self._previous_reduce_input = NO_BUFFER  # the last reduce-scatter's input lives until the next one's
-        self._unsharded: defaultdict[UnitId, list[list[BufferId]]] = defaultdict(list)
         self._unreduced: defaultdict[UnitId, deque[list[BufferId]]] = defaultdict(deque)  # reduction is deferred
         self._all_reduced: list[tuple[UnitId, BufferId]] = []
-        self._kept_shards: defaultdict[UnitId, list[BufferId]] = defaultdict(list)  # shards kept after forward
 
     # The step
 
@@ -109,11 +104,9 @@ class Fsdp2Step(StepHooks):
         self._ran_in_layer.add(unit)
         if has_run and not self._reshards(unit):
             return  # it is still gathered since its previous forward
-        if unit not in self._gathered:
-            self._gather(step, unit, "with previous compute")
-        self._copy_out(step, unit, forward=True)
+        self._gathering.unshard(step, unit, "forward")
         if self._plan.forward_prefetch and unit != AT_ROOT and step.following is not None:
-            self._gather(step, step.following, "with next compute")
+            self._gathering.request(step, step.following, "forward")
 
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
         unit = self._walk.post_forward(unit)
@@ -122,32 +115,16 @@ class Fsdp2Step(StepHooks):
         if not self._is_empty(unit):
             self._forward_order.record(unit)
             if self._reshards(unit):
-                self._reshard_after_forward(step, unit)
+                self._gathering.reshard_after_forward(step, unit)
         if unit == AT_ROOT:
-            step.free(self._previous_output)
-            self._previous_output = NO_BUFFER
-
-    def _reshard_after_forward(self, step: StepBuilder, unit: UnitId) -> None:
-        """Free the unit's parameters. If they are resharded to fewer ranks, first clone this rank's shard of each
-        (`to_sharded_post_forward`).
-        """
-        ranks = self._plan.post_forward_ranks
-        if ranks is None:
-            self._free(step, unit)
-            return
-        whole = self._units[unit].unsharded.each()
-        for gathered, n_bytes in zip(self._unsharded[unit].pop(), whole, strict=True):
-            self._kept_shards[unit].append(step.alloc(Account.UNSHARDED_PARAMETERS, Storages.of(n_bytes // ranks)))
-            step.free(gathered)
+            self._gathering.free_previous_output(step)
 
     def before_recomputation(self, step: StepBuilder, unit: UnitId) -> None:
         """Gather a unit within a layer. It stays gathered until its backward has run (`FSDPParamGroup.post_forward`)."""
-        if self._is_empty(unit) or self._unsharded[unit]:
+        if self._is_empty(unit) or self._gathering.is_unsharded(unit):
             return
         step.add(PythonHooks())
-        if unit not in self._gathered:
-            self._gather(step, unit, "with previous compute", in_backward=True)
-        self._copy_out(step, unit, forward=True)
+        self._gathering.unshard(step, unit, "recomputation")
 
     def pre_backward(self, step: StepBuilder, unit: UnitId) -> None:
         unit = self._walk.pre_backward(unit)
@@ -156,13 +133,12 @@ class Fsdp2Step(StepHooks):
         step.add(PythonHooks())
         gathers = (self._reshards(unit) or (unit == HEAD and self._chunked_loss)) and not self._is_empty(unit)
         if gathers and not self._was_recomputed(unit):
-            if unit not in self._gathered:
-                self._gather(step, unit, "after compute", in_backward=True)
-            self._copy_out(step, unit, forward=False)
+            self._gathering.unshard(step, unit, "backward")
         target = self._forward_order.pop_target(unit)
-        is_gathered = target is None or target in self._gathered or self._was_recomputed(target)
-        if target is not None and not is_gathered and self._reshards(target):
-            self._gather(step, target, "with next compute", in_backward=True)
+        if target is None or self._gathering.is_requested(target) or self._was_recomputed(target):
+            return
+        if self._reshards(target):
+            self._gathering.request(step, target, "backward")
 
     def post_backward(self, step: StepBuilder, unit: UnitId) -> None:
         self._end_backward_of(step, self._walk.post_backward(unit))
@@ -179,8 +155,8 @@ class Fsdp2Step(StepHooks):
         """Reduce and free the unit's gradients. While the reduction is deferred they stay, and autograd adds to them."""
         if self._is_empty(unit):
             return
-        if self._unsharded[unit]:  # a unit without a backward of its own was freed after forward
-            self._free(step, unit)
+        if self._gathering.is_unsharded(unit):  # a unit without a backward of its own was freed after forward
+            self._gathering.free(step, unit)
         if self._wrapping.units is not None:
             owned = step.take_owned_gradients(unit)
             gradients, last = [gradient for _, gradient in owned], max(owned)[1] if owned else NO_BUFFER
@@ -265,18 +241,15 @@ class Fsdp2Step(StepHooks):
         self._loss_ended = True
         self._head_gradient = gradient
         self._reduce(step, HEAD, [self._head_gradient], self._head_gradient, self._chunked_loss.head)
-        self._free(step, HEAD)
+        self._gathering.free(step, HEAD)
 
     def end_backward(self, step: StepBuilder) -> None:
         """Reduce the remaining units. FSDP2 does so in a final callback of autograd, which still holds the loss's gradient."""
         gradient = step.alloc(Account.LOSS, Storages.of(ALIGNMENT))
         for unit in self._not_reduced():
             self._end_backward_of(step, unit)
-        # units that were gathered in advance and have no backward (`finalize_backward`)
-        step.free(*self._gathered.values())
-        self._gathered.clear()
-        step.free(self._previous_output)  # the output of a recomputation's all-gather
-        self._previous_output = NO_BUFFER
+        self._gathering.free_outputs(step)
+        self._gathering.free_previous_output(step)
         step.free(gradient)
         step.free(self._previous_reduce_input)
         self._previous_reduce_input = NO_BUFFER
@@ -308,7 +281,7 @@ class Fsdp2Step(StepHooks):
 
     def _was_recomputed(self, unit: UnitId) -> bool:
         """Whether a unit within a layer is gathered because the layer has been recomputed."""
-        return not (unit.is_layer or unit.is_outside_layers) and bool(self._unsharded[unit])
+        return not (unit.is_layer or unit.is_outside_layers) and self._gathering.is_unsharded(unit)
 
     def _not_reduced(self) -> list[UnitId]:
         """The units whose post-backward hook has not run, in the order of `all_states`: the root, then the model's order.
@@ -316,8 +289,7 @@ class Fsdp2Step(StepHooks):
         They are the root's units, and layers whose inputs need no gradient.
         """
         first = (AT_ROOT,) if self._wrapping.units is not None else self._wrapping.last
-        rest = sorted((unit, len(kept)) for unit, kept in self._unsharded.items() if kept and unit not in first)
-        return [*first, *(unit for unit, times in rest for _ in range(times))]
+        return [*first, *(unit for unit in self._gathering.unsharded() if unit not in first)]
 
     def _take_gradients(self, step: StepBuilder, unit: UnitId) -> list[BufferId]:
         """A unit's unsharded gradients. Used if no wrap policy divides the model."""
@@ -347,112 +319,6 @@ class Fsdp2Step(StepHooks):
         trainable = [indices[at] for at in managed_order(parameters[: len(indices)]) if parameters[at].trainable]
         found = (step.gradient(index, at_root=unit.is_outside_layers) for index in reversed(trainable))
         return next((gradient for gradient in found if gradient not in (NO_BUFFER, self._head_gradient)), NO_BUFFER)
-
-    # Collectives
-
-    def _gather(self, step: StepBuilder, unit: UnitId, start: Start, *, in_backward: bool = False) -> None:
-        """Copy the shards in and all-gather them (`FSDPParamGroup.unshard`). The output stays until the copy-out. If forward resharded to
-        fewer ranks, backward gathers from those ranks only.
-        """
-        if self._one_shard:
-            return
-        sizes = self._units[unit]
-        if in_backward and (ranks := self._plan.post_forward_ranks) is not None:
-            n_bytes = sizes.gathered_bytes
-            copied = Storages.of(n_bytes // ranks) if self._plan.mixed and not self._offload else NO_STORAGES
-            parts = step.alloc(Account.COMMUNICATION, copied, Stream.COPY_IN)
-            self._gathered[unit] = step.alloc(Account.COMMUNICATION, sizes.gather_output, Stream.COPY_IN)
-            step.free(parts)
-            step.add(AllGather(unit, n_bytes, start, "post_forward"))
-            return
-        inputs = (
-            self._upload(step, unit, start)
-            if self._offload
-            else [step.alloc(Account.COMMUNICATION, sizes.gather_input, Stream.COPY_IN)]
-        )
-        self._gathered[unit] = step.alloc(Account.COMMUNICATION, sizes.gather_output, Stream.COPY_IN)
-        step.free(*inputs)
-        step.add(AllGather(unit, sizes.gathered_bytes, start))
-
-    def _upload(self, step: StepBuilder, unit: UnitId, start: Start) -> list[BufferId]:
-        """With offload, copy each shard to the GPU and cast it. All inputs live until the all-gather is issued."""
-        inputs = []
-        for n_bytes in self._units[unit].shards:
-            shard = step.alloc(Account.COMMUNICATION, Storages.of(n_bytes.stored), Stream.COPY_IN)
-            if n_bytes.computed != n_bytes.stored:
-                cast = step.alloc(Account.COMMUNICATION, Storages.of(n_bytes.computed), Stream.COPY_IN)
-                step.free(shard)
-                shard = cast
-            inputs.append(shard)
-        step.add(HostTransfer(unit, self._own_bytes(unit), "parameters", start))
-        return inputs
-
-    def _copy_out(self, step: StepBuilder, unit: UnitId, *, forward: bool) -> None:
-        """Copy the all-gather's output to parameters (`FSDPParamGroup.wait_for_unshard`). In forward the output lives until the next unit's
-        copy-out ends.
-        """
-        if self._one_shard:
-            self._copy_one_shard(step, unit)
-            return
-        step.add(WaitFor(unit))
-        if self._plan.post_forward_ranks is None:
-            unsharded = [step.alloc(Account.UNSHARDED_PARAMETERS, self._units[unit].unsharded)]
-        else:
-            each = self._units[unit].unsharded.each()
-            unsharded = [step.alloc(Account.UNSHARDED_PARAMETERS, Storages.of(n_bytes)) for n_bytes in each]
-        self._unsharded[unit].append(unsharded)
-        if not forward and self._plan.post_forward_ranks is not None:
-            count = len(unsharded)
-            kept = self._kept_shards[unit]
-            step.free(*kept[-count:])
-            del kept[-count:]
-        self._add_gather_copies(step, unit)
-        gathered = self._gathered.pop(unit)
-        if forward:
-            step.free(self._previous_output)
-            self._previous_output = gathered
-        else:
-            step.free(gathered)
-
-    def _copy_one_shard(self, step: StepBuilder, unit: UnitId) -> None:
-        """World size 1: copy each parameter to the GPU, cast it and copy it. Each of these copies lives until the next parameter's is
-        made.
-        """
-        last = NO_BUFFER
-        unsharded = []
-        if self._offload:
-            step.add(HostTransfer(unit, self._own_bytes(unit), "parameters", "with previous compute"))
-            step.add(WaitFor(unit))
-        for n_bytes in self._units[unit].shards:
-            compute = Storages.of(n_bytes.computed)
-            fresh = NO_BUFFER
-            if self._offload:
-                fresh = step.alloc(Account.COMMUNICATION, Storages.of(n_bytes.stored))
-            if n_bytes.computed != n_bytes.stored:
-                cast = step.alloc(Account.COMMUNICATION, compute)
-                step.free(fresh)
-                fresh = cast
-            step.free(last)
-            last = fresh
-            unsharded.append(step.alloc(Account.UNSHARDED_PARAMETERS, compute))
-        step.free(last)
-        self._add_gather_copies(step, unit)
-        self._unsharded[unit].append(unsharded)
-
-    def _free(self, step: StepBuilder, unit: UnitId) -> None:
-        step.free(*self._unsharded[unit].pop())
-
-    # Time
-
-    def _own_bytes(self, unit: UnitId) -> int:
-        """Bytes of a unit's parameters as this rank keeps them."""
-        return sum(shard.stored for shard in self._units[unit].shards)
-
-    def _add_gather_copies(self, step: StepBuilder, unit: UnitId) -> None:
-        """Add two copies: the cast of the shards into the all-gather's input, and the split of its output into parameters."""
-        casts = sum(sum(shard) for shard in self._units[unit].shards if shard.computed != shard.stored)
-        splits = 0 if self._one_shard else 2 * self._units[unit].gathered_bytes
-        step.add(Copy(unit, casts + splits))
 
     def _send_gradients(self, step: StepBuilder, unit: UnitId, sizes: UnitBytes) -> None:
         plan, n = self._plan, self._plan.shard_degree
