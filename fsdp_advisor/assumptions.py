@@ -11,7 +11,7 @@ from fsdp_advisor.job.adaptation import adaptation_of, may_store_half
 from fsdp_advisor.job.adapter_fields import QuantStorage
 from fsdp_advisor.job.choices import Precision, default_seq_len, half_dtype
 from fsdp_advisor.job.fields import fields_of
-from fsdp_advisor.job.fp8 import FP8_FROM
+from fsdp_advisor.job.fp8 import check_capability
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
@@ -141,11 +141,8 @@ def check_gpu(request: EstimateRequest, gpu: Gpu) -> None:
             f"compiled layers are not modelled on {gpu.name}",
             hint="leave --compile out, or use --gpu with a GPU of the Ampere generation or later",
         )
-    if request.fp8 != "none" and able is not None and able < FP8_FROM:
-        raise UsageError(
-            f"{gpu.name} does not multiply in fp8",
-            hint="leave --fp8 out, or use --gpu with a GPU of the Ada or Hopper generation or later",
-        )
+    if able is not None:
+        check_capability(request.fp8, gpu.name, able)
     if gpu.unified_memory:
         _check_nothing_is_offloaded(request, gpu)
 

@@ -143,7 +143,7 @@ def _notes(
         *adapted_expert_notes(profile),
         *liger_notes(has_kernels=request.use_liger_kernel and profile is not None),
         *compile_notes(request.compile),
-        *fp8_notes(request.fp8, request.compile),
+        *fp8_notes(request.fp8, request.compile, request.framework),
         *assumption_notes(request, gpu, is_packed=bool(model.adaptation.packed_by)),
         *of_length,
         *batch_notes(request),

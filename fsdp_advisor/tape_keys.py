@@ -116,6 +116,8 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
         "flat_parameters": profile is not None and plan.steps_flat_parameters and _shows_in_the_graph(profile, plan),
         "saves_linear_inputs": zero3_linear and profile is not None and _freezes_weights(profile),
     }
+    if plan.fp8 == "mxfp8":  # scales are padded to whole blocks of 128 rows
+        changes["at"] = plan.tape_shape
     if plan.compile != "none":
         changes |= {"compile": _compiled_code(plan), "memory_budget": plan.memory_budget, "at": plan.tape_shape}
     if plan.tiled_mlp != "none":  # shards differ by one token

@@ -26,10 +26,12 @@ _TOPICS = {
     "pipeline parallelism": ("parallelism.pipeline_parallel_degree",),
     "context and sequence parallelism": ("parallelism.context_parallel_degree",),
     "expert parallelism": ("parallelism.expert_parallel_degree",),
-    "precisions below bf16, except float8 of linear layers": ("model.converters",),
+    "precisions below bf16, except float8 and MXFP8 of linear layers": ("model.converters",),
 }
 _FLOAT8 = "quantize.linear.float8"
 """The name of torchtitan 0.2's section on torchao's float8 and of its converter. Until 0.1 both were called ``float8``."""
+_MX = "quantize.linear.mx"
+"""The name of torchtitan 0.2's section on torchao's MXFP8 and of its converter."""
 _MEMORY_BUDGET = 0.5
 """The compiler's memory budget if a file enables it without a value. Source: torchtitan 0.3.0, distributed/activation_checkpoint.py,
 `MemoryBudgetAC`.
@@ -77,6 +79,9 @@ def read_command(file: str, environment: Mapping[str, str], arguments: Mapping[s
     if module and function:
         found.references.append(f"torchtitan/models/{module}/config_registry.py:{function}")
         _captures_graph(found)
+        if function.endswith("_mxfp8"):
+            found.default("fp8", "mxfp8", "MXFP8 in compiled layers, by the name of the configuration")
+            found.options.setdefault("compile", "layer")
         if (model := _hub_model(function)) is not None:
             found.default("model", model, f"the model is {model}, by the name of the configuration")
     elif environment.get("CONFIG_FILE"):
@@ -94,7 +99,7 @@ def _sections(file: str, keys: Mapping[str, Any], selective_option: str = "op") 
     """The settings of the sections. torchtitan shards with FSDP2, one unit per layer."""
     found = Collector(file, "torchtitan", keys)
     found.options["framework"] = "torchtitan"
-    for section in (*SECTIONS, "quantize.linear", _FLOAT8):
+    for section in (*SECTIONS, "quantize.linear", _FLOAT8, _MX):
         found.section(section)
     _model(found)
     _training(found)
@@ -262,11 +267,14 @@ def _fp8(found: Collector) -> None:
     """
     converters = found.peek("model.converters")
     named = converters.split(",") if isinstance(converters, str) else converters or []
-    section = next((name for name in (_FLOAT8, "float8") if name in named), None)
+    section = next((name for name in (_FLOAT8, "float8", _MX) if name in named), None)
     if section is None:
         return
     if len(named) == 1:
         found.take("model.converters")
+    if section == _MX:
+        _mxfp8(found)
+        return
     recipe = str(found.peek(f"{section}.recipe_name") or "tensorwise")
     if recipe not in get_args(Fp8):
         found.lacks(f"{section}.recipe_name", "this recipe; the estimate assumes no fp8")
@@ -279,6 +287,25 @@ def _fp8(found: Collector) -> None:
     left_out = found.take(f"{section}.filter_fqns") or []
     if set(left_out) != {"output"}:
         found.omits(f"{section}.filter_fqns; the estimate excludes only the head")
+
+
+def _mxfp8(found: Collector) -> None:
+    """Set MXFP8 for linear layers.
+
+    Source: torchtitan 0.2.2, components/quantization/mx.py, `MXLinearConverter`; config/job_config.py, MXLinear.
+    """
+    recipe = found.peek(f"{_MX}.recipe_name") or "mxfp8_cublas"
+    if not str(recipe).startswith("mxfp8_cublas"):
+        found.lacks(f"{_MX}.recipe_name", "this recipe; the estimate assumes no fp8")
+        return
+    for key in ("recipe_name", "mxfp8_dim1_cast_kernel_choice"):
+        found.take(f"{_MX}.{key}")
+    found.options["fp8"] = "mxfp8"
+    left_out = found.take(f"{_MX}.filter_fqns")
+    if left_out != []:
+        found.omits(
+            f"{_MX}.filter_fqns; the estimate converts all linear layers, also the head, as torchtitan 0.3 does"
+        )
 
 
 def _selective(found: Collector, usual: str) -> str:

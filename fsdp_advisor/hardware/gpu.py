@@ -50,7 +50,8 @@ class Gpu:
 
         Sources, in TFLOP/s of bf16 and fp8 without sparsity: datasheets of NVIDIA's L4 (121, 242), L40S (362, 733), H100 SXM (989,
         1979), H200 (989, 1979) and B200 (2250, 4500), its Ada whitepaper, appendix A, with fp32 accumulation (RTX 4090: 165, 330),
-        and datasheets of AMD's MI300X (1307, 2615) and MI355X (2500, 5000).
+        and datasheets of AMD's MI300X (1307, 2615) and MI355X (2500, 5000). Blackwell has this rate in MXFP8 too: NVIDIA/cutlass,
+        media/docs/cpp/blackwell_functionality.md, mxf8f6f4.block_scale as f8f6f4, on boards of compute capability 10 and 12.
         """
         multiplies = self.architecture in _FP8_ARCHITECTURES
         return 2 * self.bf16_flops if multiplies and self.bf16_flops is not None else None

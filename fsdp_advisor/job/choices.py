@@ -27,8 +27,8 @@ Loss = Literal["auto", "full", "chunked", "liger", "cce"]
 TrainingTask = Literal["sft", "dpo", "kto", "reward", "grpo"]
 Packing = Literal["none", "bfd", "wrapped"]
 Compile = Literal["none", "layer", "model"]
-Fp8 = Literal["none", "tensorwise", "rowwise"]
-"""The name of a float8 recipe in torchao."""
+Fp8 = Literal["none", "tensorwise", "rowwise", "mxfp8"]
+"""The name of a float8 recipe in torchao, or MXFP8, whose layer is in torchao's prototype."""
 OffloadDevice = Literal["cpu", "nvme"]
 BackwardPrefetch = Literal["pre", "post", "none"]
 Wrap = str

@@ -53,7 +53,8 @@ PrecisionOption = Annotated[
             "16-mixed": "fp16-mixed",
         },
         elsewhere=dict.fromkeys(
-            ("fp8", "fp8-mixed"), "fp8 is a separate option: --fp8 tensorwise or rowwise, with --precision bf16-mixed"
+            ("fp8", "fp8-mixed"),
+            "fp8 is a separate option: --fp8 tensorwise, rowwise or mxfp8, with --precision bf16-mixed",
         ),
         not_modelled=("int8", "fp4"),
     ),
@@ -157,13 +158,16 @@ Fp8Option = Annotated[
     Fp8,
     rule(
         "the recipe of torchao's float8 training, in which linear layers but the head multiply in fp8 if both dimensions are "
-        "multiples of 16",
-        synonyms={"tensor": "tensorwise", "axiswise": "rowwise", "row": "rowwise"},
-        not_modelled=("rowwise_with_gw_hp", "blockwise", "delayed", "nvfp4"),
-        elsewhere={
-            "mxfp8": "torchao 0.18 has MXFP8 only in its prototype (mx_formats, moe_training), for GPUs of capability 10.0 or more, "
-            "which is not modelled; rowwise is the nearest that is"
+        "multiples of 16; or mxfp8, the MXFP8Linear of its prototype, for dimensions that are multiples of 32 (torchtitan: also the head), "
+        "on GPUs of capability 10.0 and higher",
+        synonyms={
+            "tensor": "tensorwise",
+            "axiswise": "rowwise",
+            "row": "rowwise",
+            "mx": "mxfp8",
+            "mxfp8_rceil": "mxfp8",
         },
+        not_modelled=("rowwise_with_gw_hp", "blockwise", "delayed", "nvfp4", "mxfp4"),
     ),
 ]
 TiledMlp = Annotated[

@@ -32,7 +32,7 @@ _TOPICS: dict[str, tuple[str, str]] = {
         DATA_PARALLEL,
     ),
     "precisions below FP8 are": (
-        "fp4 mxfp8 nvfp4 mxfp4",
+        "fp4 nvfp4 mxfp4",
         "possible are fp32, bf16, bf16-mixed and fp16-mixed, and fp8 products of linear layers by torchao",
     ),
     "ORPO and PPO are": ("orpo ppo rlhf", TASKS_OF_TRL),
@@ -87,7 +87,7 @@ _MEANT: dict[str, str] = {
     name: option
     for option, names in {
         "compile": "torch_compile regional_compilation use_regional_compilation",
-        "fp8": "float8 fp8_recipe float8_recipe recipe_name",
+        "fp8": "float8 fp8_recipe float8_recipe recipe_name mxfp8",
         "experts_implementation": "experts moe_implementation expert_implementation",
         "expert_imbalance": "imbalance load_imbalance moe_imbalance router_imbalance",
         "tiled_mlp": "tiled_mlp_num_shards mlp_shards num_shards sequence_tiling alst",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fsdp_advisor.job.choices import Fp8, Framework
+from fsdp_advisor.job.fp8 import converts_head
+from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.model.liger import LIGER_VERSION
 from fsdp_advisor.model.profile import Profile
 
@@ -97,20 +100,24 @@ def fp16_notes(profile: Profile) -> list[str]:
     return ["the masks with which the model's layers clamp hidden states in float16; in bf16 they do not"]
 
 
-def fp8_notes(fp8: str, compile: str) -> list[str]:
+def fp8_notes(fp8: Fp8, compile: str, framework: Framework) -> list[str]:
     """Notes on figures with linear layers in fp8."""
     if fp8 == "none":
         return []
-    converted = (
-        f"fp8 {fp8}: torchao {TORCHAO_VERSION} converts the linear layers in which both dimensions are multiples of 16, but the head; FSDP2"
-        " gathers their weights in the compute dtype (enable_fsdp_float8_all_gather is not modelled)"
-    )
-    if compile != "none":
-        return [converted]
-    return [
-        converted,
-        "the casts to fp8 are several operators each, which need memory and time; torchao means them to be compiled",
-    ]
+    if fp8 == "mxfp8":
+        all_but = "" if converts_head(fp8, own_models=FRAMEWORKS[framework].own_models) else ", but the head"
+        converted = (
+            f"fp8 mxfp8: MXFP8Linear of torchao {TORCHAO_VERSION}'s prototype (moe_training) replaces the linear layers in which both "
+            f"dimensions are multiples of 32{all_but}; experts in one parameter multiply in bf16, and FSDP2 gathers weights in bf16"
+        )
+        casts = "a cast to MXFP8 is one kernel, but two more copy its scales into blocks"
+    else:
+        converted = (
+            f"fp8 {fp8}: torchao {TORCHAO_VERSION} converts the linear layers in which both dimensions are multiples of 16, but the head;"
+            " FSDP2 gathers their weights in the compute dtype (enable_fsdp_float8_all_gather is not modelled)"
+        )
+        casts = "the casts to fp8 are several operators each, which need memory and time"
+    return [converted] if compile != "none" else [converted, f"{casts}; torchao means them to be compiled"]
 
 
 def liger_notes(*, has_kernels: bool) -> list[str]:

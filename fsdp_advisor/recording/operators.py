@@ -86,6 +86,8 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     if name == "fsdp_advisor::fused_kernel":
         traffic = sum(t.numel() * t.element_size() for tensors in args[:2] for t in tensors)
         return Work(matmul_flops=sum(args[2:]), traffic_bytes=traffic, operators=1)
+    if name == "fsdp_advisor::mxfp8_rows":
+        return Work(traffic_bytes=sum(t.numel() * t.element_size() for t in args), operators=1)
     if name in ("fsdp_advisor::allocation", "aten::empty_strided"):  # the latter allocates in Inductor's code
         return NONE
     if name == "aten::_grouped_mm":

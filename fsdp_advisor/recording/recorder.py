@@ -15,13 +15,12 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import nn
 
 from fsdp_advisor.errors import AdvisorError, NotPolynomial, NotRecordable
-from fsdp_advisor.job.adaptation import CONFIG_KEY
 from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
 from fsdp_advisor.job.images import Images
 from fsdp_advisor.model.profile import Profile
@@ -33,7 +32,7 @@ from fsdp_advisor.recording.engines import checkpoint_layers
 from fsdp_advisor.recording.evaluation import EvaluationSource
 from fsdp_advisor.recording.experts import with_experts
 from fsdp_advisor.recording.fake import fake_tensors, materialise, steady
-from fsdp_advisor.recording.fp8 import autocast_of_cpu, convert_linears
+from fsdp_advisor.recording.fp8 import convert_linears, on_fake_tensors
 from fsdp_advisor.recording.host import RecordedOnHost, save_inputs_on_host
 from fsdp_advisor.recording.images import with_images, with_rows_of_images
 from fsdp_advisor.recording.inventory import inventory_of, kinds_of_layers
@@ -60,7 +59,7 @@ from fsdp_advisor.recording.remembered import Operators
 from fsdp_advisor.recording.replaced_buffers import replaced_buffers
 from fsdp_advisor.recording.rewards import RewardSource
 from fsdp_advisor.recording.selective_scan import CHUNK as SCAN_CHUNK
-from fsdp_advisor.recording.source import Source
+from fsdp_advisor.recording.source import Source, is_of_torchtitan
 from fsdp_advisor.recording.state_space import USUAL_CHUNKS
 from fsdp_advisor.recording.step import Step
 from fsdp_advisor.recording.tiled_mlp import tile_mlps
@@ -238,7 +237,7 @@ class Recorder:
         if by_accelerate:
             checkpoint_layers(layer for stack in self.source.stacks(model) for layer in stack.layers)
         if key.fp8 != "none":
-            convert_linears(model, key.fp8, source.root_modules(model).head)
+            convert_linears(model, source, key.fp8)
         if key.liger_kernels:
             check_kernels(model, source.name)
         return model
@@ -288,10 +287,9 @@ def _contexts(source: Source, key: TapeKey, model: nn.Module) -> Iterator[Abstra
             key.memory_budget,
             by_accelerate=key.compiles_regions and key.engine == "fsdp2",
             # torchtitan 0.3.0, components/quantization/float8.py
-            emulates_casts=key.fp8 == "rowwise" and _is_of_torchtitan(source),
+            emulates_casts=key.fp8 == "rowwise" and is_of_torchtitan(source),
         )
-    if key.fp8 != "none":
-        yield autocast_of_cpu()
+    yield on_fake_tensors(key.fp8)
     if key.device == "gpu":
         # compiled code cannot read whether sequences are packed, so transformers assumes that they are
         packed = key.batch in ("flattened", "flattened-trl") or key.compiles_whole
@@ -325,7 +323,7 @@ def _compile(source: Source, key: TapeKey, model: nn.Module) -> None:
     compile_modules(
         (model,) if key.compiles_whole else parts,
         in_ddp=key.compile.endswith("-ddp"),
-        in_one_graph=_is_of_torchtitan(source),
+        in_one_graph=is_of_torchtitan(source),
     )
 
 
@@ -350,7 +348,7 @@ def _stepping(source: Source, key: TapeKey) -> Source:
 
 def _training(source: Source, key: TapeKey) -> Source:
     """The source with the batch and the loss of the key's trainer."""
-    if key.compiles and _is_of_torchtitan(source):
+    if key.compiles and is_of_torchtitan(source):
         from fsdp_advisor.recording.torchtitan_models import CompiledSource
 
         source = CompiledSource(source)
@@ -366,12 +364,6 @@ def _training(source: Source, key: TapeKey) -> Source:
     # accelerate does not prepare FSDP's copy of the model, so only GRPO runs it under autocast
     autocasts = key.task == "grpo" or not key.autocasts_fsdp1
     return PreferenceSource(source, key, autocasts_copy=autocasts)
-
-
-def _is_of_torchtitan(source: Source) -> bool:
-    """Whether the model is of a class of torchtitan."""
-    adaptation: Any = source.config().get(CONFIG_KEY, {})
-    return bool(adaptation.get("own_model"))
 
 
 def record_module(

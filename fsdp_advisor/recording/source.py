@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from fsdp_advisor.job.adaptation import CONFIG_KEY
 from fsdp_advisor.model.tape_key import TapeCheckpointing
 
 
@@ -131,3 +132,9 @@ class WrappedSource:
 
     def config(self) -> dict[str, object]:
         return self._base.config()
+
+
+def is_of_torchtitan(source: Source) -> bool:
+    """Whether the model is of a class of torchtitan."""
+    adaptation: Any = source.config().get(CONFIG_KEY, {})
+    return bool(adaptation.get("own_model"))

@@ -69,8 +69,8 @@ class Achieved:
 # table's benchmark results (MI300X 0.51, MI355X 0.68) times 0.54, which is chosen on torchtitan's run of Llama 3 8B in bf16 on eight MI300X
 # with ROCm 6.4 (tests/published, p1112). CDNA 2: assumed.
 # Products in fp8: the same table's best results, relative to bf16: H100 0.709 to 0.803, H200 0.734 to 0.803; B200 0.763 to 0.776,
-# B300 0.745 to 0.786, GB200 0.723 to 0.729. CDNA 3: chosen on the same run with scales by row (p1115). The others: assumed to lose
-# nothing.
+# B300 0.745 to 0.786, GB200 0.723 to 0.729. In MXFP8: as in fp8. CDNA 3: chosen on the same run with scales by row (p1115). The others:
+# assumed to lose nothing. Casts to MXFP8 reach `memory`: 0.85 or more (pytorch/ao issue 3379).
 # Attention: FlashAttention-2, which is PyTorch's flash kernel. Ampere: forward and backward together, causal, head 128 on
 # A100: 99, 133, 155, 173, 182, 189 TFLOP/s at 512 ... 16384 tokens (flash2_a100_fwd_bwd_benchmark.png in Dao-AILab/flash-attention;
 # arXiv:2307.08691, figure 4); the division between the two is assumed. With HALF_RATE_TOKENS the rates meet these within 10 % from 1024

@@ -11,7 +11,7 @@ from math import ceil, gcd, inf
 from typing import NamedTuple
 
 from fsdp_advisor.hardware import Gpu
-from fsdp_advisor.job.choices import Attention
+from fsdp_advisor.job.choices import Attention, Fp8
 from fsdp_advisor.job.fp8 import suits_fp8
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.timing.achieved import (
@@ -164,13 +164,13 @@ def products_of(unit: Unit, is_root: bool) -> Products:
 
 @lru_cache(maxsize=4096)
 def matmul_s_per_flop(
-    unit: Unit, is_root: bool, tokens: int, device: Device, recorded_flops: int, *, fp8: bool = False
+    unit: Unit, is_root: bool, tokens: int, device: Device, recorded_flops: int, *, fp8: Fp8 = "none"
 ) -> tuple[float, float]:
     """Seconds per FLOP of a unit's matrix products in forward and in backward, over the shapes of its weights.
 
     Backward has two products per weight: (M, N) x (N, K) for the input and, if the weight is trained, (N, M) x (M, K)
     for it. If a token uses several experts, or an expert sees few tokens, the experts' rows are scaled to match the
-    recorded work. `fp8`: whether linear layers multiply in fp8 where their dimensions allow it; the root's head does not.
+    recorded work. `fp8`: the recipe with which linear layers multiply in fp8 if their dimensions suit it.
     """
     products = products_of(unit, is_root)
     if not products.shapes or not recorded_flops:
@@ -187,7 +187,7 @@ def matmul_s_per_flop(
             continue
         own = 2 * m * k * n * count
         flops, backward_flops = flops + own, backward_flops + own * (1 + trained)
-        in_fp8 = fp8 and not is_root and count == 1 and suits_fp8(k, n)
+        in_fp8 = fp8 != "none" and count == 1 and suits_fp8(n, k, fp8)
         most = misaligned_flops(k, n, device)
         forward += product_s(m, k, n, device, count, in_fp8=in_fp8, most_flops=most)
         backward += product_s(m, n, k, device, count, in_fp8=in_fp8, most_flops=most)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from fsdp_advisor.hardware import Gpu, Link
+from fsdp_advisor.job.fp8 import converts_head
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.profile import Profile
@@ -191,7 +192,8 @@ def work_of(profile: Profile, program: StepProgram, plan: Plan, device: Device, 
         checkpointing=plan.checkpointing in ("full", "reentrant"),
         sequences=b * sequences_per_example(plan.task),
         masked=plan.batch_layout != "full" and plan.attention != "flash_attention_2",
-        fp8=plan.fp8 != "none",
+        fp8=plan.fp8,
+        head_in_fp8=converts_head(plan.fp8, own_models=plan.facts.own_models),
         host_bytes_per_s=host_bytes_per_s(gpu) if plan.activation_offload else inf,
         overlaps_host=plan.offload_code == "trl",
         runs=_runs(plan),

@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple, get_args
 
+from fsdp_advisor.job.choices import Fp8
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.multimodal import is_tower
 from fsdp_advisor.model.profile import Profile, Unit
@@ -58,8 +59,10 @@ class WorkOptions:
     """Sequences of a micro-batch; None: as many as its rows."""
     masked: bool = False
     """Whether attention gets a mask for the batch. Its kernels then do not skip the causal half."""
-    fp8: bool = False
-    """Whether linear layers multiply in fp8."""
+    fp8: Fp8 = "none"
+    """The recipe with which linear layers multiply in fp8."""
+    head_in_fp8: bool = False
+    """Whether the head does so too."""
     host_bytes_per_s: float = inf
     """Bytes per second of copies to and from the host."""
     overlaps_host: bool = False
@@ -81,7 +84,7 @@ def tape_work(
 ) -> TapeWork:
     """The tape's work at micro-batch `b` and `t` tokens."""
     head, causal = head_dim(profile), profile.task in ("causal-lm", "image-text-to-text") and not options.masked
-    rates = _rates(profile, tape, b, t, device, options.sequences or b, fp8=options.fp8)
+    rates = _rates(profile, tape, b, t, device, options)
     last_root = max((s.layer for s in _root_forwards(tape)), default=0)
     forward: dict[UnitId, Work] = {}
     by_segment = []
@@ -151,13 +154,14 @@ def _root_forwards(tape: Tape) -> list[Segment]:
 
 
 def _rates(
-    profile: Profile, tape: Tape, b: int, t: int, device: Device, sequences: int, *, fp8: bool
+    profile: Profile, tape: Tape, b: int, t: int, device: Device, options: WorkOptions
 ) -> dict[UnitId, tuple[float, float]]:
     """Seconds per FLOP of each unit's matrix products, in forward and in backward."""
 
     def rate(unit: Unit, at_root: bool, *flops: Quantity) -> tuple[float, float]:
         recorded = sum(value_at(own, b, t) for own in flops)
-        return matmul_s_per_flop(unit, at_root, sequences * t, device, recorded, fp8=fp8)
+        fp8 = "none" if at_root and not options.head_in_fp8 else options.fp8
+        return matmul_s_per_flop(unit, at_root, (options.sequences or b) * t, device, recorded, fp8=fp8)
 
     result = {AT_ROOT: rate(profile.root, True, *(s.matmul_flops for s in _root_forwards(tape)))}
     for segment in tape.segments:

@@ -142,7 +142,7 @@ def assemble(run: RealRun, mesh: DeviceMesh | None) -> Trainer:
     else:
         source.configure(model, attention=plan.attention, checkpointing=plan.checkpointing)
     if plan.fp8 != "none":
-        convert_linears(model, plan.fp8, source.root_modules(model).head)
+        convert_linears(model, source, plan.fp8)
     if plan.tiled_mlp != "none":
         tile_mlps(source.stacks(model), f"{tiled_mlp_code(plan)}:{plan.tiled_mlp}", source.name)
     if plan.compile != "none":

@@ -24,7 +24,7 @@ from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import as_on_cuda
 from fsdp_advisor.recording.experts import with_experts
 from fsdp_advisor.recording.fake import fake_tensors, materialise, materialise_attributes
-from fsdp_advisor.recording.fp8 import autocast_of_cpu, convert_linears
+from fsdp_advisor.recording.fp8 import convert_linears, on_fake_tensors
 from fsdp_advisor.recording.images import with_images
 from fsdp_advisor.recording.liger_kernels import with_liger_kernels
 from fsdp_advisor.recording.losses.source import with_loss
@@ -108,7 +108,7 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
     checkpointing = "none" if frameworks.plugin_checkpoints(model, plan) else plan.checkpointing
     source.configure(model, attention=plan.attention, checkpointing=checkpointing)
     if plan.fp8 != "none":
-        convert_linears(model, plan.fp8, source.root_modules(model).head)
+        convert_linears(model, source, plan.fp8)
     if plan.tiled_mlp != "none":
         tile_mlps(source.stacks(model), f"{tiled_mlp_code(plan)}:{plan.tiled_mlp}", source.name)
     meter = StorageMeter(timeline=timeline)
@@ -130,7 +130,7 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
             meter,
             as_on_cuda() if flash else nullcontext(),
             kernels,
-            autocast_of_cpu() if plan.fp8 != "none" else nullcontext(),
+            on_fake_tensors(plan.fp8),
         ):
             materialise(model, None)
             trainer = _trainer(source, model, plan, mesh, parallel)

@@ -236,6 +236,8 @@ def test_a_recipe_of_trl_and_its_command_are_read_together(command: str, options
         ("NGPU=4 MODULE=llama3 CONFIG=llama3_8b ./run_train.sh --training.local-batch-size 2",
             {"gpus": 4, "framework": "torchtitan", "micro_batch_size": 2, "model": "meta-llama/Llama-3.1-8B", "strategy": "zero3"},
             "torchtitan/models/llama3/config_registry.py:llama3_8b"),
+        ("NGPU=8 MODULE=llama3 CONFIG=llama3_8b_mxfp8 ./run_train.sh", {"framework": "torchtitan", "fp8": "mxfp8", "compile": "layer"},
+            "torchtitan/models/llama3/config_registry.py:llama3_8b_mxfp8"),
         ("CONFIG_FILE=./train_configs/llama3_8b.toml NGPU=8 ./run_train.sh", {"gpus": 8, "framework": "torchtitan"},
             "./train_configs/llama3_8b.toml"),
         ("accelerate launch --mixed_precision bf16 --num_machines 1 --num_processes 8 --use_deepspeed"

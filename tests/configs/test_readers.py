@@ -539,6 +539,22 @@ def test_torchtitan_converts_linear_layers_to_fp8(section: str, option: str | No
 
 
 @pytest.mark.parametrize(
+    ("section", "option", "said_of"),
+    [
+        ('recipe_name = "mxfp8_cublas_rceil"\n    filter_fqns = []', "mxfp8", ""),
+        ('mxfp8_dim1_cast_kernel_choice = "cuda"', "mxfp8", "quantize.linear.mx.filter_fqns"),
+        ('recipe_name = "mxfp4_cutlass"', None, "recipe_name: mxfp4_cutlass"),
+    ],
+)
+def test_torchtitan_converts_linear_layers_to_mxfp8(section: str, option: str | None, said_of: str) -> None:
+    text = TITAN_TOML.replace('flavor = "8B"', 'flavor = "8B"\n    converters = ["quantize.linear.mx"]')
+    found = read("llama3_8b.toml", f"{text.rstrip()}\n    [quantize.linear.mx]\n    {section}\n")
+    assert found.options.get("fp8") == option
+    assert said_of in said(found, "not_modelled")
+    assert "mx" not in said(found, "ignored")
+
+
+@pytest.mark.parametrize(
     ("checkpointing", "components", "options", "said_of"),
     [
         ("none", '["model"]', {"compile": "layer"}, ""),

@@ -373,6 +373,14 @@ def test_scripts_convert_layers_to_fp8_before_they_are_compiled_and_wrapped(targ
     ast.parse(text)
 
 
+def test_a_script_converts_layers_to_mxfp8_before_they_are_compiled_and_wrapped() -> None:
+    text = export("fsdp2", replace(ZERO3, plan=replace(ZERO3.plan, compile="layer", fp8="mxfp8"))).text
+    built = text[text.index("def build(") :]
+    assert built.index("convert_to_mxfp8(model, ") < built.index("layer.compile()")
+    assert "fp8 mxfp8" in text and "torchao 0.18.0" in text and "float8" not in text
+    ast.parse(text)
+
+
 @pytest.mark.parametrize(("shards", "constant"), [("auto", "None"), ("6", "6")])
 def test_scripts_tile_the_networks_before_they_are_wrapped(shards: str, constant: str) -> None:
     text = export("fsdp2", replace(ZERO3, plan=replace(ZERO3.plan, tiled_mlp=shards))).text

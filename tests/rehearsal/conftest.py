@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,18 @@ def run_on_ranks(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Run:
         return dict(found[0])
 
     return started
+
+
+@pytest.fixture(scope="session")
+def torchtitan_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with torchtitan's package of this environment: that of rehearsals has another version, for its launcher."""
+    folder = tmp_path_factory.mktemp("packages")
+    for name in ("torchtitan", "spmd_types"):
+        spec = find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
+            pytest.skip(f"{name} is not installed")
+        (folder / name).symlink_to(spec.submodule_search_locations[0])
+    return folder
 
 
 @pytest.fixture

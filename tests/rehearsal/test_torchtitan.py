@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,24 +68,14 @@ its step is captured as a CUDA graph.
 
 
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with torchtitan's package of this environment: that of rehearsals has another version, for its launcher."""
-    folder = tmp_path_factory.mktemp("packages")
-    for name in ("torchtitan", "spmd_types"):
-        spec = find_spec(name)
-        if spec is None or not spec.submodule_search_locations:
-            pytest.skip(f"{name} is not installed")
-        (folder / name).symlink_to(spec.submodule_search_locations[0])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def peaks(run: Callable[..., dict[str, int]], packages: Path) -> dict[str, int]:
+def peaks(run: Callable[..., dict[str, int]], torchtitan_package: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     for model, config in CONFIGS.items():
         jobs = {name: job for name, (of, job) in CASES.items() if of == model}
         if jobs:
-            found |= run("torchtitan_layers.py", json.dumps(str(packages)), json.dumps(config), json.dumps(jobs))
+            found |= run(
+                "torchtitan_layers.py", json.dumps(str(torchtitan_package)), json.dumps(config), json.dumps(jobs)
+            )
     return found
 
 

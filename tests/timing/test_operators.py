@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_advisor.hardware import find_gpu
+from fsdp_advisor.job.choices import Fp8
 from fsdp_advisor.model.profile import Parameter, Unit
 from fsdp_advisor.timing.operators import attention_s, device_of, matmul_s_per_flop, product_s, products_of, tile_share
 
@@ -29,11 +30,15 @@ def test_a_large_product_in_fp8_runs_at_nine_tenths_of_twice_the_rate() -> None:
 def test_only_linear_layers_that_suit_fp8_are_faster_in_it() -> None:
     h100 = device_of(find_gpu("H100"), "bf16-mixed")
     assert h100 is not None
-    even, odd = (Unit("Layer", (Parameter("weight", (4096, width)),)) for width in (4096, 4088))
-    for unit, is_root, share in ((even, False, 1 / (2 * 0.9)), (odd, False, 1.0), (even, True, 1.0)):
-        flops = 2 * 16384 * 4096 * unit.parameters[0].shape[1]
-        fp8, bf16 = (matmul_s_per_flop(unit, is_root, 16384, h100, flops, fp8=fp8)[0] for fp8 in (True, False))
-        assert fp8 == pytest.approx(share * bf16)
+    recipes: tuple[Fp8, ...] = ("tensorwise", "rowwise", "mxfp8")
+    for width, suits in ((4096, recipes), (4080, recipes[:2]), (4088, ())):
+        unit = Unit("Layer", (Parameter("weight", (4096, width)),))
+        flops = 2 * 16384 * 4096 * width
+        bf16 = matmul_s_per_flop(unit, False, 16384, h100, flops)[0]
+        for recipe in recipes:
+            share = 1 / (2 * 0.9) if recipe in suits else 1.0
+            fp8 = matmul_s_per_flop(unit, False, 16384, h100, flops, fp8=recipe)[0]
+            assert fp8 == pytest.approx(share * bf16)
 
 
 def test_a_thin_product_is_bound_by_its_weight() -> None:

@@ -31,6 +31,7 @@ ENGINES: tuple[dict[str, str], ...] = (
 FEW: list[Case] = [
     {"model": "llama", **ENGINES[2], "fp8": "tensorwise"},
     {"model": "qwen3", **ENGINES[1], "fp8": "rowwise", "activation_checkpointing": "full"},
+    {"model": "llama", **ENGINES[2], "fp8": "mxfp8", "seq_len": "144"},
 ]
 MORE: list[Case] = [
     {"model": model, **engine, "fp8": fp8, **more}
@@ -40,6 +41,23 @@ MORE: list[Case] = [
         ("tensorwise", "rowwise"),
         ({}, {"activation_checkpointing": "full"}, {"precision": "bf16"}, {"gradient_accumulation_steps": "2"}),
     )
+] + [
+    {
+        "model": model,
+        **engine,
+        "fp8": "mxfp8",
+        "precision": "bf16" if engine["strategy"] == "ddp" else "bf16-mixed",
+        **more,
+    }
+    for model, engine, more in product(
+        ("llama", "qwen3", "phi3", "mixtral"),
+        ENGINES,
+        (
+            {},
+            {"activation_checkpointing": "full"},
+            {"gradient_accumulation_steps": "2", "micro_batch_size": "1", "seq_len": "96"},
+        ),
+    )
 ]
 
 
@@ -47,4 +65,27 @@ MORE: list[Case] = [
 def test_predicted_peaks_equal_pytorch_with_layers_in_fp8(case: Case, tmp_path: Path) -> None:
     request = make_request(options_of(CONFIGS, case, tmp_path), EstimateRequest)
     predicted, simulated = predicted_and_simulated(request)
+    assert predicted == simulated
+
+
+OF_TORCHTITAN: list[Case] = [
+    {"model": model, "framework": "torchtitan", "strategy": "zero3", "gpus": "4", "fp8": fp8, **more}
+    for model, fp8, more in product(
+        ("llama", "qwen3"),
+        ("mxfp8", "rowwise"),
+        (
+            {"activation_checkpointing": "none"},
+            {},
+            {"activation_checkpointing": "full"},
+            {"loss": "full"},
+            {"precision": "bf16"},
+        ),
+    )
+]
+
+
+@pytest.mark.parametrize("case", taken(OF_TORCHTITAN[:1], OF_TORCHTITAN[1:], days=2), ids=name_of)
+def test_predicted_peaks_equal_torchtitans_step_with_layers_in_fp8(case: Case, tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan")
+    predicted, simulated = predicted_and_simulated(make_request(options_of(CONFIGS, case, tmp_path), EstimateRequest))
     assert predicted == simulated

@@ -52,6 +52,22 @@ def in_fp8(model: Any, recipe: str) -> None:
     convert_to_float8_training(model, module_filter_fn=takes, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
+def in_mxfp8(model: Any) -> None:
+    """Replace the linear layers except the head by torchao's, as torchtitan does. Its kernels run without their tuning."""
+    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+    from triton.runtime.autotuner import Autotuner
+
+    Autotuner.run = lambda *args, **kwargs: None
+    for parent in list(model.model.modules()):
+        for name, layer in parent.named_children():
+            if isinstance(layer, torch.nn.Linear):
+                converted = MXFP8Linear(
+                    layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta"
+                )
+                converted.weight, converted.bias = layer.weight, layer.bias
+                setattr(parent, name, converted)
+
+
 def launch_nothing() -> None:
     """Leave out the compilation of kernels and their launches."""
     import torch._inductor.config
@@ -74,7 +90,9 @@ def peak_of(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).train()
     if checkpointing == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if fp8 != "none":
+    if fp8 == "mxfp8":
+        in_mxfp8(model)
+    elif fp8 != "none":
         in_fp8(model, fp8)
     if compiled == "layer":
         for layer in model.model.layers:

@@ -61,9 +61,11 @@ def model_of(config: dict[str, Any], fp8: str) -> Any:
         lm_head=Linear.Config(in_features=dim, out_features=vocabulary), layers=[layer() for _ in range(config["num_hidden_layers"])],
     )  # fmt: skip
     if fp8 != "none":
-        from torchtitan.components.quantization import Float8LinearConverter
+        from torchtitan.components.quantization import Float8LinearConverter, MXFP8LinearConverter
 
-        found = Float8LinearConverter.Config(recipe_name=fp8, filter_fqns=["lm_head"]).build().convert(found)  # type: ignore[arg-type]
+        of_fp8 = Float8LinearConverter.Config(recipe_name=fp8, filter_fqns=["lm_head"])  # type: ignore[arg-type]
+        converter = MXFP8LinearConverter.Config() if fp8 == "mxfp8" else of_fp8
+        found = converter.build().convert(found)
     return found.build()
 
 
@@ -100,7 +102,9 @@ def measured(folder: str, config: dict[str, Any], job: tuple[str, bool, str, int
     from torchtitan.distributed import utils
     from torchtitan.distributed.cudagraph import wrap_with_cuda_graph
     from torchtitan.models.common.attention import FlexAttention
+    from triton.runtime.autotuner import Autotuner
 
+    Autotuner.run = lambda *args, **kwargs: None  # torchao's kernels of MXFP8
     for name in ("precompile", "run"):
         setattr(CachingAutotuner, name, lambda *args, **kwargs: None)
     torch._inductor.config.compile_threads = 1  # no workers, which would import PyTorch for each job
