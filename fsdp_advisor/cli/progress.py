@@ -59,8 +59,8 @@ class Progress:
 
 @contextlib.contextmanager
 def recordings_shown(quiet: bool) -> Iterator[None]:
-    """Context in which one line on a terminal says what is being recorded, once recordings have taken `WAIT_SECONDS`. Elsewhere a note says
-    it, once recordings have taken `LONG_SECONDS`.
+    """A context that says what is being recorded: on a terminal in one line, once recordings have taken `WAIT_SECONDS`; elsewhere in a
+    note, once they have taken `LONG_SECONDS`.
     """
     if quiet or sys.stderr is None:
         yield

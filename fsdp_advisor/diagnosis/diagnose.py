@@ -28,7 +28,7 @@ from fsdp_advisor.memory.allocator.caching import allocation_size
 
 STANDARD_INPUT = "-"
 MAX_TEXT_BYTES = 64 * 2**20
-"""Of a longer log only this much at its end is read, where the error is."""
+"""The bytes that are read at the end of a log, where the error is."""
 _PICKLE, _GZIP, _ZIP = b"\x80", b"\x1f\x8b", b"PK"
 _RECORD = "call torch.cuda.memory._record_memory_history() at the start, and torch.cuda.memory._dump_snapshot('FILE') when the error occurs"
 _HINT = f"give the text of an out-of-memory error, a log that has one, or a snapshot: {_RECORD}"

@@ -56,29 +56,30 @@ _INITIALIZATIONS = ("init_lora_weights", "loftq_config", "eva_config", "corda_co
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptation:
-    """The changes made to a model.
-
-    `peft`: the values of PEFT's adapter_config.json; empty for a model without adapters. `freeze`: patterns of the names of
-    parameters that are not trained. `quantization`: the keywords of transformers' BitsAndBytesConfig, or of the GPTQConfig or
-    AwqConfig of a packed checkpoint; empty for a base in its own dtype. `prepared`: whether PEFT's
-    `prepare_model_for_kbit_training` stores the rest of a quantized model in fp32; without it the rest keeps its dtype, and all adapter
-    parameters except DoRA's magnitudes are in bf16. Source: trl 1.16, trainer/sft_trainer.py, `__init__`. `fp32_adapters`: adapters stay
-    in fp32 although the base is not prepared. `checkpoint_every`: N if one of N layers is checkpointed (it is then a separate kind of
-    layer); 0 if all or none are. `own_model`: the framework that trains its own model class instead of transformers'; empty for
-    transformers'. `reward_head`: whether the model returns one number per sequence, as transformers' sequence classification with one
-    label, instead of logits. `in_one_graph`: whether the compiler makes one graph of the whole model, so that layers cannot be recorded
-    separately.
-    """
+    """The changes made to a model."""
 
     peft: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The values of PEFT's adapter_config.json; empty for a model without adapters."""
     freeze: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are not trained."""
     quantization: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The keywords of transformers' BitsAndBytesConfig, or of the GPTQConfig or AwqConfig of a packed checkpoint; empty for a base
+    in its own dtype.
+    """
     prepared: bool = True
+    """Whether PEFT's `prepare_model_for_kbit_training` stores the rest of a quantized model in fp32. Without it the rest keeps its
+    dtype, and all adapter parameters except DoRA's magnitudes are in bf16. Source: trl 1.16, trainer/sft_trainer.py, `__init__`.
+    """
     fp32_adapters: bool = False
+    """Whether adapters stay in fp32 although the base is not prepared."""
     checkpoint_every: int = 0
+    """N if one of N layers is checkpointed, which is then a separate kind of layer; 0 if all or none are."""
     own_model: str = ""
+    """The framework that trains its own model class instead of transformers'; empty for transformers'."""
     reward_head: bool = False
+    """Whether the model returns one number per sequence instead of logits: sequence classification with one label."""
     in_one_graph: bool = False
+    """Whether the compiler makes one graph of the whole model, so that layers cannot be recorded separately."""
 
     def __bool__(self) -> bool:
         return self != UNCHANGED

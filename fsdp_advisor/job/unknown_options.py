@@ -171,7 +171,7 @@ def topic_of(name: str) -> str | None:
 
 
 def _close(name: str, known: list[str]) -> list[str]:
-    """The options that the user may have meant by `name`: it is a synonym, the beginning or a misspelling of theirs."""
+    """The options that `name` may stand for: it is a synonym of theirs, their beginning or a misspelling."""
     if _MEANT.get(name) in known:
         return [_MEANT[name]]
     if len(name) < 3:

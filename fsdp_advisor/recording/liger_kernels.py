@@ -84,7 +84,7 @@ def _kernels_of(causal: PreTrainedModel, name: str) -> LigerKernels:
 
 
 def _norms(base: nn.Module, layers: list[nn.Module], kernels: LigerKernels) -> Iterator[tuple[nn.Module, bool]]:
-    """(norm that is replaced, whether its backward writes the input's gradient in place of the output's)."""
+    """Each norm that Liger replaces, and whether its backward writes the input's gradient over the output's."""
     places = [base, *layers, *(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))]
     for names, in_place in ((kernels.norms, True), (kernels.copying_norms, False)):
         for place in places:

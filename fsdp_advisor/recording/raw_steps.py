@@ -166,8 +166,8 @@ def fit_raw_steps(
 
 
 def fit_confirmed(raw_steps: dict[tuple[int, int], RawStep], chunks: tuple[int, ...] = ()) -> Fitted | None:
-    """Quantities of few terms (`fit_terms`) through recordings at three or more points: for each size, and for the work of each operator.
-    None if a value has more terms.
+    """Fit each size, and the work of each operator, to recordings at three or more points, with few terms each (`fit_terms`). None if one
+    of them needs more terms.
     """
     points, found = tuple(raw_steps), list(raw_steps.values())
     totals = [fit_terms(points, values, chunks) for values in zip(*(raw_step.bytes for raw_step in found), strict=True)]

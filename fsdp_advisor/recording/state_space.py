@@ -288,7 +288,7 @@ class _Size:
         return z, xbc, dt
 
     def flops(self, *, state: int = 0, chunk: int = 0) -> int:
-        """FLOPs over all tokens and heads of `state` products with 2 P S and `chunk` products with 2 C P FLOPs per token and head.
+        """FLOPs of `state` products (2 P S per token and head) and `chunk` products (2 C P), over all tokens and heads.
 
         The products are the calls of `tl.dot` in the kernels; masked halves of a chunk's matrix count too.
         """

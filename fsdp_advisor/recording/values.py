@@ -114,8 +114,9 @@ class KnownValues(TorchDispatchMode):
     def _call_with_known(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[int, torch.Tensor]
     ) -> Any:
-        """The result of an operator whose arguments are known: `values` are theirs, by the `id` of each tensor. The values of the
-        result are kept too, unless it is large, or a view, whose storage has them already.
+        """The result of an operator on arguments with known values. `values`: by the `id` of each argument.
+
+        Computes and keeps the values of the result too, unless it is large or a view: the values of a view's storage are known.
         """
         leaves, tree = tree_flatten((args, kwargs))
         hosted = [values[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

@@ -64,7 +64,7 @@ class FailureBroadcaster:
     ) -> None:
         self.stop()
         if error is not None:
-            # waits if the polling thread is exiting: that breaks the connections this thread waits on
+            # a polling thread that is exiting ends the process here: this error may be its consequence
             with self._exiting:
                 self._exit(self._cause(error))
 

@@ -208,7 +208,7 @@ def _modules(parameters: tuple[Parameter, ...], first: int) -> list[tuple[int, .
 
 
 Turn = tuple[UnitId, list[tuple[int, ...]]]
-"""One unit's part of a micro-batch: its modules in the order of their hooks, each as the indices of its own parameters."""
+"""A unit, and the modules in it in the order of their hooks. A module is given by the indices of its own parameters."""
 
 
 @dataclass(frozen=True, slots=True)

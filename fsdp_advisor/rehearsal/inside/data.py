@@ -30,8 +30,9 @@ COLUMNS = {
     "metamathqa": ("type", "query", "original_question", "response"), "sst2": ("sentence", "label", "idx"),
     "samsum": ("id", "dialogue", "summary"), "code_alpaca": ("prompt", "completion"),
 }  # fmt: skip
-"""A part of a well-known data set's name -> its columns. Source: the data sets' pages on the hub. Other data sets begin with the column
-`text`.
+"""The columns of well-known data sets, by a part of their names. Other data sets begin with the column `text`.
+
+Source: the data sets' pages on the hub.
 """
 
 
