@@ -12,21 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_advisor.advice.candidate import Candidate
+from fsdp_advisor.advice.memory_questions import Question, memory_questions
 from fsdp_advisor.advice.ranking import actual_speed, faster
 from fsdp_advisor.advice.search import Search
-from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
-from fsdp_advisor.job.choices import Strategy
 from fsdp_advisor.job.compatibility import label
-from fsdp_advisor.job.losses import loss_words
 from fsdp_advisor.json_fields import JsonFields
 from fsdp_advisor.units import format_gib
 
 YES, NO, UNKNOWN = "yes", "no", "unknown"
 STATES, ACTIVATIONS = "states", "activations"
 
-_PATH_ORDER: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "hsdp", "zero3")
-"""Strategies in the order in which the tree asks about them. Each shards more than the one before."""
 _SWEEP_QUESTIONS = {
     "batch": "What is the largest micro-batch that fits?",
     "sequence": "What is the longest sequence that fits?",
@@ -77,16 +73,6 @@ class Tree:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """The question whether any of `choices` fits at the micro-batch `size`."""
-
-    id: str
-    text: str
-    choices: tuple[StrategyChoice, ...]
-    size: int
-
-
 def decision_tree(search: Search, winner: Candidate | None, sweep: SweepResult | None, remedies: Sequence[str]) -> Tree:
     """The tree of a search. It ends in the recommendation (`winner`), or in what would fit (`remedies`) if nothing does."""
     questions = _questions(search)
@@ -103,7 +89,7 @@ def _questions(search: Search) -> list[Node]:
     """All questions, each after the one that leads to it; those on the path are answered."""
     nodes: list[Node] = []
     last: Node | None = None  # the last question on the path
-    for question in _memory_questions(search):
+    for question in memory_questions(search):
         parent, on = _parent(question.id, nodes)
         node = Node(id=question.id, question=question.text, parent=parent, on=on)
         candidate = None
@@ -135,123 +121,7 @@ def _parent(question: str, nodes: Sequence[Node]) -> tuple[str | None, str]:
     return nodes[-1].id, NO
 
 
-def _memory_questions(search: Search) -> list[_Question]:
-    """The questions that the request leaves open, in the order in which they are asked."""
-    preferred, smallest = search.batches.preferred, search.batches.smallest
-    at = f" at micro-batch {preferred}" if len(search.batches.sizes) > 1 or preferred > 1 else ""
-    strategies = [s for s in _PATH_ORDER if any(c.strategy == s for c in search.choices)]
-    ladder = _ladder(search)
-    plain, *leaner = ladder
-    most = strategies[-1]
-    small = f"micro-batch {smallest} and accumulation {search.batches.accumulation(smallest)}"
-
-    def choices(strategy: Strategy, activations: ActivationChoice) -> tuple[StrategyChoice, ...]:
-        return _choices(search, strategy, activations)
-
-    found = [_Question("ddp", f"Does DDP fit{at}?", choices("ddp", plain), preferred)]
-    if "ddp" in strategies:
-        for activations in leaner:
-            text = f"Does DDP with {_words(activations)} fit?"
-            found.append(_Question(f"ddp_{_id(activations)}", text, choices("ddp", activations), preferred))
-        if smallest < preferred:
-            found.append(_Question("ddp_micro_batch", f"Does DDP with {small} fit?", choices("ddp", plain), smallest))
-    for strategy in strategies:
-        if strategy != "ddp":
-            note = " (sharded within a node, replicated across nodes)" if strategy == "hsdp" else ""
-            text = f"Does {label(strategy)}{note} fit{at}?"
-            found.append(_Question(strategy, text, choices(strategy, plain), preferred))
-    if most != "ddp":
-        for activations in leaner:
-            text = f"Does {label(most)} with {_words(activations)} fit?"
-            found.append(_Question(_id(activations), text, choices(most, activations), preferred))
-        if smallest < preferred:
-            lean, possible = _most_saving(search, ladder, most)
-            text = f"Does {label(most)} with {' and '.join(filter(None, (small, _words(lean))))} fit?"
-            found.append(_Question("micro_batch", text, possible, smallest))
-    found += _offload_questions(search, ladder)
-    return [question for question in found if question.choices]
-
-
-def _ladder(search: Search) -> list[ActivationChoice]:
-    """Activation choices of the search in the order in which the tree tries them. Each saves more memory than the one before: first by
-    its loss, then by checkpointing, then by offload.
-    """
-    ladder = [search.activation_choices[0]]
-    for activations in search.activation_choices:
-        if activations.is_beyond(ladder[-1]):
-            ladder.append(activations)
-    return ladder
-
-
-def _words(activations: ActivationChoice) -> str:
-    """An activation choice in the words of a question; empty for a plain step."""
-    policy = activations.activation_checkpointing
-    checkpointing = {"none": "", "full": "activation checkpointing"}.get(policy, f"{policy} activation checkpointing")
-    offload = "activation offload" if activations.activation_offload else ""
-    return " and ".join(filter(None, (loss_words(activations.loss_code), checkpointing, offload)))
-
-
-def _id(activations: ActivationChoice) -> str:
-    """The id of a question about an activation choice: `checkpointing`, `loss`, `loss_selective`."""
-    policy = activations.activation_checkpointing
-    checkpointing = {"none": "", "full": "checkpointing"}.get(policy, policy)
-    loss = "loss" if loss_words(activations.loss_code) else ""
-    offload = "activation_offload" if activations.activation_offload else ""
-    return "_".join(filter(None, (loss, checkpointing, offload)))
-
-
-def _offload_questions(search: Search, ladder: Sequence[ActivationChoice]) -> Iterator[_Question]:
-    """Whether offload to the CPU, then to NVMe, makes the job fit at the smallest micro-batch."""
-    size = search.batches.smallest
-    for id_, what, offload in (
-        ("offload_optimizer", "optimizer offload to the CPU", "optimizer"),
-        ("offload_parameters", "parameter offload to the CPU", "parameters"),
-    ):
-        lean, possible = _most_saving(search, ladder, None, offload)
-        yield _Question(id_, f"Does {_with(what, lean)} fit?", possible, size)
-    lean, possible = _most_saving(search, ladder, None, "parameters", "nvme")
-    if not possible:
-        lean, possible = _most_saving(search, ladder, None, "optimizer", "nvme")
-    yield _Question("offload_nvme", f"Does {_with('offload to NVMe', lean)} fit?", possible, size)
-
-
-def _with(what: str, activations: ActivationChoice) -> str:
-    words = _words(activations)
-    return f"{what} with {words}" if words else what
-
-
-def _most_saving(
-    search: Search,
-    ladder: Sequence[ActivationChoice],
-    strategy: Strategy | None,
-    offload: str = "none",
-    device: str = "cpu",
-) -> tuple[ActivationChoice, tuple[StrategyChoice, ...]]:
-    """(the last activation choice of the ladder for which there are strategy choices, these choices); (the last one, ()) if there are
-    none.
-    """
-    for activations in reversed(ladder):
-        if found := _choices(search, strategy, activations, offload, device):
-            return activations, found
-    return ladder[-1], ()
-
-
-def _choices(
-    search: Search,
-    strategy: Strategy | None,
-    activations: ActivationChoice,
-    offload: str = "none",
-    device: str = "cpu",
-) -> tuple[StrategyChoice, ...]:
-    return tuple(
-        c
-        for c in search.choices
-        if strategy in (None, c.strategy)
-        and (c.activations, c.offload, c.offload_device) == (activations, offload, device)
-    )
-
-
-def _evaluate(search: Search, question: _Question) -> Candidate:
+def _evaluate(search: Search, question: Question) -> Candidate:
     """The simplest choice of a question that fits; if none does, the one that needs least.
 
     Choices whose lower bound is too large are evaluated only if this is so for all of them, and then only the one with the least.
@@ -268,7 +138,7 @@ def _evaluate(search: Search, question: _Question) -> Candidate:
     return min(tried, key=lambda c: (c.host_fits is False, c.known_bytes))
 
 
-def _answer(candidate: Candidate, question: _Question | None = None) -> dict[str, Any]:
+def _answer(candidate: Candidate, question: Question | None = None) -> dict[str, Any]:
     """The fields of a node that asks whether a candidate fits. The candidate is named if the question is about several strategies, or if
     it is not the simplest choice.
     """
