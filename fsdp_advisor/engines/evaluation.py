@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from fsdp_advisor.engines.model_outputs import logits_per_batch
+from fsdp_advisor.engines.model_outputs import logits_per_batch, output_bytes
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import value_at
+from fsdp_advisor.policies.dtypes import FP32_BYTES
 from fsdp_advisor.program.storages import round_up
 
 
@@ -57,8 +58,8 @@ def logits_bytes(profile: Profile, plan: Plan, batches: int) -> int:
     """
     assert plan.evaluation is not None
     is_converted = plan.mixed and plan.backend not in ("fsdp2", "deepspeed")
-    element = 4 if is_converted else plan.compute_bytes
-    logits = logits_per_batch(profile, element)
+    computed = plan.compute_bytes if plan.mixed else output_bytes(profile, plan)
+    logits = logits_per_batch(profile, FP32_BYTES if is_converted else computed)
     return round_up(value_at(logits, plan.evaluation.batch_size * batches, plan.seq_len))
 
 

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import lru_cache
 
+from fsdp_advisor.engines.model_outputs import searches_by_default
 from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
@@ -51,7 +52,7 @@ def gradient_warnings(profile: Profile, tape: Tape, plan: Plan) -> tuple[str, ..
             f"{what}: DDP fails in the second step unless they are frozen (--freeze); it cannot search for them with reentrant"
             f" checkpoints; {buckets}",
         )
-    if plan.facts.finds_unused_parameters and plan.activation_checkpointing == "none":  # the Trainer searches by itself
+    if searches_by_default(plan, adapted=bool(profile.adapter_parameters)):
         return (f"{what}: {buckets}",)
     return (
         f"{what}: DDP fails in the second step unless it searches for them (find_unused_parameters, as exported files set it) or they are"

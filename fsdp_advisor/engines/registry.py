@@ -36,9 +36,9 @@ PAGED = (
 )
 
 
-def step_of_engine(profile: Profile, plan: Plan, idle_stacks: frozenset[int] = frozenset()) -> EngineStep:
-    """The hooks of the plan's backend, and of a reference model that is a copy. `idle_stacks`: stacks whose layers do not run."""
-    hooks = _step_of_backend(profile, plan, idle_stacks)
+def step_of_engine(profile: Profile, plan: Plan, tape: Tape | None = None) -> EngineStep:
+    """The hooks of the plan's backend, and of a reference model that is a copy. `tape`: of the step; None if only states are read."""
+    hooks = _step_of_backend(profile, plan, tape)
     hooks.reference = _reference_of(profile, plan)
     return hooks
 
@@ -52,16 +52,17 @@ def _reference_of(profile: Profile, plan: Plan) -> ReferenceStep | None:
     return ReferenceStep(_step_of_backend(frozen(profile), copied), copied)
 
 
-def _step_of_backend(profile: Profile, plan: Plan, idle_stacks: frozenset[int] = frozenset()) -> EngineStep:
+def _step_of_backend(profile: Profile, plan: Plan, tape: Tape | None = None) -> EngineStep:
     match plan.backend:
         case "ddp":
-            return DdpStep(with_cast_biases(profile) if plan.mixed else profile, plan)
+            return DdpStep(with_cast_biases(profile) if plan.mixed else profile, plan, tape)
         case "fsdp1":
             return Fsdp1Step(profile, plan)
         case "fsdp2":
             return Fsdp2Step(profile, plan)
         case "deepspeed":
-            return DeepspeedStep(profile, plan, idle_stacks=idle_stacks)
+            ran = range(len(profile.stacks)) if tape is None else {segment.stack for segment in tape.segments}
+            return DeepspeedStep(profile, plan, idle_stacks=frozenset(range(len(profile.stacks))).difference(ran))
         case _:
             assert_never(plan.backend)
 
@@ -73,8 +74,7 @@ def step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
 
 @lru_cache(maxsize=64)
 def _step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
-    idle_stacks = frozenset(range(len(profile.stacks))) - {segment.stack for segment in tape.segments}
-    hooks = step_of_engine(profile, plan, idle_stacks)
+    hooks = step_of_engine(profile, plan, tape)
     once = frozenset(ROLLOUT_PHASES if plan.generates_once else ())
     return build_program(
         profile, tape, hooks, plan.gradient_accumulation_steps, only_first=once, trains=not plan.evaluates

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
+from fsdp_advisor.engines.model_outputs import searches_by_default
 from fsdp_advisor.export import accelerate, deepspeed
 from fsdp_advisor.export.adapters import packages as adapting_packages
 from fsdp_advisor.export.adapters import template_values
@@ -108,8 +109,9 @@ def arguments(job: Job) -> dict[str, Any]:
         if plan.gradient_accumulation_steps > 1 and not plan.defers_reduction:
             arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
         return arguments
-    if job.searches_unused and plan.checkpointing != "none":  # without checkpointing the Trainer sets it by itself
-        arguments["ddp_find_unused_parameters"] = True
+    by_default = searches_by_default(plan, adapted=bool(job.adaptation.peft))
+    if plan.backend == "ddp" and plan.world_size > 1 and job.searches_unused != by_default:
+        arguments["ddp_find_unused_parameters"] = job.searches_unused
     if plan.backend == "deepspeed":
         arguments["deepspeed"] = deepspeed.through_trainer(job)
     return arguments

@@ -32,8 +32,8 @@ class FrameworkFacts:
     - `converts_outputs`: the model returns fp32 outputs under mixed precision. Source: the same, convert_outputs_to_fp32.
     - `fills_deepspeed_buckets`: "auto" bucket sizes are filled in from the hidden size. Source:
       transformers/integrations/deepspeed.py, trainer_config_finalize; accelerate/utils/deepspeed.py.
-    - `finds_unused_parameters`: DDP searches for unused parameters unless the model checkpoints. Source:
-      transformers/trainer.py, _build_accelerator_args.
+    - `finds_unused_parameters`: DDP searches for unused parameters unless the model checkpoints; `finds_unused_with_adapters`: it always
+      does if the model is PEFT's. Source: transformers/trainer.py, _build_accelerator_args.
     - `clips_gradients`: gradients are clipped by default. Source: transformers/training_args.py, max_grad_norm = 1.
     - `fsdp1_shards_fully`: FSDP1 always runs with FULL_SHARD. Source: transformers/training_args.py (5.23), fsdp_config.
     - `uses_trainer`: transformers' Trainer runs the loop.
@@ -89,6 +89,7 @@ class FrameworkFacts:
     converts_outputs: bool = False
     fills_deepspeed_buckets: bool = False
     finds_unused_parameters: bool = False
+    finds_unused_with_adapters: bool = False
     clips_gradients: bool = False
     fsdp1_shards_fully: bool = False
     uses_trainer: bool = False
@@ -131,6 +132,7 @@ _TRAINER = replace(  # uses accelerate to prepare the model
     _ACCELERATE,
     uses_trainer=True,
     finds_unused_parameters=True,
+    finds_unused_with_adapters=True,
     clips_gradients=True,
     fsdp1_shards_fully=True,
     other_losses=("liger",),
@@ -159,6 +161,7 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
         _TRAINER,
         splits_root_unit=False,
         finds_unused_parameters=False,
+        finds_unused_with_adapters=False,
         keeps_quantized_dtypes=True,
         keeps_adapter_dtypes=True,
         trains_half=True,
@@ -168,6 +171,7 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
     ),
     "llamafactory": replace(
         _TRAINER,
+        finds_unused_with_adapters=False,
         tasks=("sft", "dpo", "kto"),
         task_loss="full",
         precomputes_reference=False,

@@ -337,7 +337,7 @@ def transformers_trainer(
             gradient_accumulation_steps=plan.gradient_accumulation_steps,
             gradient_checkpointing=by_model,
             gradient_checkpointing_kwargs={"use_reentrant": plan.checkpointing == "reentrant"} if by_model else None,
-            ddp_find_unused_parameters=None if plan.facts.finds_unused_parameters else False,
+            ddp_find_unused_parameters=_searches_unused(model, plan),
             fsdp=bool(fsdp),
             fsdp_config=fsdp or None,
             parallelism_config=parallel,
@@ -349,6 +349,13 @@ def transformers_trainer(
         trainer.state.max_steps = MAX_STEPS
         prepared, _ = trainer._prepare_for_training(MAX_STEPS, None, None)
     return TransformersTrainer(trainer, prepared, batch, plan.gradient_accumulation_steps)
+
+
+def _searches_unused(model: nn.Module, plan: Plan) -> bool | None:
+    """The Trainer's `ddp_find_unused_parameters`; None if the framework leaves it open. DDP fails with it and reentrant checkpoints."""
+    facts = plan.facts
+    open = facts.finds_unused_with_adapters if hasattr(model, "peft_config") else facts.finds_unused_parameters
+    return None if open and plan.checkpointing != "reentrant" else False
 
 
 class _OneBatch(torch.utils.data.Dataset[Any]):

@@ -164,6 +164,22 @@ def test_fsdp2_with_frozen_parameters_has_the_checkpoints_of_the_estimate(change
     assert (found["activation_checkpointing"], found["fsdp_config"]["activation_checkpointing"]) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("checkpointing", "searches", "peft", "written_as"),
+    [
+        ("none", True, {}, None), ("full", False, {}, None), ("full", True, {}, True),
+        ("full", True, {"peft_type": "LORA"}, None), ("reentrant", False, {"peft_type": "LORA"}, False),
+    ],
+)  # fmt: skip
+def test_ddp_searches_for_unused_parameters_as_estimated(
+    checkpointing: str, searches: bool, peft: dict[str, Any], written_as: bool | None
+) -> None:
+    """The Trainer decides by itself whether DDP searches, and always lets it search around a model of PEFT."""
+    of = plan("ddp", "ddp", gpus=2, activation_checkpointing=checkpointing, framework="trainer")
+    found = written(job(of, searches_unused=searches, adaptation=Adaptation(peft=peft)))
+    assert found.get("ddp_find_unused_parameters") is written_as
+
+
 def test_the_trainer_takes_neither_compiled_layers_nor_a_memory_budget() -> None:
     for changes, words in (({"compile": "layer"}, "layers"), ({"compile": "model", "memory_budget": 0.5}, "budget")):
         assert words in (TARGETS["trainer"].limit(job(plan("ddp", "ddp", **changes))) or "")

@@ -8,6 +8,7 @@ at its end how many were equal, or were refused when they were recorded or simul
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import tempfile
 import time
@@ -52,7 +53,7 @@ WITHOUT_SDPA = ("gemma2", "gpt_oss")
 ALWAYS: Mapping[str, Sequence[str]] = {
     "gpus": ("1", "2", "2", "4", "8", "8"),
     "strategy": ("ddp", "zero2", "zero3", "hsdp"),
-    "framework": ("torch", "torch", "accelerate", "trainer", "trl", "trl", "torchtitan"),
+    "framework": ("torch", "torch", "accelerate", "trainer", "trl", "trl", "torchtitan", "axolotl", "llamafactory"),
     "precision": ("bf16-mixed", "bf16-mixed", "bf16", "fp32", "fp16-mixed"),
     "micro_batch_size": ("1", "2", "3"),
     "seq_len": ("64", "128", "200"),
@@ -62,7 +63,8 @@ ALWAYS: Mapping[str, Sequence[str]] = {
 SOMETIMES: Mapping[str, Sequence[str]] = {
     "activation_checkpointing": ("full", "full", "selective", "every-2"),
     "optim": (
-        "sgd", "adafactor", "lion_32bit", "muon", "adamw_8bit", "adamw_torch_4bit", "schedule_free_adamw", "apollo_adamw",
+        "sgd", "adafactor", "lion_32bit", "muon", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", "apollo_adamw", "adamw_torch",
+        "rmsprop", "adam_mini", "galore_adamw", "ademamix",
     ),
     "loss": ("full", "chunked", "liger", "cce"),
     "use_liger_kernel": ("true",),
@@ -91,8 +93,40 @@ ADAPTERS: Mapping[str, Sequence[str]] = {
     "lora_modules_to_save": ("lm_head",),
     "lora_dropout": ("0.1",),
     "use_dora": ("true",),
+    "use_rslora": ("true",),
+    "dtype": ("float32", "bfloat16"),
 }
 """Options of which a job with adapters has up to three."""
+QUANTIZED: Sequence[Case] = (
+    {"load_in_8bit": "true"},
+    *(
+        {"load_in_4bit": "true", "bnb_4bit_quant_storage": storage, "use_bnb_nested_quant": nested}
+        for storage in ("uint8", "bfloat16", "float32")
+        for nested in ("true", "false")
+    ),
+)
+"""Options of a quantized base."""
+METHODS: Sequence[Mapping[str, object]] = (
+    {"peft_type": "IA3", "target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    {"peft_type": "LOHA", "r": 4, "target_modules": ["q_proj", "v_proj"]},
+    {"peft_type": "LOKR", "r": 4, "target_modules": ["q_proj", "v_proj"]},
+    {"peft_type": "VERA", "r": 16, "target_modules": ["q_proj"]},
+    {"peft_type": "OFT", "oft_block_size": 16, "target_modules": ["q_proj"]},
+    {"peft_type": "BOFT", "boft_block_size": 4, "target_modules": ["q_proj"]},
+    {"peft_type": "LN_TUNING", "target_modules": ["input_layernorm"]},
+    {"peft_type": "FOURIERFT", "n_frequency": 50, "target_modules": ["q_proj"]},
+    {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 8, "task_type": "CAUSAL_LM"},
+    {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 8, "task_type": "CAUSAL_LM"},
+    {
+        "peft_type": "LORA",
+        "r": 4,
+        "target_modules": "all-linear",
+        "layers_to_transform": [0, 1],
+        "layers_pattern": "layers",
+    },
+    {"peft_type": "ADALORA", "init_r": 6, "target_r": 4, "total_step": 100, "target_modules": ["q_proj", "v_proj"]},
+)
+"""Configurations of PEFT's other methods."""
 
 
 def draw(source: random.Random) -> Case:
@@ -105,8 +139,20 @@ def draw(source: random.Random) -> Case:
     case = {"model": source.choice(list(CONFIGS)), **{name: source.choice(values) for name, values in ALWAYS.items()}}
     if case["model"] in WITHOUT_SDPA:
         case["attention"] = "eager"
-    adapted = {"use_peft": "true", **some(ADAPTERS, 3)} if source.random() < 0.3 else {}
-    return {**case, **some(SOMETIMES, 4), **adapted}
+    return {**case, **some(SOMETIMES, 4), **_change(source, some(ADAPTERS, 3))}
+
+
+def _change(source: random.Random, options: Case) -> Case:
+    """The adapters of a job, with these options for LoRA, and its quantized base."""
+    match source.choice(("none", "none", "lora", "quantized", "method")):
+        case "lora":
+            return {"use_peft": "true", **options}
+        case "quantized":
+            return {"use_peft": "true", **options, **source.choice(QUANTIZED)}
+        case "method":
+            return {"peft_config": json.dumps(source.choice(METHODS), separators=(",", ":"))}
+        case _:
+            return {}
 
 
 def case_of(name: str) -> Case:

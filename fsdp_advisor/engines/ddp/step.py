@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from fsdp_advisor.engines.model_outputs import encoded_per_batch, logits_per_batch, searches_unused
+from fsdp_advisor.engines.model_outputs import encoded_per_batch, logits_on, searches_unused
 from fsdp_advisor.engines.optimizer_work import (
     gpu_step,
     gradient_norms,
@@ -129,8 +129,8 @@ def ddp_states(profile: Profile, plan: Plan) -> States:
 class DdpStep(StepHooks):
     """DDP's hooks. Gradients are all-reduced in the last micro-batch only (`no_sync`)."""
 
-    def __init__(self, profile: Profile, plan: Plan) -> None:
-        self._profile, self._plan = profile, plan
+    def __init__(self, profile: Profile, plan: Plan, tape: Tape | None = None) -> None:
+        self._profile, self._plan, self._tape = profile, plan, tape
         self.marked_units = marked_units(profile, plan) | ({OUTPUTS.mark} if searches_unused(profile, plan) else set())
         self._optimizer = optimizer_of(plan)
         in_backward = self._optimizer.backward_update is not None
@@ -162,19 +162,16 @@ class DdpStep(StepHooks):
         """Allocate the copies of the outputs that accelerate (logits in fp32) and DDP (clones, if it searches for unused
         parameters) return.
 
-        The encoder's output is in fp32 already. It is counted because under autocast nothing else keeps it alive.
+        Under autocast the encoder's output is in fp32 already. It is counted because nothing else keeps it alive.
         """
-        if self._plan.loss_code != "full" or self._plan.task in (
-            "dpo",
-            "kto",
-        ):  # no logits, or their copies are on the tape
-            return
+        has_copies = self._plan.loss_code == "full" and self._plan.task not in ("dpo", "kto")  # others are on the tape
         converts = self._plan.facts.converts_outputs and self._plan.mixed
         clones = searches_unused(self._profile, self._plan)
-        element = 4 if self._plan.precision == "fp32" or converts else 2
-        logits = logits_per_batch(self._profile, element)
-        encoded = encoded_per_batch(self._profile, element)
-        if unit == AT_ROOT and (converts or clones):
+        if self._tape is None or not has_copies or not (converts or clones):
+            return
+        logits = logits_on(self._tape, self._profile, converted=converts)
+        encoded = encoded_per_batch(self._profile, self._plan)
+        if unit == AT_ROOT:
             self._outputs = [step.alloc(Account.LOSS, per_batch=logits)]
             self._outputs += [step.alloc(Account.LOSS, per_batch=encoded)] if clones else []
         elif unit == OUTPUTS:
