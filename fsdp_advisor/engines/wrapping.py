@@ -118,14 +118,14 @@ def effective_wrap(profile: Profile, plan: Plan) -> str:
     """The plan's policy; `layer` or `none` if it has the same units, and for backends without units.
 
     With FSDP1 the Trainer uses PEFT's policy if the model has adapters. Source: transformers/distributed/fsdp.py (5.23),
-    update_fsdp_plugin_peft. FSDP2 under accelerate does not use it: fsdp2_prepare_auto_wrap_policy. axolotl makes the same units with
-    FSDP2.
+    update_fsdp_plugin_peft. FSDP2 under accelerate does not use it: fsdp2_prepare_auto_wrap_policy. axolotl makes units of LoRA's matrices.
     """
     if plan.backend not in ("fsdp1", "fsdp2"):
         return "layer"
-    wraps_adapters = plan.facts.wraps_adapters if plan.backend == "fsdp2" else plan.facts.uses_trainer
-    if wraps_adapters and profile.adapter_parameters:
+    if plan.backend == "fsdp1" and plan.facts.uses_trainer and profile.adapter_parameters:
         return "peft"
+    if plan.backend == "fsdp2" and plan.facts.wraps_adapters and units_of(profile, "lora").modules:
+        return "lora"
     if plan.wrap in ("layer", "none"):
         return plan.wrap
     units = units_of(profile, plan.wrap)

@@ -51,7 +51,7 @@ class FrameworkFacts:
     - `trains_half`: under bf16-mixed the trained parameters are loaded and kept in bf16, even without adapters. Source: axolotl 0.19.0,
       utils/config/__init__.py, `resolve_dtype`; monkeypatch/accelerate/fsdp2.py, `fsdp2_prepare_model`, which makes no fp32 masters. For
       FSDP1 accelerate makes fp32 masters, and DeepSpeed makes its own.
-    - `wraps_adapters`: each module of an adapter is an FSDP2 unit. Source: the same, `_process_lora_module_for_fsdp`.
+    - `wraps_adapters`: each matrix of LoRA is an FSDP2 unit. Source: the same, `_process_lora_module_for_fsdp`.
     - `shards_integers`: FSDP2 also shards packed weights of an integer dtype. Source: axolotl 0.19.0, monkeypatch/fsdp2_qlora.py and
       monkeypatch/accelerate/fsdp2_quantized.py, `nonfloat_param_guard`.
     - `loads_fp32`: a model given by name is loaded in fp32. transformers' default is the dtype of its checkpoint. Source:

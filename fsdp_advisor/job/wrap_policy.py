@@ -20,11 +20,12 @@ class WrapPolicy:
 
     `layer`: a unit per layer. `none`: one unit. `size`: `size_based_auto_wrap_policy` with `min_num_params=number`. `class`: a unit
     per layer of one of `classes` (`transformer_auto_wrap_policy`). `every`: a unit per `number` consecutive layers. `peft`: a unit per
-    layer and per module without children whose weight is trained (PEFT's `fsdp_auto_wrap_policy`). The Trainer sets it; users cannot
-    choose it. The root is always a unit too.
+    layer and per module without children whose weight is trained (PEFT's `fsdp_auto_wrap_policy`), which the Trainer sets. `lora`: a unit
+    per layer, per matrix and magnitude of LoRA, and per embedding that has LoRA, which axolotl makes. Users cannot choose these two. The
+    root is always a unit too.
     """
 
-    kind: Literal["layer", "none", "size", "class", "every", "peft"]
+    kind: Literal["layer", "none", "size", "class", "every", "peft", "lora"]
     number: int = 0
     classes: tuple[str, ...] = ()
 
@@ -43,7 +44,7 @@ def wrap_policy(text: str) -> WrapPolicy | None:
     """
     kind, colon, value = text.replace(" ", "").partition(":")
     match kind.lower():
-        case "layer" | "none" | "peft" as named if not colon:
+        case "layer" | "none" | "peft" | "lora" as named if not colon:
             return WrapPolicy(named)
         case "size" | "every" if (count := parse_count(value)) is not None and 1 <= count <= MAX_NUMBER:
             return WrapPolicy("size" if kind.lower() == "size" else "every", number=count)
@@ -56,4 +57,4 @@ def wrap_policy(text: str) -> WrapPolicy | None:
 def read_wrap(text: str) -> str | None:
     """The canonical spelling of a policy's text; None if it is not a policy that users can choose."""
     policy = wrap_policy(text)
-    return None if policy is None or policy.kind == "peft" else str(policy)
+    return None if policy is None or policy.kind in ("peft", "lora") else str(policy)

@@ -7,6 +7,7 @@ parameters that no other unit has. Source: torch.distributed.fsdp.wrap (torch 2.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -185,6 +186,21 @@ def _chosen(profile: Profile, policy: WrapPolicy, by_id: Mapping[UnitId, Unit]) 
         case "peft":
             within = {unit_id: _trained_modules(unit.parameters) for unit_id, unit in by_id.items()}
             return frozenset(by_id), _trained_modules(profile.root.parameters), within
+        case "lora":
+            within = {unit_id: _lora_modules(unit.parameters) for unit_id, unit in by_id.items()}
+            return frozenset(by_id), _lora_modules(profile.root.parameters), within
+
+
+_LORA_MODULE = re.compile(r"(.+\.lora_(?:A|B|magnitude_vector)\.\w+)\.\w+|(.+)\.lora_embedding_[AB]\.\w+", re.ASCII)
+
+
+def _lora_modules(parameters: Iterable[Parameter]) -> tuple[str, ...]:
+    """The modules of LoRA's matrices and magnitudes, and embeddings with LoRA, whose matrices have no module.
+
+    Source: axolotl 0.19.0, monkeypatch/accelerate/fsdp2.py, `_process_lora_module_for_fsdp`.
+    """
+    found = (_LORA_MODULE.fullmatch(p.name) for p in parameters if p.role == "adapter" and p.module_runs)
+    return tuple(dict.fromkeys(match[1] or match[2] for match in found if match))
 
 
 def _trained_modules(parameters: Iterable[Parameter]) -> tuple[str, ...]:

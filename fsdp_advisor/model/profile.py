@@ -33,7 +33,8 @@ class Parameter:
     `dtype`: the dtype in which it is stored; None: the dtype of the plan's precision. `matrix`: the shape of the weight that a tensor
     of packed values contains; None for other tensors. `in_other_layers`: whether the tensor is also in modules outside the unit, such as
     later layers. It counts in the first layer that has it. `idle`: whether it is to be trained, but gets no gradient in the step; then
-    `trainable` is False.
+    `trainable` is False. `module_runs`: whether its own module runs; else the code of another module reads it, as PEFT's wrapper of a
+    parameter (`ParamWrapper`) reads the matrices of its adapter.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Parameter:
     matrix: tuple[int, ...] | None = None
     in_other_layers: bool = False
     idle: bool = False
+    module_runs: bool = True
     elements: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -246,6 +246,8 @@ def _unit_row(unit: Unit) -> list[Any]:
 
 def _parameter_row(p: Parameter) -> list[Any]:
     row = [p.name, p.shape, p.trainable, p.tied, p.role, p.dtype]
+    if not p.module_runs:
+        return [*row, p.matrix, p.in_other_layers, False]
     if p.in_other_layers:
         return [*row, p.matrix, True]
     return [*row, p.matrix] if p.matrix else row
@@ -283,7 +285,10 @@ def _unit(row: list[Any]) -> Unit:
 def _parameter(row: list[Any]) -> Parameter:
     name, shape, trainable, tied, role, dtype, *more = row
     matrix = tuple(more[0]) if more and more[0] else None
-    return Parameter(name, tuple(shape), trainable, tuple(tied), role, dtype, matrix, in_other_layers=len(more) > 1)
+    in_other_layers, module_runs = len(more) > 1 and more[1], len(more) < 3
+    return Parameter(
+        name, tuple(shape), trainable, tuple(tied), role, dtype, matrix, in_other_layers, module_runs=module_runs
+    )
 
 
 def _buffer(row: list[Any]) -> Buffer:

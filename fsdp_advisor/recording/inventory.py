@@ -104,6 +104,9 @@ class _Parameters:
     def __init__(self, model: nn.Module, source: Source) -> None:
         self._roles: dict[int, ParameterRole] = parameter_roles(model, source.root_modules(model), source.is_added)
         self._usual_dtype = source.inventory_dtype
+        wrappers = [name for name, module in model.named_modules() if type(module).__name__ == "ParamWrapper"]
+        of_wrappers = tuple(f"{name}.lora_{matrix}." for name in wrappers for matrix in "AB")
+        self._read = {id(p) for name, p in model.named_parameters() if name.startswith(of_wrappers)}
         self._names: dict[int, list[str]] = {}  # several for a tied parameter
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
@@ -141,6 +144,7 @@ class _Parameters:
             None if usual else _dtype_name(parameter),
             packed_shape(parameter),
             in_other_layers=in_other_layers,
+            module_runs=id(parameter) not in self._read,
         )
 
 

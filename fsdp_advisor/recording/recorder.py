@@ -224,7 +224,7 @@ class Recorder:
     def _configured(self, source: Source, key: TapeKey) -> nn.Module:
         """The model with the key's attention, checkpointing, offload, dtypes and kernels."""
         model = self._model(torch.bfloat16 if key.weights_in_half else torch.float32)
-        by_plugin = key.wrap != "peft" and key.activation_offload == "none"
+        by_plugin = key.wrap not in ("peft", "lora") and key.activation_offload == "none"
         by_accelerate = key.checkpointing == "full" and key.autocasts_fsdp1 and by_plugin
         source.configure(
             model,

@@ -30,7 +30,7 @@ class UnitHooks:
         self._ends_stack = ends_stack
         self._cast = torch.bfloat16 if key.mixed else None
         self._of_fsdp2 = key.engine == "fsdp2" and hooked.is_unit
-        of_adapter = self._of_fsdp2 and key.mixed and key.wrap == "peft" and hooked.number is not None
+        of_adapter = self._of_fsdp2 and key.mixed and key.wrap == "lora" and hooked.number is not None
         self._shards = AdapterShards(hooked.module) if of_adapter else None
         before, after = self._before_forward, self._after_forward
         if key.compiles_whole:  # a hook breaks the graph, as FSDP2's hooks do

@@ -43,6 +43,21 @@ def modules_by_peft(source: Source, model: nn.Module) -> list[nn.Module]:
     return [*layers, *(m for m, weight in weights.items() if weight is not None and weight.requires_grad)]
 
 
+def modules_of_lora(source: Source, model: nn.Module) -> list[nn.Module]:
+    """The modules that axolotl makes units: layers, LoRA's matrices and magnitudes, and embeddings with LoRA.
+
+    Source: axolotl 0.19.0, monkeypatch/accelerate/fsdp2.py, `_process_lora_module_for_fsdp`.
+    """
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+
+    found = [layer for stack in source.stacks(model) for layer in stack.layers]
+    for module in model.modules():
+        if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper):
+            found += [*module.lora_A.values(), *module.lora_B.values(), *module.lora_magnitude_vector.values()]
+            found += [module] if module.lora_embedding_A else []
+    return found
+
+
 def units_to_record(source: Source, profile: Profile, key: TapeKey) -> Units | None:
     """The units of the key's wrap policy; None for a unit per layer.
 
@@ -53,17 +68,24 @@ def units_to_record(source: Source, profile: Profile, key: TapeKey) -> Units | N
     if policy is None:
         return None
     units = units_of(profile, key.wrap)
-    if key.checkpointing != "none" and units.modules and not (policy.kind == "peft" and key.checkpointing == "full"):
-        by_peft = policy.kind == "peft"
-        units_within = "the Trainer makes FSDP units of the adapters" if by_peft else f"--wrap {key.wrap} makes units"
+    of_adapters = policy.kind in ("peft", "lora")
+    if key.checkpointing != "none" and units.modules and not (of_adapters and key.checkpointing == "full"):
+        by = "the Trainer" if policy.kind == "peft" else "axolotl"
+        units_within = f"{by} makes FSDP units of the adapters" if of_adapters else f"--wrap {key.wrap} makes units"
         raise NotRecordable(
             f"{units_within} within checkpointed layers, whose recomputation is not modelled",
-            hint=f"use {'' if by_peft else '--wrap layer or '}--activation-checkpointing none",
+            hint=f"use {'' if of_adapters else '--wrap layer or '}--activation-checkpointing none",
         )
-    if policy.kind in ("size", "peft"):
+    if policy.kind == "size" or of_adapters:
         model = source.build(torch.float32)
         names = {module: name for name, module in model.named_modules()}
-        selected = modules_by_size(model, policy.number) if policy.kind == "size" else modules_by_peft(source, model)
+        match policy.kind:
+            case "size":
+                selected = modules_by_size(model, policy.number)
+            case "lora":
+                selected = modules_of_lora(source, model)
+            case _:
+                selected = modules_by_peft(source, model)
         if {names[module] for module in selected} != _names(source, profile, model, units):
             raise NotRecordable(
                 f"{source.name}: --wrap {key.wrap} selects other modules than the names of its parameters show",

@@ -183,7 +183,7 @@ def _fsdp2_units(model: nn.Module, layers: list[nn.Module], plan: Plan) -> list[
             ]
         case "size":
             return modules_by_size(model, policy.number)
-        case "peft":
+        case "peft" | "lora":
             raise AssertionError("no option of a request")
 
 
@@ -235,8 +235,8 @@ def _fsdp1_policy(layers: list[nn.Module], plan: Plan) -> Any:
             return functools.partial(size_based_auto_wrap_policy, min_num_params=policy.number)
         case "every":
             raise MeasurementError("FSDP1 cannot wrap groups of layers", hint="--backend fsdp2")
-        case "peft":
-            raise AssertionError("the Trainer sets it itself")
+        case "peft" | "lora":
+            raise AssertionError("no option of a request")
 
 
 def _is_unit(units: set[int], module: nn.Module) -> bool:

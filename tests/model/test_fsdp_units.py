@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.wrap_policy import wrap_policy
 from fsdp_advisor.model.catalog import entries, profile
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, units_of
-from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.model.store import dump, load
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
 ATTENTION, MLP, EMBEDDING = 4 * 4096 * 4096, 3 * 4096 * 11008, 32000 * 4096
@@ -65,6 +67,28 @@ def test_every_parameter_of_every_model_is_in_one_unit() -> None:
             units = units_of(found, wrap)
             total = sum(p.elements * units.counts[unit] for unit, members in units.members.items() for p in members)
             assert total == found.parameters, (entry.id, wrap)
+
+
+def test_axolotl_makes_units_of_the_matrices_of_lora_whose_modules_run() -> None:
+    """PEFT's wrapper of a parameter, such as a router's weight, reads its matrices itself. Copies of modules stay in the layer."""
+    llama = profile_of(LLAMA)
+    layer = Unit(
+        "LlamaDecoderLayer",
+        (
+            Parameter("q_proj.base_layer.weight", (8, 8), trainable=False),
+            Parameter("q_proj.lora_A.default.weight", (2, 8), role="adapter"),
+            Parameter("q_proj.lora_magnitude_vector.default.weight", (8,), role="adapter"),
+            Parameter("gate.lora_A.default.weight", (2, 8), role="adapter", module_runs=False),
+            Parameter("norm.modules_to_save.default.weight", (8,), role="adapter"),
+            Parameter("tokens.lora_embedding_A.default", (2, 8), role="adapter"),
+            Parameter("tokens.lora_embedding_B.default", (8, 2), role="adapter"),
+        ),
+    )
+    (stack,) = llama.stacks
+    adapted = replace(llama, stacks=(replace(stack, units=(layer,) * len(stack.units)),))
+    expected = ("q_proj.lora_A.default", "q_proj.lora_magnitude_vector.default", "tokens")
+    assert set(units_of(adapted, "lora").within.values()) == {expected}
+    assert load(dump(adapted)).stacks == adapted.stacks
 
 
 def test_shared_parameters_in_different_units_are_refused() -> None:

@@ -32,7 +32,7 @@ def test_kept_peaks_are_of_many_models_and_frameworks_and_agree() -> None:
     cases = [case_of(name) for name in KEPT]
     assert len(cases) >= 100
     assert len({case["model"] for case in cases}) >= 15
-    assert {"torch", "accelerate", "trainer", "trl", "torchtitan"} == {case["framework"] for case in cases}
+    assert {"torch", "accelerate", "trainer", "trl", "torchtitan"} <= {case["framework"] for case in cases}
     assert sum("use_peft" in case for case in cases) >= 10
     assert all(line.agrees(case_of(name)["framework"]) for name, line in KEPT.items())
 
