@@ -14,7 +14,8 @@ from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.job.choices import Offload, Strategy
-from fsdp_advisor.job.compatibility import OFFLOADS, label
+from fsdp_advisor.job.compatibility import OFFLOADS, label, row_refusal
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.json_fields import json_fields
 from fsdp_advisor.units import format_gib
 
@@ -75,7 +76,7 @@ def rules_of_thumb(search: Search, winner: Candidate | None, feasible: Sequence[
     """
     parameters = search.evaluator.model.parameters
     ddp = _plain(search, "ddp", "none")
-    ddp_runs = ddp is not None and _runs(ddp) is True
+    ddp_runs = row_refusal(ddp) is None and _runs(_candidate(search, ddp)) is True
     return tuple(
         _checked(search, source, rule(parameters, ddp_runs), winner, feasible) for source, rule in RULES.items()
     )
@@ -92,18 +93,20 @@ def _checked(
     if given is None:
         because = "it has no row for models between 30B and 70B"
         return RuleOfThumb(source=source, strategy=None, offload=None, would_run=None, because=because)
-    candidate = _plain(search, *given)
+    plan = _plain(search, *given)
+    refused = row_refusal(plan)
+    candidate = None if refused is not None else _candidate(search, plan)
     return RuleOfThumb(
         source=source,
         strategy=given[0],
         offload=given[1],
-        would_run=None if candidate is None else _runs(candidate),
-        because="its memory is unknown" if candidate is None else _because(search, candidate, winner, feasible),
+        would_run=False if refused is not None else _runs(candidate),
+        because=refused.message if refused is not None else _because(search, candidate, winner, feasible),
     )
 
 
-def _plain(search: Search, strategy: Strategy, offload: Offload) -> Candidate | None:
-    """The estimate of a bare strategy, as a rule of thumb names it; None if its memory is unknown.
+def _plain(search: Search, strategy: Strategy, offload: Offload) -> Plan:
+    """The plan of a bare strategy, as a rule of thumb names it.
 
     That is the `auto` backend, the smallest micro-batch, and no checkpointing unless the request requires it.
     """
@@ -113,19 +116,28 @@ def _plain(search: Search, strategy: Strategy, offload: Offload) -> Candidate | 
         offload=offload,
         activations=search.activation_choices[0],
     )
+    return search.plan(choice, search.batches.smallest)
+
+
+def _candidate(search: Search, plan: Plan) -> Candidate | None:
+    """The plan with its estimate; None if its memory is unknown."""
     try:
-        return search.candidate(choice, search.batches.smallest)
+        return search.evaluator.candidate(plan)
     except AdvisorError:
         return None
 
 
-def _runs(candidate: Candidate) -> bool | None:
+def _runs(candidate: Candidate | None) -> bool | None:
     """Whether a plan fits the whole memory of GPU and host."""
-    return candidate.estimate.fits
+    return None if candidate is None else candidate.estimate.fits
 
 
-def _because(search: Search, candidate: Candidate, winner: Candidate | None, feasible: Sequence[Candidate]) -> str:
+def _because(
+    search: Search, candidate: Candidate | None, winner: Candidate | None, feasible: Sequence[Candidate]
+) -> str:
     """The memory of a rule's choice, and how its speed compares with the winner's."""
+    if candidate is None:
+        return "its memory is unknown"
     memory = candidate.estimate.needed_bytes
     if memory is None:
         return f"its states alone take {format_gib(candidate.state_bytes)}"

@@ -20,6 +20,7 @@ from fsdp_advisor.advice.evaluator import Evaluator
 from fsdp_advisor.advice.ranking import RunnerUp, are_equal, best, choose, may_win
 from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice
 from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.job.compatibility import row_refusal
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.units import format_gib
 
@@ -165,9 +166,11 @@ class Search:
         return None if error is None else error.message
 
     def recording_error(self, choice: StrategyChoice) -> AdvisorError | None:
-        """Why a tape that the choice needs cannot be obtained; None if all can. A choice needs the tape of its smallest micro-batch
-        and, if that fits, the tape of larger ones.
+        """Why the choice is refused with its accumulation, or why a tape that it needs cannot be obtained; None if all can. A choice needs
+        the tape of its smallest micro-batch and, if that fits, the tape of larger ones.
         """
+        if (refused := row_refusal(self.plan(choice, self.batches.smallest))) is not None:
+            return refused
         for size in self.batches.sizes[:2]:
             plan = choice.plan(self.base, size)
             if (error := self.evaluator.recording_error(plan)) is not None:

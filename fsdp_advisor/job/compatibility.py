@@ -94,7 +94,7 @@ def plans(request: EstimateRequest, *, seq_len: int) -> list[Plan]:
 
 
 def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[Plan], list[tuple[str, UsageError]]]:
-    """One plan per row of the answer, and the labels of rows that are left out because their backends cannot run them (`_row_refusal`),
+    """One plan per row of the answer, and the labels of rows that are left out because their backends cannot run them (`row_refusal`),
     with the reasons. Raises UsageError if no backend supports the request.
     """
     check_request(request, seq_len)
@@ -104,7 +104,7 @@ def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[
     check_tiled_mlp(request)
     if request.strategy != "all":
         plan = _plan(request, request.strategy, request.offload, seq_len)
-        if (refused := _row_refusal(plan)) is not None:
+        if (refused := row_refusal(plan)) is not None:
             raise refused
         return [plan], []
     if request.offload == "none":
@@ -125,14 +125,14 @@ def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[
             f"backend {request.backend} has no strategy with offload {request.offload}",
             hint="offload optimizer: deepspeed; offload parameters: fsdp2, fsdp1 or deepspeed",
         )
-    refusals = {plan: _row_refusal(plan) for plan in (_plan(request, s, o, seq_len) for s, o in possible)}
+    refusals = {plan: row_refusal(plan) for plan in (_plan(request, s, o, seq_len) for s, o in possible)}
     left_out = [(label(plan.strategy, plan.offload), error) for plan, error in refusals.items() if error is not None]
     if len(left_out) == len(refusals):
         raise left_out[0][1]
     return [plan for plan, error in refusals.items() if error is None], left_out
 
 
-def _row_refusal(plan: Plan) -> UsageError | None:
+def row_refusal(plan: Plan) -> UsageError | None:
     """Why the plan's backend cannot replicate over its ranks, or run compiled code, fp8 or a tiled MLP; None if it can."""
     return _replica_refusal(plan) or compile_refusal(plan) or fp8_refusal(plan) or tiled_mlp_refusal(plan)
 

@@ -112,6 +112,6 @@ class RecommendRequest(EstimateRequest):
                 hint="leave --compile out, then run estimate with it for the plan that is recommended",
             )
         values = {name: getattr(self, name) for name in fields_of(EstimateRequest) if name != "global_batch_size"}
-        closed = {name: v for name, v in values.items() if v not in (None, "auto")}
+        closed = {name: v for name, v in values.items() if name not in self.SEARCHED or v not in (None, "auto")}
         given = self.given.intersection(closed)
         return EstimateRequest(**closed, given=given, assumed=self.assumed, configs=self.configs)

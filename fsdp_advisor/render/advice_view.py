@@ -386,7 +386,7 @@ def _launch(advice: Advice) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if r.winner is None or r.estimate is None:
         return (), ()
     job = Job.of(advice.report, r.estimate, environment=r.winner.environment)
-    able = [target for target in TARGETS.values() if target.unsupported(job) is None]
+    able = [target for target in TARGETS.values() if target.limit(job) is None]
     if job.task is not None:
         able = [target for target in able if script_limit(target, job) is None] or able
     able.sort(key=lambda target: target.behaves_as(job.plan) != job.plan.framework)  # the estimated framework first

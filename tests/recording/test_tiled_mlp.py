@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from matrix import in_turn, taken
 
-from fsdp_advisor import estimate
+from fsdp_advisor import estimate, recommend
 from fsdp_advisor.advice.search_space import search_space
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import lazy_report
@@ -146,3 +146,30 @@ def test_all_strategies_leave_out_the_rows_that_cannot_tile_and_say_why() -> Non
 def test_search_leaves_out_the_engines_that_cannot_tile() -> None:
     request = make_request({"model": "openai-community/gpt2", "gpus": 2, "tiled_mlp": "4"}, RecommendRequest)
     assert {choice.backend for choice in search_space(request, gpus=2, nnodes=1)} == {"fsdp2", "deepspeed"}
+
+
+@pytest.mark.slow
+def test_recommendation_tiles_and_names_no_strategy_or_target_that_cannot(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    job: dict[str, Any] = {"model": str(path), "gpu": "24GiB", "gpus": 2, "seq_len": 2000, "micro_batch_size": 1}
+    advice = recommend(**job, tiled_mlp="auto", activation_checkpointing="none", offload="none")
+    found = advice.recommendation
+    assert found.winner is not None
+    assert found.winner.plan.tiled_mlp == "auto" and found.winner.plan.backend in ("fsdp2", "deepspeed")
+    by_size = found.rules[0]
+    assert by_size.says == "DDP" and by_size.would_run is False
+    assert by_size.because.startswith("DDP fails with a tiled MLP")
+    assert "--tiled-mlp auto" in str(advice)
+    assert "Other targets: torchrun" not in str(advice)
+
+
+def test_search_refuses_accumulation_that_is_not_modelled() -> None:
+    job: dict[str, Any] = {
+        "model": "openai-community/gpt2",
+        "gpu": "H100-80GB",
+        "framework": "axolotl",
+        "tiled_mlp": "4",
+    }
+    with pytest.raises(UsageError, match="not modelled with gradient accumulation"):
+        recommend(**job, backend="ddp", micro_batch_size=1, global_batch_size=4)
