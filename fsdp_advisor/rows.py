@@ -202,13 +202,7 @@ def _with_step(
     profile, on_gpu, plan, gpu = step.profile, step.tape, step.plan, step.gpu
     key = selected.key
     tensors = peak_of_step(profile, on_gpu, plan)
-    evaluation: StepInput | None = None
-    unknown: tuple[NotModelled, ...] = ()
-    try:
-        evaluation = evaluation_of(model, plan, gpu)
-    except AdvisorError as error:
-        reason = f"the peak of evaluation, and whether the job fits: {error.message}"
-        unknown = (NotModelled(reason, hides_needed=True),)
+    evaluation, unknown = _evaluation(model, plan, gpu)
     evaluated = None if evaluation is None else evaluation_bytes(step, evaluation)
     base = _base_row(profile, plan, gpu, host_memory_bytes, _StepTensors(on_gpu, tensors, step.first_peak, evaluated))
     overhead, job = base.overhead, base.job_peaks
@@ -220,15 +214,17 @@ def _with_step(
     needed = overhead.middle_bytes + max(*reserved, job.bytes_outside_steps)
     available = min(gpu.memory_bytes, overhead.middle_bytes + _allowed_bytes(gpu, conf))
     fits = needed <= available and job.fails is None
+    needs_unknown = fits and unknown != ()  # what does not fit without evaluation does not fit with it
+    host_unknown = host_memory_bytes is not None and base.host_bytes_per_node is None
     time = _job_time(step, base, allocator)
     warnings = base.warnings + gradient_warnings(profile, on_gpu, plan) + batch_warnings(plan)
     if key.attention != plan.attention:
         warnings += (f"the model has no {plan.attention} attention; {key.attention} is used",)
-    row = replace(
+    return replace(
         base,
-        fits=fits,
-        needed_bytes=needed,
-        headroom_bytes=available - needed,
+        fits=None if needs_unknown or (fits and host_unknown) else fits,
+        needed_bytes=None if needs_unknown else needed,
+        headroom_bytes=None if needs_unknown else available - needed,
         peak_tensor_bytes=tensors.peak,
         peak_phase=tensors.phase,
         peak_where=tensors.where,
@@ -247,11 +243,15 @@ def _with_step(
         simulate_peak=partial(_simulated_peak_bytes, model, selected, plan, searched),
         replay_timeline=partial(timeline_of_step, profile, on_gpu, plan),
     )
-    if fits and unknown:  # what does not fit without evaluation does not fit with it
-        return replace(row, fits=None, needed_bytes=None, headroom_bytes=None)
-    if fits and host_memory_bytes is not None and row.host_bytes_per_node is None:
-        return replace(row, fits=None)
-    return row
+
+
+def _evaluation(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[StepInput | None, tuple[NotModelled, ...]]:
+    """The input of the evaluation between two steps, None if there is none or it has no tape; and the note that it has no tape."""
+    try:
+        return evaluation_of(model, plan, gpu), ()
+    except AdvisorError as error:
+        reason = f"the peak of evaluation, and whether the job fits: {error.message}"
+        return None, (NotModelled(reason, hides_needed=True),)
 
 
 def _job_time(step: StepInput, base: StrategyEstimate, allocator: AllocatorResult) -> StepTime | None:

@@ -134,42 +134,42 @@ def _tape(data: bytes, key: str) -> Tape:
     return Tape(tuple(sizes), tuple([segment(opened.header["segments"][i]) for i in opened.header["tapes"][key]]))
 
 
+class _Pool:
+    """The sizes and segments of all tapes, each once: `sizes` by their numbers, `rows` of segments, and their events in `columns`."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[Size, int] = {}
+        self.rows: list[list[Any]] = []
+        self.columns = tuple(array(code) for code in _WIDE_COLUMNS)
+        self._numbers: dict[Any, int] = {}
+
+    def _size(self, size: Size) -> int:
+        return self.sizes.setdefault(size, len(self.sizes))
+
+    def segment(self, tape: Tape, s: Segment) -> int:
+        """The number of a tape's segment. Adds the segment if it is new."""
+        events = tuple([(op, a if op else self._size(tape.sizes[a]), b) for op, a, b in s.events])  # Op.ALLOC is 0
+        work: tuple[int | None, ...] = (
+            *map(self._size, (s.matmul_flops, s.attention_flops, s.traffic_bytes)),
+            s.operators,
+        )
+        if s.recomputed or s.host_copies:
+            again = s.recomputed
+            work += (*map(self._size, again[:3]), again.operators) if again else (None,) * 4
+            work += tuple(map(self._size, s.host_copies))
+        place = (s.phase, s.stack, s.layer)
+        if (place, work, events) not in self._numbers:
+            self._numbers[place, work, events] = len(self.rows)
+            self.rows.append([*place, len(self.columns[0]), len(events), *work])
+            for part, column in enumerate(self.columns):
+                column.extend([event[part] for event in events])
+        return self._numbers[place, work, events]
+
+
 def dump(profile: Profile, *, small: bool = False) -> bytes:
     """The profile with all its tapes. `small`: LZMA, which is smaller but slower to write and read."""
-    sizes: dict[Any, int] = {}
-    pool: dict[Any, int] = {}
-    table: list[list[Any]] = []
-    columns = tuple(array(code) for code in _WIDE_COLUMNS)
-
-    def size(polynomial: Size) -> int:
-        return sizes.setdefault(polynomial, len(sizes))
-
-    tapes = {}
-    for key in sorted(profile.tapes):
-        tape = profile.tapes[key]
-        indices = []
-        for s in tape.segments:
-            events = tuple([(op, a if op else size(tape.sizes[a]), b) for op, a, b in s.events])  # Op.ALLOC is 0
-            row: tuple[Any, ...] = (
-                s.phase,
-                s.stack,
-                s.layer,
-                size(s.matmul_flops),
-                size(s.attention_flops),
-                size(s.traffic_bytes),
-                s.operators,
-            )
-            if s.recomputed or s.host_copies:
-                again = s.recomputed
-                row += (*map(size, again[:3]), again.operators) if again else (None,) * 4
-                row += tuple(map(size, s.host_copies))
-            if (row, events) not in pool:
-                pool[row, events] = len(table)
-                table.append([*row[:3], len(columns[0]), len(events), *row[3:]])
-                for part, column in enumerate(columns):
-                    column.extend([event[part] for event in events])
-            indices.append(pool[row, events])
-        tapes[key] = indices
+    pool = _Pool()
+    tapes = {key: [pool.segment(tape, s) for s in tape.segments] for key, tape in sorted(profile.tapes.items())}
     header = {
         "format": FORMAT,
         "name": profile.name,
@@ -183,11 +183,12 @@ def dump(profile: Profile, *, small: bool = False) -> bytes:
             {"path": s.path, "runs": [[r.pattern, r.repeats] for r in s.runs], **_pooled_units(s.units)}
             for s in profile.stacks
         ],
-        "sizes": list(sizes),
-        "segments": table,
+        "sizes": list(pool.sizes),
+        "segments": pool.rows,
         "tapes": tapes,
         "refusals": profile.refusals,
     }
+    columns = pool.columns
     if all(max(column, default=0) < 1 << 16 for column in columns):
         columns = tuple(array(code, column) for code, column in zip(_COLUMNS, columns, strict=True))
     else:
