@@ -9,11 +9,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload, OffloadDevice, OptimizerName, Strategy
-from fsdp_advisor.job.compatibility import OFFLOADS, check_request, combination_refusal, label, mesh_of, shared_fields
+from fsdp_advisor.job.compatibility import OFFLOADS, check_request, label, mesh_of, shared_fields
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.losses import LossCode, loss_code, loss_words
 from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.refusals import combination_refusal
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.job.tiled_mlp import tiling_backends
 

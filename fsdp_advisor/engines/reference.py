@@ -158,7 +158,7 @@ def loading_bytes(profile: Profile, plan: Plan) -> int:
     return load_methods(frozen(profile), reference_plan(plan))[0].gpu_bytes
 
 
-def not_modelled(profile: Profile, plan: Plan) -> list[str]:
+def not_modelled(plan: Plan) -> list[str]:
     """Notes on what an estimate of training on preferences leaves out or assumes."""
     if plan.task == "sft":
         return []

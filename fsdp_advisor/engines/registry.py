@@ -139,7 +139,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     return (
         notes
         + framework_notes.not_modelled(profile, plan)
-        + reference.not_modelled(profile, plan)
+        + reference.not_modelled(plan)
         + rollouts.not_modelled(profile, plan)
         + evaluation.not_modelled(profile, plan)
     )

@@ -32,8 +32,8 @@ from fsdp_advisor.export.limits import framework_limit, optimizer_limit
 from fsdp_advisor.export.losses import script_loss_limit
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.choices import Framework
-from fsdp_advisor.job.compatibility import has_whole_replicas
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.refusals import has_whole_replicas
 from fsdp_advisor.policies.optimizers import optimizer_of
 
 FSDP1_SHARDING = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "hsdp": "HYBRID_SHARD"}

@@ -17,10 +17,11 @@ from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.adaptation import launched
 from fsdp_advisor.job.batch import divided
-from fsdp_advisor.job.compatibility import OFFLOADS, combination_refusal, label, plans
+from fsdp_advisor.job.compatibility import OFFLOADS, label, plans
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.refusals import combination_refusal
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.resolve import resolve

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.choices import Framework
-from fsdp_advisor.job.compatibility import combination_refusal
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.refusals import combination_refusal
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Refusal
 

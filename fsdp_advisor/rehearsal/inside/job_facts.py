@@ -31,7 +31,7 @@ def collect(facts: dict[str, Any], module: Any, torch: ModuleType) -> bool:
     """
     if "engine" not in facts:
         facts |= {
-            "engine": engine_of(module, torch),
+            "engine": engine_of(module),
             "model": model_of(module),
             "framework": framework_of(),
             "task": task_of(),
@@ -65,7 +65,7 @@ def _inputs(depth: int) -> Iterator[Any]:
     yield from frame.f_locals.get("args") or ()
 
 
-def engine_of(module: Any, torch: ModuleType) -> dict[str, Any]:
+def engine_of(module: Any) -> dict[str, Any]:
     """The engine around the model, by the classes of its wrappers."""
     for each in _unwrapped(module):
         names = {kind.__name__ for kind in type(each).__mro__}
