@@ -34,11 +34,6 @@ class PeakVsSize:
             insort(self._sizes, size)
         return self._bytes[size]
 
-    @property
-    def points(self) -> list[tuple[int, int]]:
-        """(size, bytes) of each computed point, ascending."""
-        return [(size, self._bytes[size]) for size in self._sizes]
-
     def largest_within(self, sizes: Sequence[int], limit: int) -> int | None:
         """The largest of `sizes` (ascending) that needs at most `limit` bytes; None if none does.
 

@@ -1,13 +1,13 @@
 """A snapshot of PyTorch's caching allocator, as `torch.cuda.memory._dump_snapshot` writes it, in a compact form.
 
 Format: torch/csrc/cuda/Module.cpp, THCPModule_memorySnapshot (2.4 to 2.13), and torch/cuda/memory.py, `_snapshot`. Keys that
-only newer versions write are optional: `time_us`, `pool_id`, `is_expandable`, `allocator_settings`.
+only newer versions write are optional: `time_us`, `pool_id`, `is_expandable`.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any, NamedTuple
@@ -80,7 +80,6 @@ class Snapshot:
     segments: tuple[Segment, ...]
     traces: tuple[Trace, ...]
     stacks: Sequence[tuple[Frame, ...]]
-    settings: Mapping[str, Any]
 
     @property
     def devices(self) -> list[int]:
@@ -105,7 +104,6 @@ def read_snapshot(data: mmap | bytes) -> Snapshot:
             segments=tuple(map(_segment, content["segments"])),
             traces=tuple(_trace(events) for events in content.get("device_traces") or ()),
             stacks=tuple(stacks.frames),
-            settings=content.get("allocator_settings") or {},
         )
     except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
         raise NotASnapshot(f"the pickle is not a snapshot of PyTorch's allocator ({error})") from error

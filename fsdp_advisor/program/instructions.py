@@ -247,7 +247,3 @@ class StepProgram:
         from fsdp_advisor.program.text import program_text
 
         return program_text(self)
-
-    def visits(self) -> list[Visit]:
-        """Every visit in order; a repeated micro-batch once."""
-        return [visit for micro_batch in self.micro_batches for visit in micro_batch.visits] + [self.optimizer]

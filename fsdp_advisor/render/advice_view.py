@@ -51,7 +51,6 @@ class CandidateView:
     chosen: bool
     peak_known: bool
     needed_bytes: int
-    available_bytes: int
     throughput: float | None
     needed_text: str
     available_text: str
@@ -226,7 +225,6 @@ def _candidate(r: Recommendation, task: Task, c: Candidate, why_not: str = "") -
         chosen=chosen,
         peak_known=c.needed_bytes is not None,
         needed_bytes=c.known_bytes,
-        available_bytes=c.available_bytes,
         throughput=rate,
         needed_text=_bare(c.known_bytes),
         available_text=_bare(c.available_bytes),

@@ -36,7 +36,6 @@ class RowView:
     backend: Backend
     fits: bool | None
     needed_bytes: int | None
-    headroom_bytes: int | None
     states_bytes: int
     host_bytes_per_node: int | None
     throughput: float | None
@@ -167,7 +166,6 @@ def _row(report: Report, estimate: StrategyEstimate, sizes: Sizes, omissions: Se
         backend=plan.backend,
         fits=estimate.fits,
         needed_bytes=estimate.needed_bytes,
-        headroom_bytes=estimate.headroom_bytes,
         states_bytes=estimate.kept_bytes,
         host_bytes_per_node=estimate.host_bytes_per_node,
         throughput=rate,

@@ -23,9 +23,14 @@ def test_largest_within_equals_exhaustive_search(lines: list[tuple[int, int]], l
 
 
 def test_a_straight_line_needs_at_most_five_points() -> None:
-    curve = PeakVsSize(lambda size: 100 + 7 * size)
-    assert curve.largest_within(range(1, 10**6), 70_107) == 10_001
-    assert len(curve.points) <= 5
+    computed = []
+
+    def bytes_at(size: int) -> int:
+        computed.append(size)
+        return 100 + 7 * size
+
+    assert PeakVsSize(bytes_at).largest_within(range(1, 10**6), 70_107) == 10_001
+    assert len(computed) <= 5
 
 
 @given(lines=LINES, sizes=st.sets(st.integers(1, 300), min_size=1))

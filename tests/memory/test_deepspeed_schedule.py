@@ -116,7 +116,8 @@ def test_every_buffer_is_freed_once_and_after_it_was_allocated(recorded: Recorde
         program = recorded.program(job, zero_settings(bucket))
         alive = {alloc.buffer: alloc.storages.rounded for alloc in program.states}
         before = sum(alive.values())
-        for visit in program.visits():
+        visits = [visit for micro_batch in program.micro_batches for visit in micro_batch.visits]
+        for visit in (*visits, program.optimizer):
             for instruction in visit.instructions:
                 if isinstance(instruction, Alloc):
                     alive[instruction.buffer] = instruction.storages.rounded

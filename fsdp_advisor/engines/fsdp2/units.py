@@ -48,7 +48,6 @@ class UnitBytes(NamedTuple):
     shards: tuple[ShardBytes, ...]  # one for each parameter
     gathered_bytes: int  # bytes that an all-gather returns
     reduced_bytes: int  # bytes that a reduce-scatter takes
-    elements: int  # elements that a collective gathers, with padding
     trainable_elements: int  # elements that a collective reduces, with padding
 
 
@@ -92,7 +91,6 @@ def measure(unit: Unit, plan: Plan) -> UnitBytes:
         shards=tuple(shards),
         gathered_bytes=gathered * n,
         reduced_bytes=reduced * n,
-        elements=sum(e for p, e in zip(unit.parameters, locals_, strict=True) if is_sharded(p, plan)) * n,
         trainable_elements=trained * n,
     )
 
