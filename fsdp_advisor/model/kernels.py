@@ -22,6 +22,8 @@ SELECTIVE_SCAN = frozenset({"falcon_mamba", "jamba", "mamba", "zamba"})
 """Model types with Mamba-1 layers, which call mamba-ssm and causal-conv1d. transformers' own code runs each token of a sequence in turn."""
 WKV = frozenset({"rwkv"})
 """Model types that call the kernel of RWKV-4. transformers' own code runs each token of a sequence in turn."""
+RG_LRU = frozenset({"recurrent_gemma"})
+"""Model types with gated linear recurrent units. There are no kernels: transformers' code runs each token in turn on a GPU too."""
 CLAMPS_FP16 = frozenset({
     "audioflamingo3", "autoformer", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "informer", "led", "longt5", "m2m_100",
     "marian", "mbart", "moss_transcribe_diarize", "mt5", "mvp", "nllb-moe", "pegasus", "pix2struct", "plbart", "pop2piano",
@@ -31,9 +33,9 @@ CLAMPS_FP16 = frozenset({
 """Model types whose layers clamp hidden states that are in float16 (`hidden_states.dtype == torch.float16`, transformers 5.23)."""
 TOKENS_OF_ITERATION = {
     **dict.fromkeys(GATED_DELTA_RULE | KIMI_DELTA_ATTENTION, 64),
-    **dict.fromkeys(SELECTIVE_SCAN | WKV, 1),
+    **dict.fromkeys(SELECTIVE_SCAN | WKV | RG_LRU, 1),
 }
-"""Model type -> tokens of one iteration of the loop in Python that transformers runs where the kernels are missing, as on a CPU."""
+"""Model type -> tokens of one iteration of the loop in Python that transformers runs where kernels are missing, as on a CPU."""
 MOST_ITERATIONS = 64
 """The longest loop of which a step on a CPU is recorded. An iteration takes about a tenth of a second for each tape of Qwen3.5-397B."""
 _ASSUMED = " are assumed to be installed; without them transformers runs its own code in PyTorch, which needs more memory and time"
@@ -49,7 +51,7 @@ def _has_state_space(profile: Profile) -> bool:
 
 
 def has_loop(profile: Profile) -> bool:
-    """Whether the model's code runs chunks or tokens of a sequence in turn where a package's kernels are missing, as on a CPU."""
+    """Whether the model's code runs chunks or tokens of a sequence in turn where kernels are missing, as on a CPU."""
     return _model_type(profile) in TOKENS_OF_ITERATION
 
 

@@ -162,9 +162,9 @@ LACKING = (
         f"{_GIVE}; Qwen/Qwen3-1.7B is of a similar size",
     ),
     Lacking(
-        ("Granite-4.0-h-1b", "Granite-4.0-h-350m"),
+        ("Granite-4.0-h-350m", "Granite-4.0-h-350m-base"),
         f"it mixes Mamba-2 layers and attention; {_NO_SIZES}",
-        f"{_GIVE}; ibm-granite/granite-4.0-h-micro has such layers, ibm-granite/granite-4.0-1b and ibm-granite/granite-4.0-350m are dense",
+        f"{_GIVE}; ibm-granite/granite-4.0-h-1b has such layers, ibm-granite/granite-4.0-1b and ibm-granite/granite-4.0-350m are dense",
     ),
     Lacking(
         ("Solar-Open-2", "Solar-Open2"),
@@ -197,7 +197,11 @@ LACKING = (
         _GIVE,
     ),
     Lacking(
-        ("Moondream3-preview", "Moondream-3", "Moondream2", "Grok-2", "Grok-2.5", "RWKV-7-World", "InternLM2-20B", "InternLM2.5-7B"),
+        (
+            "Moondream3-preview", "Moondream-3", "Moondream2", "Grok-2", "Grok-2.5", "RWKV-7-World", "InternLM2-20B", "InternLM2-7B",
+            "InternLM2-chat-20B", "InternLM2-chat-7B", "InternLM2.5-20B-chat", "InternLM2.5-7B-chat-1M", "InternLM2.5-1.8B-chat",
+            "ChatGLM3-6B-base", "DeepSeek-MoE-16B-base", "DeepSeek-MoE-16B-chat", "Phi-3-small-8k-instruct", "Phi-3-small-128k-instruct",
+        ),
         f"transformers 5.23 lacks its model type: {_REMOTE}",
         "`fsdp-advisor models` lists the models of the catalog",
     ),

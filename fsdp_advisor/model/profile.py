@@ -289,7 +289,12 @@ class Profile:
 
     @cached_property
     def experts(self) -> int | None:
-        """The number of experts of a layer; None for a model without experts. transformers stacks their weights on dim 0."""
+        """The number of experts of a layer; None for a model without experts.
+
+        transformers stacks their weights on dim 0, for DBRX the rows of these weights.
+        """
+        if isinstance(dbrx := self.config.get("ffn_config"), dict) and "moe_num_experts" in dbrx:
+            return int(dbrx["moe_num_experts"])
         stacked = [p.shape[0] for unit, _ in self.counted_units() for p in unit.parameters if p.role == "expert"]
         return max(stacked, default=None)
 

@@ -244,6 +244,10 @@ AS_TYPED = {
     "granite 3.1 1b a400m base": "ibm-granite/granite-3.1-1b-a400m-base",
     "hermes 4 14b": "Qwen/Qwen3-14B",
     "aya 23 8b": "CohereLabs/aya-expanse-8b",
+    "dbrx instruct": "databricks/dbrx-base",
+    "hunyuan 4b": "tencent/Hunyuan-4B-Instruct",
+    "paligemma 3b mix 448": "google/paligemma-3b-pt-448",
+    "openhermes 2.5 mistral 7b": "teknium/OpenHermes-2.5-Mistral-7B",
 }
 
 
@@ -339,7 +343,7 @@ def test_only_near_names_are_suggested(name: str, near: str | None) -> None:
     [
         ("step 3.5 flash", "stepfun-ai/Step-3.7-Flash"),
         ("ling flash 2.0", "inclusionAI/Ling-3.0-Flash"),
-        ("hunyuan 4b", "tencent/Hunyuan-7B-Instruct"),
+        ("hunyuan 3b", "tencent/Hunyuan-7B-Instruct"),
         ("nemotron-h 47b", "nvidia/Nemotron-H-56B-Base-8K"),
         ("deepseek v5", "deepseek-ai/DeepSeek-V4-Pro"),
         ("phi-5", "microsoft/phi-4"),
@@ -379,6 +383,9 @@ def test_models_of_the_family_are_named_if_none_is_near(typed: str, named: str) 
         "laguna m",
         "mistral medium 3.5",
         "t5gemma 2",
+        "chatglm3 6b",
+        "deepseek-moe-16b-chat",
+        "internlm2.5 7b chat",
     ],
 )
 def test_known_model_that_the_catalog_lacks_is_named_with_a_reason(typed: str) -> None:
@@ -510,6 +517,7 @@ def test_experts_are_counted() -> None:
 def _experts_of_config(entry: catalog.Entry) -> int | None:
     profile = catalog.profile(entry)
     config = profile.config.get("text_config", profile.config)
+    config = {**config, **config.get("ffn_config", {})}  # DBRX
     if entry.experts and not any(name in config for name in NUMBERS_OF_EXPERTS):
         config = {**DEFAULTS[config["model_type"]], **config}
     said = next((n for name in NUMBERS_OF_EXPERTS if (n := config.get(name))), None)
