@@ -56,18 +56,28 @@ def first_shard(numels: list[int], aligned: int, shard_elements: int) -> list[in
 
 def unit_elements(unit: Unit, plan: Plan) -> int:
     """Elements of a unit's gathered flat parameter, padding included."""
-    return flat_elements([p.elements for p in unit.parameters], _alignment(plan), plan.shard_degree)
+    return flat_elements([p.elements for p in unit.parameters], _alignment(unit, plan), plan.shard_degree)
 
 
-def _alignment(plan: Plan) -> int:
+def gathered_bytes(unit: Unit, plan: Plan) -> int:
+    """Bytes per element of a unit's gathered flat parameter: mixed precision casts it, else it has the dtype of the shard."""
+    return plan.compute_bytes if plan.mixed else flat_bytes(unit, plan)
+
+
+def reduced_bytes(unit: Unit, plan: Plan) -> int:
+    """Bytes per element of a unit's gradient when it is reduced: as mixed precision says, else those of the gathered flat parameter."""
+    return plan.reduce_bytes if plan.mixed else flat_bytes(unit, plan)
+
+
+def _alignment(unit: Unit, plan: Plan) -> int:
     """The elements to a multiple of which FSDP1 aligns each parameter of a unit."""
-    return ALIGNMENT_BYTES // plan.compute_bytes if plan.use_orig_params else 1
+    return ALIGNMENT_BYTES // gathered_bytes(unit, plan) if plan.use_orig_params else 1
 
 
 def stepped_in(unit: Unit, plan: Plan, shard_elements: int) -> list[tuple[Parameter, int]]:
     """The parameters that the optimizer steps, and the elements of each in rank 0's shard."""
     if plan.use_orig_params:
-        pieces = first_shard([p.elements for p in unit.parameters], _alignment(plan), shard_elements)
+        pieces = first_shard([p.elements for p in unit.parameters], _alignment(unit, plan), shard_elements)
         return list(zip(unit.parameters, pieces, strict=True))
     return [(Parameter("_flat_param", (unit.elements,), unit.trainable_elements > 0), shard_elements)]
 
@@ -91,6 +101,8 @@ class UnitBytes(NamedTuple):
     elements: int  # of the unit, without padding
     trainable_elements: int
     stored_bytes: int  # per element of the shard
+    gathered_bytes: int  # per element of the gathered flat parameter
+    reduced_bytes: int  # per element of the gradient when it is reduced
     initial: Storages  # allocated before the first forward and freed immediately (`init_flat_param_attributes`)
 
 
@@ -98,7 +110,7 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
     alone = plan.shard_degree == 1
     trains = unit.trainable_elements > 0
     stepping = optimizer_of(plan)
-    stored = flat_bytes(unit, plan)
+    stored, gathered, reduced = flat_bytes(unit, plan), gathered_bytes(unit, plan), reduced_bytes(unit, plan)
     elements = unit_elements(unit, plan)
     local = elements // plan.shard_degree
     stepped = stepped_in(unit, plan, local)
@@ -114,10 +126,10 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
                 temporaries += update
             elif update.exact > temporaries.exact:
                 temporaries = update
-    reduces_low = plan.reduce_bytes != stored and not alone
-    initial = Storages.of(local * plan.compute_bytes) if plan.mixed else NO_STORAGES
+    reduces_low = reduced != stored and not alone
+    initial = Storages.of(local * gathered) if plan.mixed else NO_STORAGES
     if not alone:
-        initial += Storages.of(elements * plan.compute_bytes)
+        initial += Storages.of(elements * gathered)
         initial += Storages.of(elements * stored) if plan.mixed else NO_STORAGES
     offload = plan.offload == "parameters"
     return UnitBytes(
@@ -125,18 +137,18 @@ def _measure(unit: Unit, plan: Plan) -> UnitBytes:
         optimizer=optimizer,
         paged=paged,
         optimizer_temporaries=temporaries,
-        gathered_shard=Storages.of(local * plan.compute_bytes)
-        if (not alone if plan.mixed else offload)
-        else NO_STORAGES,
+        gathered_shard=Storages.of(local * gathered) if (not alone if plan.mixed else offload) else NO_STORAGES,
         uploaded_shard=Storages.of(local * stored) if plan.mixed and offload else NO_STORAGES,
-        unsharded=Storages.of(elements * plan.compute_bytes) if plan.mixed or not alone else NO_STORAGES,
+        unsharded=Storages.of(elements * gathered) if plan.mixed or not alone else NO_STORAGES,
         reduce_input=_reduce_input(unit, plan),
-        reduce_output=Storages.of(local * plan.reduce_bytes) if reduces_low else NO_STORAGES,
+        reduce_output=Storages.of(local * reduced) if reduces_low else NO_STORAGES,
         norms=norms,
         gradients=Storages.of(local * stored) if trains else NO_STORAGES,
         has_trained_piece=any(parameter.trainable and piece for parameter, piece in stepped),
         elements=unit.elements,
         stored_bytes=stored,
+        gathered_bytes=gathered,
+        reduced_bytes=reduced,
         trainable_elements=unit.trainable_elements,
         initial=initial,
     )
@@ -146,13 +158,14 @@ def _reduce_input(unit: Unit, plan: Plan) -> Storages:
     """What reduction makes of a unit's gradient: a cast to the reduce dtype, and a copy that is padded to a multiple of the ranks."""
     if plan.shard_degree == 1:
         return NO_STORAGES
+    reduced = reduced_bytes(unit, plan)
     padded = unit_elements(unit, plan)
     elements = padded if plan.use_orig_params else unit.elements  # of the flat parameter's gradient
     result = NO_STORAGES
-    if plan.reduce_bytes != plan.compute_bytes:
-        result += Storages.of(elements * plan.reduce_bytes)
+    if reduced != gathered_bytes(unit, plan):
+        result += Storages.of(elements * reduced)
     if elements < padded:
-        result += Storages.of(padded * plan.reduce_bytes)
+        result += Storages.of(padded * reduced)
     return result
 
 
