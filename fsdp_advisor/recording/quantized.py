@@ -116,6 +116,15 @@ def prepare_for_training(model: nn.Module) -> None:
             module.bias.data = module.bias.data.to(module.compute_dtype)
 
 
+def set_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let layers in 4 bits unpack their weights and compute in `dtype`, as if the model was loaded in it."""
+    module: Any
+    for module in filter(_is_4bit, model.modules()):
+        module.compute_dtype = module.quant_state.dtype = dtype
+        if module.bias is not None:
+            module.bias.data = module.bias.data.to(dtype)
+
+
 # Queries of the recorder
 
 

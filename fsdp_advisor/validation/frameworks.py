@@ -7,11 +7,13 @@ the CPU as the device. Wrapping, casts, loss normalization and gradient clipping
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -220,11 +222,22 @@ def accelerate_trainer(
 
 
 def _name_packed_weights(model: nn.Module) -> None:
-    """Give packed 4-bit weights a class of the name by which accelerate recognizes them (`fsdp2_prepare_model`)."""
+    """Prepare packed 4-bit weights for accelerate's `fsdp2_prepare_model`: give them a class of the name by which it recognizes them, and
+    let the fake offsets of doubly quantized scales be saved, because it makes a state dict.
+    """
     named = type("Params4bit", (FakeTensor,), {})
+    module: Any
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
             module.weight.__class__ = named
+        if (state := getattr(module, "quant_state", None)) is not None:
+            state.as_dict = functools.partial(_saved, state)
+
+
+def _saved(state: Any, packed: bool = False) -> Any:
+    """`QuantState.as_dict` of bitsandbytes 0.50 (functional.py), which reads the value of the offset."""
+    with patch.object(state, "offset", SimpleNamespace(item=float)):
+        return type(state).as_dict(state, packed)
 
 
 def _layer_classes(source: Source, model: nn.Module, plan: Plan) -> list[str]:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
+from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import PHASES
 from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import as_on_cuda
@@ -28,6 +29,7 @@ from fsdp_advisor.recording.fp8 import convert_linears, on_fake_tensors
 from fsdp_advisor.recording.images import with_images
 from fsdp_advisor.recording.liger_kernels import with_liger_kernels
 from fsdp_advisor.recording.losses.source import with_loss
+from fsdp_advisor.recording.quantized import set_compute_dtype
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.recording.tiled_mlp import tile_mlps
 from fsdp_advisor.validation import frameworks
@@ -89,6 +91,8 @@ def check(plan: Plan) -> None:
             f"{plan.optim} cannot be simulated: it reads each weight's norm on the host, and fake tensors have no values",
             hint="--mode rehearse, or measure on a machine with a GPU",
         )
+    if (refused := optimizer_of(plan).measured_on_cpu) is not None:
+        raise ModeUnavailable(refused.reason, hint="--mode rehearse, or a GPU")
     if plan.task != "sft":
         raise ModeUnavailable(
             f"task {plan.task} cannot be simulated", hint="--task sft, or --mode rehearse on a script"
@@ -105,6 +109,8 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
     source = with_batch(source, plan.batch_layout, plan.padding_fraction)
     source = with_loss(source, plan.loss_code, plan.unscored_labels, router_loss=plan.adds_router_loss)
     model = source.build(weight_dtype(plan))
+    if plan.precision == "fp16-mixed":
+        set_compute_dtype(model, torch.float16)
     checkpointing = "none" if frameworks.plugin_checkpoints(model, plan) else plan.checkpointing
     source.configure(model, attention=plan.attention, checkpointing=checkpointing)
     if plan.fp8 != "none":

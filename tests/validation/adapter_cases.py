@@ -122,5 +122,7 @@ MORE: list[Case] = [
      "gradient_accumulation_steps": "2", "optim": "schedule_free_radam"},
     {"model": "gpt2", **ENGINES[0], "use_peft": "true", "load_in_4bit": "true", "lora_target_modules": "all-linear"},
     {"model": "gpt2", **ENGINES[1], "use_peft": "true", "load_in_4bit": "true", "activation_checkpointing": "full"},
+    {"model": "bert", **ENGINES[2], "use_peft": "true", "load_in_4bit": "true", "use_dora": "true", "lora_target_modules": "all-linear",
+     "precision": "fp16-mixed"},
     *({"model": drawn["name"], **drawn["options"]} for drawn in _DRAWN),
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from simulated_cases import BERT, FRAMEWORKS, GPT2, MORE_FRAMEWORKS, T5, TINY, C
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
-from compared_peaks import tape_for  # after the checks
+from compared_peaks import predicted_and_simulated, tape_for  # after the checks
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -104,6 +104,31 @@ def test_the_trainer_makes_units_of_adapters_with_fsdp1(case: dict[str, str], tm
     found = simulate(source_of(profile.config, name=request.model, task=profile.task), plan)
     for phase, n_bytes in found.phase_peaks.items():
         assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
+
+
+@in_turn(2, of=3)
+def test_a_doubly_quantized_base_is_simulated_under_fsdp2(tmp_path: Path) -> None:
+    """accelerate makes a state dict of the model, which reads the offset of the scales."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY_CONFIG))
+    quantized = {"use_peft": True, "load_in_4bit": True, "use_bnb_nested_quant": True}
+    job = {"gpus": 4, "strategy": "zero3", "framework": "trainer", "seq_len": 64, "model": str(config), **quantized}
+    predicted, simulated = predicted_and_simulated(make_request(job))
+    assert all(0 <= simulated[phase] - n_bytes <= SCALARS_BYTES for phase, n_bytes in predicted.items())
+
+
+@pytest.mark.parametrize("framework", ["torch", "trainer"])
+def test_an_optimizer_that_allocates_more_on_the_cpu_is_not_simulated(framework: str) -> None:
+    job = {
+        "model": "Qwen/Qwen2.5-0.5B",
+        "gpus": 2,
+        "strategy": "zero3",
+        "framework": framework,
+        "optim": "paged_adamw_8bit",
+    }
+    (plan,) = plans(make_request(job), seq_len=64)
+    with pytest.raises(ModeUnavailable, match="more on the CPU"):
+        simulate(TransformersSource({"model_type": "gpt2"}, name="gpt2"), plan)
 
 
 @in_turn(1, of=3)
