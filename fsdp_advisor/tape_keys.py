@@ -12,6 +12,7 @@ from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.adaptation import CONFIG_KEY, may_adapt
 from fsdp_advisor.job.choices import DEFAULT_SEQ_LEN, Backend, Precision
 from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.compilation import leaves_layers_uncompiled
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
@@ -90,15 +91,19 @@ def _code_path(plan: Plan, profile: Profile | None) -> TapeKey:
 
 
 def _accelerate_checkpoints(plan: Plan, profile: Profile | None) -> bool:
-    """Whether accelerate's FSDP2 checkpoints the layers of a model whose embedding is frozen. If the embedding is trained, the step equals
-    that of `gradient_checkpointing_enable`, which makes the embedding's output require a gradient. The Trainer and TRL have both; their
-    exported files use the latter for such a model (`export.checkpointing`). axolotl makes the output require a gradient by itself.
+    """Whether accelerate's FSDP2 checkpoints the layers of a compiled model, or of one whose embedding is frozen.
+
+    Without compilation, if the embedding is trained, the step equals that of `gradient_checkpointing_enable`, which makes the embedding's
+    output require a gradient. The Trainer and TRL have both; their exported files use the latter for such a model
+    (`export.checkpointing`). axolotl makes the output require a gradient by itself.
 
     Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_apply_ac`; transformers 5.23, modeling_utils.py, `gradient_checkpointing_enable`.
     """
     if plan.framework != "accelerate" or plan.backend != "fsdp2" or plan.checkpointing != "full" or profile is None:
         return False
-    if plan.activation_offload or plan.compile != "none":
+    if leaves_layers_uncompiled(plan):
+        return True
+    if plan.activation_offload:
         return False
     return any(p.role == "embedding" and not p.trainable for p in profile.root.parameters)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_advisor.engines.wrapping import HEAD, takes_root_apart, wrapping_for
+from fsdp_advisor.job.compilation import leaves_layers_uncompiled
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.units import format_bytes
@@ -54,9 +55,14 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
         notes.append(
             "tensors that a data collator adds to a batch, and batches that the Trainer loads in advance for one update"
         )
-    if plan.compile != "none" and plan.backend == "fsdp2" and plan.checkpointing != "none":
+    if leaves_layers_uncompiled(plan):
         notes.append(
-            "activation_checkpointing in fsdp_config: its compiled wrappers keep more than the model's gradient_checkpointing"
+            "compiled layers: FSDP2's hooks within accelerate's checkpoints (fsdp_activation_checkpointing) break the graph, so the layers"
+            " run uncompiled; they are compiled with the model's gradient_checkpointing_enable"
+        )
+    elif plan.compile != "none" and plan.backend == "fsdp2" and plan.checkpointing != "none":
+        notes.append(
+            "activation_checkpointing in fsdp_config, with which the layers are not compiled and keep more than with gradient_checkpointing"
         )
     if plan.precision == "fp16-mixed":
         notes.append("the gradient scaler's few scalars")

@@ -80,15 +80,21 @@ def _adapts(request: EstimateRequest) -> bool:
     return bool(replace(adaptation_of(request), in_one_graph=False, reward_head=False))
 
 
+def leaves_layers_uncompiled(plan: Plan) -> bool:
+    """Whether the layers run without compiled code: accelerate's FSDP2 has its hooks, which break the graph, within the checkpoints, and
+    PyTorch disables the compiler in a checkpoint that is not part of a graph.
+
+    Source: accelerate 1.15, accelerator.py, `_prepare_fsdp2`, and utils/fsdp_utils.py, `fsdp2_apply_ac`; torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_common.py, `_dynamo_disable`, and utils/checkpoint.py, `checkpoint`.
+    """
+    wrapped = plan.framework == "accelerate" and plan.backend == "fsdp2" and plan.checkpointing == "full"
+    return wrapped and plan.compile != "none"
+
+
 def compile_refusal(plan: Plan) -> UsageError | None:
     """Why the plan's backend is not modelled with compiled code. None if it is."""
     if plan.compile == "none":
         return None
-    if plan.framework == "accelerate" and plan.backend == "fsdp2" and plan.checkpointing != "none":
-        return UsageError(
-            f"--compile {plan.compile} is not modelled with accelerate's fsdp_activation_checkpointing: its wrappers become compiled code",
-            hint="use --framework trainer, whose gradient_checkpointing is modelled, or leave --activation-checkpointing out",
-        )
     if plan.backend in COMPILING:
         return None
     return UsageError(

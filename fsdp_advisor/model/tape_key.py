@@ -32,8 +32,8 @@ half precision on Hopper and Blackwell.
 
 TapeCheckpointing = Literal["none", "full", "full-accelerate", "reentrant", "every", "selective", "selective-trl"]
 """What a plan's `CheckpointingCode` records, and one more: with ``full-accelerate``, which depends on the model, the layers are wrapped by
-accelerate's FSDP2 and not checkpointed by the model, which would make the output of a frozen embedding require a gradient. ``every``:
-some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``: torchtitan's policy.
+accelerate's FSDP2 and not checkpointed by the model, which would make the output of a frozen embedding require a gradient; they are
+not compiled then. ``every``: some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``: torchtitan's policy.
 """
 
 TapeCompile = Literal["none", "layer", "layer-ddp", "regions", "regions-ddp", "model", "model-ddp", "model-units"]

@@ -320,6 +320,10 @@ def _compile(source: Source, key: TapeKey, model: nn.Module) -> None:
         leave_uncompiled(source.root_modules(model).head, source.name)
     layers = [layer for stack in source.stacks(model) for layer in stack.layers]
     parts = regions(model, layers) if key.compiles_regions else layers
+    if key.checkpointing == "full-accelerate":
+        parts = [part for part in parts if part not in layers]
+        for layer in layers:
+            layer.forward = torch._dynamo.disable(layer.forward)
     compile_modules(
         (model,) if key.compiles_whole else parts,
         in_ddp=key.compile.endswith("-ddp"),

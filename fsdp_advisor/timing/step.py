@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from fsdp_advisor.hardware import Gpu, Link
+from fsdp_advisor.job.compilation import leaves_layers_uncompiled
 from fsdp_advisor.job.fp8 import converts_head
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.training_task import sequences_per_example
@@ -133,7 +134,9 @@ class StepTime:
 
 def _device(plan: Plan, gpu: Gpu) -> Device | None:
     """The rates of the GPU at the plan's precision and attention; None if they are unknown."""
-    return device_of(gpu, plan.precision, plan.attention, compiled=plan.compile != "none")
+    return device_of(
+        gpu, plan.precision, plan.attention, compiled=plan.compile != "none" and not leaves_layers_uncompiled(plan)
+    )
 
 
 def why_unknown(plan: Plan, gpu: Gpu) -> str | None:

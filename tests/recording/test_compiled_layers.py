@@ -46,6 +46,28 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
     assert frugal.peak_allocated_bytes < compiled.peak_allocated_bytes and frugal.step.seconds > compiled.step.seconds
 
 
+@in_turn(3, of=4)
+@pytest.mark.slow
+def test_layers_in_accelerates_checkpoints_are_not_compiled(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    options: dict[str, Any] = {
+        "strategy": "zero3",
+        "backend": "fsdp2",
+        "gpus": 2,
+        "precision": "bf16-mixed",
+        "compile": "layer",
+    }
+    wrapped, checkpointed = (
+        _row(tmp_path, framework=framework, activation_checkpointing="full", **options)
+        for framework in ("accelerate", "trainer")
+    )
+    assert any("the layers run uncompiled" in why for why in wrapped.not_modelled)
+    assert wrapped.peak_allocated_bytes is not None and checkpointed.peak_allocated_bytes is not None
+    assert wrapped.peak_allocated_bytes > checkpointed.peak_allocated_bytes
+    assert wrapped.step is not None and checkpointed.step is not None
+    assert wrapped.step.seconds > checkpointed.step.seconds
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -64,16 +86,6 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
                 "compile": "model",
             },
             "GRPO is not modelled with the whole model compiled",
-        ),
-        (
-            {
-                "framework": "accelerate",
-                "compile": "model",
-                "backend": "fsdp2",
-                "strategy": "zero3",
-                "activation_checkpointing": "full",
-            },
-            "fsdp_activation_checkpointing",
         ),
         ({"attention": "eager"}, "--attention eager"),
         ({"activation_checkpointing": "every-2"}, "--activation-checkpointing every-2"),

@@ -112,6 +112,7 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
             ("the Trainer, sharded and checkpointed", ({"fsdp": True, "checkpointing": True}, SHARDED)),
             ("the Trainer in DDP", ({}, {})),
             ("accelerate, sharded", ({"library": "accelerate", "fsdp": True}, SHARDED)),
+            ("regions, sharded and checkpointed", ({**OF_ACCELERATE, "fsdp": True, "checkpointing": True}, SHARDED)),
             ("regions, an MoE, sharded", ({"model": "qwen3_moe", **OF_ACCELERATE, "fsdp": True}, SHARDED)),
             ("regions in the Trainer", ({"regions": True, "checkpointing": True}, {})),
             ("TRL, sharded", ({"library": "trl", "fsdp": True}, SHARDED)),
@@ -147,6 +148,14 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
             (
                 "regions in the Trainer, sharded and checkpointed",
                 ({"regions": True, "fsdp": True, "checkpointing": True}, SHARDED),
+            ),
+            (
+                "accelerate, sharded and checkpointed",
+                ({"library": "accelerate", "fsdp": True, "checkpointing": True}, SHARDED),
+            ),
+            (
+                "regions, an MoE, sharded and checkpointed",
+                ({"model": "qwen3_moe", **OF_ACCELERATE, "fsdp": True, "checkpointing": True}, SHARDED),
             ),
             ("regions in the Trainer, an MoE", ({"model": "qwen3_moe", "regions": True}, {})),
         ],

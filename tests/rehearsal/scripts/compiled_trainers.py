@@ -1,8 +1,8 @@
 """The peak of compiled steps of transformers' Trainer, of TRL's, or of a loop with accelerate, on each of several ranks, in bf16-mixed.
 
 Arguments as JSON: the model's configuration, and the job: `library` (`trainer`, `trl` or `accelerate`), `task` (of TRL), `fsdp` (FSDP2
-instead of DDP),
-`checkpointing` (the Trainer's `gradient_checkpointing`), `regions` (accelerate's regional compilation), `batch` and `length`.
+instead of DDP), `checkpointing` (`gradient_checkpointing`; of accelerate `fsdp_activation_checkpointing`), `regions` (accelerate's
+regional compilation), `batch` and `length`.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ def of_accelerate(model: Any, job: dict[str, Any]) -> int:
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=[layer],
             reshard_after_forward=True,
+            activation_checkpointing=job["checkpointing"],
         )
     accelerator = Accelerator(
         mixed_precision="bf16",
