@@ -30,7 +30,7 @@ class Variables:
     events: list[tuple[int, int]] = field(default_factory=list)
     _held: dict[str, dict[int, int]] = field(default_factory=dict)
     _highest: tuple[int, ...] = ()
-    _highest_bytes: int = 0  # of the variables, without the bytes of gradients that were freed before
+    _highest_bytes: int = 0
     _released_bytes: int = 0
     _count: int = 0
 
@@ -38,6 +38,11 @@ class Variables:
     def alive(self) -> int:
         """The bytes that the variables hold now."""
         return sum(sum(storages.values()) for storages in self._held.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that the loop adds: bytes of the variables minus bytes of the gradients that it has freed."""
+        return self._highest_bytes
 
     @property
     def peak(self) -> Storages:
@@ -69,8 +74,8 @@ class Variables:
         >>> variables = Variables()
         >>> variables.release_gradient(0, 100)
         >>> variables.assign("update", 160)
-        >>> variables.events
-        [(-1, 0), (0, 160)]
+        >>> variables.events, variables.peak_bytes
+        ([(-1, 0), (0, 160)], 60)
         """
         self.events.append((-1 - position, 0))
         self._released_bytes += n_bytes
