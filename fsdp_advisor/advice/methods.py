@@ -57,7 +57,10 @@ def _requests(request: RecommendRequest) -> Iterator[tuple[str, RecommendRequest
     """The request of each method. Assumed values of a frozen base, such as its dtype, are removed, because each method's request
     assumes its own.
     """
-    adapters, quantization = {"use_peft", *LORA_OPTIONS.values()}, {"load_in_4bit", *QUANTIZATION_OPTIONS}
+    adapters, quantization = (
+        {"use_peft", "lora_kernels", *LORA_OPTIONS.values()},
+        {"load_in_4bit", *QUANTIZATION_OPTIONS},
+    )
     base = _without(request.but(method="fixed"), request.assumed & {"dtype", "bnb_4bit_quant_storage"})
     yield FULL, _without(base, adapters | quantization)
     yield LORA, replace(_without(base, quantization), use_peft=True)

@@ -16,13 +16,12 @@ from fsdp_advisor.configs.compilation import read_torch_compile
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_experts, set_optimizer
 from fsdp_advisor.configs.trainer import read_embedded, read_words
+from fsdp_advisor.job.adapter_fields import LORA_KERNELS
 from fsdp_advisor.job.tiled_mlp import AXOLOTL_WITH_FSDP2
 from fsdp_advisor.job.unknown_options import TASKS_OF_TRL
 
-ADAPTER_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
-"""Switches of axolotl's own code for adapters. If a file has none of them, the code is on (utils/schemas/config.py,
-`check_auto_enable_lora_kernels`).
-"""
+LORA_KERNEL_KEYS = {f"lora_{part}_kernel": part for part in LORA_KERNELS}
+"""axolotl's key -> the part of the model for whose adapters it switches axolotl's kernels on."""
 _TOPICS = {
     "LoRA restarts": ("relora",),
     "quantized weights": ("gptq", "qat", "quantization"),
@@ -41,13 +40,6 @@ _TOPICS = {
     "settings of the model's configuration, such as output_router_logits": ("overrides_of_model_config", "model_config"),
     "fp8 by accelerate's recipe for torchao, in the Trainer": ("fp8",),
 }  # fmt: skip
-_PEFTS_CODE = (
-    "the estimate assumes PEFT's code. Without checkpointing they keep less for backward: in a Llama with adapters in all linear layers"
-    " 4 bytes x (intermediate size + 2 x hidden size) per token and layer, with dropout more. With full checkpointing the peak is the same"
-)
-"""What differs with axolotl's kernels. Source: simulated steps of two small Llamas with the functions of axolotl 0.19, kernels/lora.py,
-`LoRA_MLP`, `LoRA_QKV` and `LoRA_O`. Seven products with `lora_A`, of the rank's size, are not kept either.
-"""
 _SWITCHES = {"flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}
 
 
@@ -288,7 +280,7 @@ def _adapters(found: Collector) -> None:
         found.options["dtype"] = "bfloat16"
     elif "fp16" in (found.options.get("mixed"), *found.defaults.get("mixed", ())):
         found.options["dtype"] = "float16"
-    _adapter_kernels(found, adapter)
+    _adapter_kernels(found)
     given = found.take("bnb_config_kwargs")
     loads = {"load_in_4bit": found.flag("load_in_4bit"), "load_in_8bit": found.flag("load_in_8bit")}
     usual = {
@@ -299,18 +291,14 @@ def _adapters(found: Collector) -> None:
     set_quantization(found, {**loads, **usual, **(given if isinstance(given, Mapping) else {})})
 
 
-def _adapter_kernels(found: Collector, adapter: str) -> None:
-    """Report axolotl's kernels for adapters, which are on if the file has none of their switches.
+def _adapter_kernels(found: Collector) -> None:
+    """Set the parts of the model with axolotl's kernels for adapters. If the file has none of their switches, axolotl chooses.
 
     Source: axolotl 0.19, utils/schemas/config.py, `check_auto_enable_lora_kernels`.
     """
-    given = {name: active(found.take(name)) for name in ADAPTER_KERNELS if name in found}
-    if any(given.values()):
-        found.omits(
-            f"axolotl's kernels for adapters ({', '.join(name for name in given if given[name])}); {_PEFTS_CODE}"
-        )
-    in_8_bit = adapter == "lora" and active(found.peek("load_in_8bit"))
-    if not (given or in_8_bit or active(found.peek("rl")) or active(found.peek("trust_remote_code"))):
-        found.omits(
-            f"axolotl's kernels for adapters, which are on unless lora_mlp_kernel or another is set; {_PEFTS_CODE}"
-        )
+    given = {name: found.take(name) for name in LORA_KERNEL_KEYS}
+    if any(value is not None for value in given.values()):
+        on = [part for name, part in LORA_KERNEL_KEYS.items() if active(given[name])]
+        found.options["lora_kernels"] = ",".join(on) or "none"
+    elif active(found.peek("trust_remote_code")):
+        found.options["lora_kernels"] = "none"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fsdp_advisor.engines.wrapping import HEAD, takes_root_apart, wrapping_for
+from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
 from fsdp_advisor.job.compilation import leaves_layers_uncompiled
+from fsdp_advisor.job.lora_kernels import kernels_not_modelled
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.units import format_bytes
@@ -102,6 +106,12 @@ def _axolotl_notes(profile: Profile, plan: Plan) -> list[str]:
     casts all of them. Source: axolotl 0.19.0, loaders/model.py, `_configure_embedding_dtypes`, and loaders/adapter.py, `load_adapter`.
     """
     notes = []
+    adaptation = profile.config.get(CONFIG_KEY)
+    missing = kernels_not_modelled(plan, Adaptation.from_dict(adaptation)) if isinstance(adaptation, Mapping) else None
+    if missing is not None:
+        notes.append(
+            f"axolotl's kernels for adapters with {missing}: the estimate has PEFT's code, which keeps more for backward"
+        )
     adapts = bool(profile.adapter_parameters)
     if adapts and plan.checkpointing == "none":
         notes.append("the gradient of the first layer's input: axolotl calls enable_input_require_grads")

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fsdp_advisor.configs.axolotl import ADAPTER_KERNELS
+from fsdp_advisor.configs.axolotl import LORA_KERNEL_KEYS
 from fsdp_advisor.export import accelerate, deepspeed, trainer
 from fsdp_advisor.export.adapters import lora, lora_limit
 from fsdp_advisor.export.batches import axolotl_keys as batch_keys
@@ -26,6 +26,7 @@ from fsdp_advisor.export.model_arguments import experts_limit
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.adaptation import LORA_OPTIONS
+from fsdp_advisor.job.lora_kernels import kernels_not_modelled, modelled_kernels
 from fsdp_advisor.job.plan import Plan
 
 DATASETS_NOTE = "datasets is an example: replace it with your own"
@@ -67,9 +68,10 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
     notes = [DATASETS_NOTE, *accelerate.difference_notes(job.plan)]
     if job.plan.mixed and not (job.plan.stores_half or job.adaptation.quantization or job.plan.backend == "deepspeed"):
         notes.append("axolotl loads the weights in 16 bits, so it needs less memory than predicted for fp32 weights")
-    if job.adaptation.peft:
+    if (missing := kernels_not_modelled(job.plan, job.adaptation)) is not None:
         notes.append(
-            "axolotl's kernels for adapters are off, as estimated; without the keys lora_*_kernel they are on and keep fewer activations"
+            f"axolotl's kernels for adapters are off, as estimated, because they are not modelled with {missing}; without the keys "
+            "lora_*_kernel they are on and keep fewer activations"
         )
     if job.plan.use_liger_kernel:
         notes.append("leave liger_rope out for GLM-4, whose positions Liger does not compute")
@@ -126,7 +128,8 @@ def _adapter(job: Job) -> dict[str, Any]:
         return {}
     config: dict[str, Any] = {"adapter": "qlora" if "load_in_4bit" in quantization else "lora"}
     config |= {_LORA[name]: value for name, value in lora(job).items()}
-    config |= dict.fromkeys(ADAPTER_KERNELS, False)  # the estimate assumes PEFT's code
+    kernels = modelled_kernels(job.plan, job.adaptation)
+    config |= {key: part in kernels for key, part in LORA_KERNEL_KEYS.items()}
     if config["lora_target_modules"] == "all-linear":
         del config["lora_target_modules"]
         config["lora_target_linear"] = True

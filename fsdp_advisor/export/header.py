@@ -84,7 +84,8 @@ def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
         prefetch = f", backward prefetch {plan.backward_prefetch}" if plan.backend == "fsdp1" else ""
         items.append(("Units", f"wrap {plan.wrap}{prefetch}"))
     if job.adaptation.text:
-        items.append(("Trained", job.adaptation.text))
+        kernels = f", axolotl's kernels for adapters: {plan.lora_kernels}" if plan.lora_kernels != "auto" else ""
+        items.append(("Trained", job.adaptation.text + kernels))
     variables = ", ".join(f"{name}={value}" for name, value in job.environment.items())
     items.append(("Environment", variables or "no variables"))
     return tuple(items)

@@ -25,6 +25,22 @@ QuantType = Literal["nf4", "fp4"]
 QuantStorage = Literal["uint8", "bfloat16", "float16", "float32"]
 
 
+LORA_KERNELS = ("mlp", "qkv", "o", "embedding")
+"""The parts of a model for whose adapters axolotl has kernels."""
+
+
+def read_lora_kernels(text: str) -> str | None:
+    """The canonical text of `lora_kernels`; None if it names other parts.
+
+    >>> read_lora_kernels("o, mlp"), read_lora_kernels("none"), read_lora_kernels("attention")
+    ('mlp,o', 'none', None)
+    """
+    if text in ("auto", "none"):
+        return text
+    parts = {part.strip() for part in text.split(",")}
+    return ",".join(part for part in LORA_KERNELS if part in parts) if parts <= {*LORA_KERNELS} else None
+
+
 def read_adapter_config(text: str) -> str | None:
     """The text of an adapter_config.json with sorted keys; None if `text` is not a JSON object.
 
@@ -93,6 +109,17 @@ LoraModulesToSave = Annotated[
 ]
 UseDora = Annotated[bool, rule("train the magnitude and the direction of weights separately (DoRA)")]
 UseRslora = Annotated[bool, rule("scale adapters by the root of their rank (rank-stabilized LoRA)")]
+LoraKernels = Annotated[
+    str,
+    rule(
+        "the parts of the model whose adapters run in axolotl's kernels: some of mlp, qkv, o and embedding, separated by commas; none; "
+        "or auto, axolotl's choice: all, but none on a base in 8 bits",
+        metavar="PARTS",
+        max_length=32,
+        word=read_lora_kernels,
+        example="auto, none, or parts such as mlp,qkv,o",
+    ),
+]
 PeftConfig = Annotated[
     str | None,
     rule(

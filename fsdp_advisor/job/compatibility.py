@@ -15,6 +15,7 @@ from fsdp_advisor.job.fp8 import CONVERTING, check_fp8, fp8_refusal
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.generation import check_generation, generation_of
 from fsdp_advisor.job.images import images_of
+from fsdp_advisor.job.lora_kernels import check_lora_kernels, lora_kernels_refusal
 from fsdp_advisor.job.losses import loss_code
 from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
@@ -102,6 +103,7 @@ def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[
     check_graphs(request)
     check_fp8(request)
     check_tiled_mlp(request)
+    check_lora_kernels(request)
     if request.strategy != "all":
         plan = _plan(request, request.strategy, request.offload, seq_len)
         if (refused := row_refusal(plan)) is not None:
@@ -133,8 +135,9 @@ def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[
 
 
 def row_refusal(plan: Plan) -> UsageError | None:
-    """Why the plan's backend cannot replicate over its ranks, or run compiled code, fp8 or a tiled MLP; None if it can."""
-    return replica_refusal(plan) or compile_refusal(plan) or fp8_refusal(plan) or tiled_mlp_refusal(plan)
+    """Why the plan's backend cannot replicate over its ranks, or run what the request asks for. None if it can."""
+    refusals = (replica_refusal, compile_refusal, fp8_refusal, tiled_mlp_refusal, lora_kernels_refusal)
+    return next((refused for each in refusals if (refused := each(plan)) is not None), None)
 
 
 def _offers(request: EstimateRequest, strategy: Strategy, offload: Offload, backend: Backend) -> bool:
@@ -249,7 +252,7 @@ _OF_THE_REQUEST = (
     "forward_prefetch", "use_orig_params", "reshard_after_forward",
     "save_only_model", "dtype", "ignored_labels", "packing", "padding_free", "padding_fraction", "task", "activation_offload",
     "use_liger_kernel", "experts_implementation", "expert_imbalance", "compile", "memory_budget",
-    "cuda_graphs", "fp8", "tiled_mlp", "router_aux_loss_coef",
+    "cuda_graphs", "fp8", "tiled_mlp", "router_aux_loss_coef", "lora_kernels",
 )  # fmt: skip
 """The fields of a plan that have the same name and value in its request."""
 

@@ -120,6 +120,7 @@ class _Options(TypedDict, total=False):
     lora_modules_to_save: str | None
     use_dora: bool
     use_rslora: bool
+    lora_kernels: str
     peft_config: str | Path | Mapping[str, Any] | None
     freeze: str | Sequence[str]
     load_in_4bit: bool

@@ -90,6 +90,8 @@ class Plan:
     fp8: Fp8 = "none"
     tiled_mlp: str = "none"
     """The shards of a sequence in which feed-forward networks run: a number, auto or none."""
+    lora_kernels: str = "auto"
+    """The parts of the model whose adapters run in axolotl's kernels, as asked for (`job.lora_kernels`)."""
     router_aux_loss_coef: float | None = None
     """The weight of the routers' loss that TRL adds; None: the model's own."""
 
@@ -329,7 +331,7 @@ _STEP_FIELDS = {
     "micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "attention", "loss_code", "ignored_labels",
     "packing", "padding_free", "padding_fraction", "task", "reference", "activation_offload", "use_liger_kernel",
     "experts_implementation", "expert_imbalance", "images", "evaluation", "compile", "memory_budget", "tiled_mlp",
-    "router_aux_loss_coef",
+    "router_aux_loss_coef", "lora_kernels",
 }  # fmt: skip
 """The fields of a plan that affect only the step, other than the sequence length and the generation."""
 

@@ -119,6 +119,7 @@ class EstimateRequest:
     lora_modules_to_save: adapters.LoraModulesToSave = None
     use_dora: adapters.UseDora = False
     use_rslora: adapters.UseRslora = False
+    lora_kernels: adapters.LoraKernels = "auto"
     peft_config: adapters.PeftConfig = None
     freeze: adapters.Freeze = ()
     load_in_4bit: adapters.LoadIn4bit = False

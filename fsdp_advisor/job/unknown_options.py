@@ -115,6 +115,7 @@ _MEANT: dict[str, str] = {
         "use_peft": "lora use_lora peft adapter",
         "use_dora": "dora",
         "lora_r": "lora_rank",
+        "lora_kernels": "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel axolotl_kernels",
         "lora_target_modules": "target_modules lora_target",
         "lora_modules_to_save": "modules_to_save",
         "freeze": "frozen freeze_layers trainable unfrozen_parameters",

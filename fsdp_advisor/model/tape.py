@@ -160,11 +160,17 @@ class Op(IntEnum):
 
     ALLOC = 0  # (size, category)
     FREE = 1  # (segment of birth, index among that segment's births)
-    PRE_FORWARD = 2  # a unit's forward begins: (`MarkedUnit`, 0)
+    PRE_FORWARD = (
+        2  # a unit's forward begins: (`MarkedUnit`, 0), or the model's code gathers the unit: (`MarkedUnit`, BY_CODE)
+    )
     POST_FORWARD = 3
     PRE_BACKWARD = 4
     POST_BACKWARD = 5
     GRAD_READY = 6  # (parameter, 1 if the root's else 0): its gradient is accumulated into param.grad
+
+
+BY_CODE = 1
+"""The second argument of the mark of a unit that the model's code gathers itself. Its forward does not run."""
 
 
 class MarkedUnit(IntEnum):

@@ -125,6 +125,8 @@ class TapeKey:
     """
     saves_linear_inputs: bool = False
     """Whether linear layers save their input although their weight is frozen, as with DeepSpeed's ZeRO-3."""
+    lora_kernels: str = ""
+    """The parts of a model whose adapters run in axolotl's kernels, separated by commas: ``mlp,qkv,o``."""
     at: tuple[int, int] | None = None
     """The only (B, T) for which the tape is valid, if it was recorded for one; None: valid for every B and T."""
 
@@ -246,7 +248,8 @@ _OPTIONS = {
     "generates": "generates", "policy": "scores_policy", "batch": "batch", "padding": "padding", "liger": "liger_kernels",
     "experts": "experts", "imbalance": "imbalance", "images": "images", "evaluates": "evaluates", "compile": "compile",
     "budget": "memory_budget", "fp8": "fp8",
-    "tiled": "tiled_mlp", "flat": "flat_parameters", "inputs": "saves_linear_inputs", "at": "at",
+    "tiled": "tiled_mlp", "flat": "flat_parameters", "inputs": "saves_linear_inputs",
+    "lora": "lora_kernels", "at": "at",
 }  # fmt: skip
 """Word in a name -> field that it sets. A name has these words only if the field is not the default."""
 _ALLOWED = {

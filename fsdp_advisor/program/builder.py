@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_at
 from fsdp_advisor.model.profile import Profile, Run
-from fsdp_advisor.model.tape import REFERENCE_PHASES, ROOT, Op, Polynomial, Tape, TapePhase
+from fsdp_advisor.model.tape import BY_CODE, REFERENCE_PHASES, ROOT, Op, Polynomial, Tape, TapePhase
 from fsdp_advisor.program.accounts import Account, Phase, Stream
 from fsdp_advisor.program.hooks import OrderInUnit, StepHooks
 from fsdp_advisor.program.instructions import (
@@ -286,6 +286,8 @@ class _MicroBatchWalk:
                     hooks.before_recomputation(step, at)
                 case Op.POST_FORWARD if phase == "backward":
                     hooks.after_recomputation(step, at)
+                case Op.PRE_FORWARD if item.b == BY_CODE:
+                    hooks.gather_by_code(step, at)
                 case Op.PRE_FORWARD:
                     if at == AT_ROOT:
                         hooks.begin_forward(with_gradients=entry.phase == "forward", repeated=hooks in self._ran)

@@ -42,6 +42,9 @@ class StepHooks:
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
         """Before a unit's forward."""
 
+    def gather_by_code(self, step: StepBuilder, unit: UnitId) -> None:
+        """The model's code gathers a unit within a layer, whose forward does not run, until backward ends."""
+
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
         """After a unit's forward."""
 

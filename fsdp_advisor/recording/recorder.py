@@ -40,6 +40,7 @@ from fsdp_advisor.recording.kinds import representatives
 from fsdp_advisor.recording.liger_kernels import check_kernels, with_liger_kernels
 from fsdp_advisor.recording.linear_attention import CHUNK
 from fsdp_advisor.recording.llamafactory import WholeLogitsSource
+from fsdp_advisor.recording.lora_kernels import use_lora_kernels
 from fsdp_advisor.recording.losses.source import with_loss
 from fsdp_advisor.recording.on_gpu import as_on_gpu
 from fsdp_advisor.recording.package_kernels import with_kernels
@@ -209,6 +210,8 @@ class Recorder:
                 entered.enter_context(context)
             if key.tiled_mlp:
                 tile_mlps(source.stacks(model), key.tiled_mlp, source.name)
+            if key.lora_kernels:
+                use_lora_kernels(model, key.lora_kernels.split(","), source.name)
             entered.enter_context(
                 fake_tensors(
                     values=source.needs_values, expert_imbalance=source.expert_imbalance, operators=self._operators

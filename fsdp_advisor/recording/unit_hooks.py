@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from fsdp_advisor.model.tape import ROOT, Category, Op
+from fsdp_advisor.model.tape import BY_CODE, ROOT, Category, Op
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording.engines import AdapterShards, FlatUnit, cast_floating, watch_input_gradients
 from fsdp_advisor.recording.hooked_modules import HookedModule
@@ -39,6 +39,8 @@ class UnitHooks:
             before, after = _dynamo_disable(before), _dynamo_disable(after)
         hooked.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         hooked.module.register_forward_hook(after)
+        if key.lora_kernels and self._of_fsdp2 and key.wrap == "lora" and hooked.is_within_layer:
+            hooked.module.unshard = self._unshard  # type: ignore[assignment]  # not a tensor
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recomputes = self._events.phase == "backward"
@@ -57,6 +59,16 @@ class UnitHooks:
         if self._of_fsdp2 and not recomputes and torch.is_grad_enabled():
             args, kwargs = watch_input_gradients(args, kwargs, self._end_backward)
         return args, kwargs
+
+    def _unshard(self) -> None:
+        """Gather a unit of an adapter, whose forward does not run, once per step: nothing frees it before the end of backward.
+
+        Source: axolotl 0.19.0, kernels/lora.py, `get_lora_parameters`.
+        """
+        if self._events.is_first((Op.PRE_FORWARD, self._hooked)):
+            self._events.mark(Op.PRE_FORWARD, self._hooked.mark, BY_CODE)
+        if self._shards is not None:
+            self._shards.use_gathered()
 
     def _begin_forward(self) -> None:
         """Begin the segment of a layer, or of the root if it has none yet in this phase."""

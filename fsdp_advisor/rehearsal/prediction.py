@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fsdp_advisor.configs.names import optimizer_called
+from fsdp_advisor.job.adapter_fields import LORA_KERNELS
 from fsdp_advisor.job.choices import Framework, TrainingTask
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.projection import DEFAULT
@@ -89,6 +90,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         **({"padding-free": "true"} if job.get("padding_free") else {}),
         **_precision(job),
         **_adapter(model["peft"], folder),
+        **_lora_kernels(model, job["framework"]),
         **quantization,
         "optim": _optimizer(job),
         **_rank(job),
@@ -124,6 +126,13 @@ def _loss(model: Mapping[str, Any], framework: str, task: str) -> dict[str, str]
     if kernels is None or task != "sft":
         return {"loss": loss}
     return {"loss": "full" if loss == "auto" and framework != "trl" else loss, "use-liger-kernel": "true"}
+
+
+def _lora_kernels(model: Mapping[str, Any], framework: Framework) -> dict[str, str]:
+    """The option of axolotl's kernels for adapters."""
+    if framework != "axolotl" or not model["peft"] or model["peft"]["peft_type"] != "LORA":
+        return {}
+    return {"lora-kernels": ",".join(part for part in LORA_KERNELS if part in model.get("lora_kernels", ())) or "none"}
 
 
 def predict(options: Mapping[str, str], variables: Mapping[str, str]) -> Prediction:

@@ -236,6 +236,7 @@ def job_items(report: Report) -> tuple[str, ...]:
         compiled_text(request): request.compile != "none",
         f"MLP in shards ({request.tiled_mlp})": request.tiled_mlp != "none",
         adaptation_of(request).on_checkpoint(report.packed).text: True,
+        f"axolotl's kernels for adapters: {request.lora_kernels}": request.lora_kernels != "auto",
         f"weights in {request.dtype}": request.dtype != "auto",
         "one FSDP unit" if request.wrap == "none" else f"FSDP units {request.wrap}": request.wrap != "layer",
         f"framework {request.framework}": request.framework != "torch",

@@ -31,6 +31,7 @@ _HELP = {
     "cuda_graphs": "Whether torchtitan captures forward and backward as a CUDA graph; gradients then stay from step to step",
     "tiled_mlp": "Shards of the sequence in which feed-forward networks run: auto, none or a number",
     "fp8": "torchao's recipe for products of linear layers in fp8",
+    "lora_kernels": "Parts whose adapters run in axolotl's kernels: auto, none, or some of mlp,qkv,o,embedding",
     "use_liger_kernel": "Liger's kernels for norms, positions and feed-forward networks",
     "activation_offload": "Activations are in pinned host memory between forward and backward",
     "backward_prefetch": "When FSDP1 gathers the parameters of the next layer in backward",

@@ -75,6 +75,7 @@ _LABELS = {
     "lora_modules_to_save": "Modules trained in full",
     "use_dora": "DoRA",
     "use_rslora": "rsLoRA",
+    "lora_kernels": "axolotl's kernels for adapters",
     "peft_config": "PEFT adapter_config.json",
     "freeze": "Frozen parameters",
     "load_in_4bit": "Base in 4 bits",

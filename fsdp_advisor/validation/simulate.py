@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_advisor.errors import assert_never
+from fsdp_advisor.job.lora_kernels import kernels_of_model
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.policies.optimizers import optimizer_of
@@ -28,6 +29,7 @@ from fsdp_advisor.recording.fake import fake_tensors, materialise, materialise_a
 from fsdp_advisor.recording.fp8 import convert_linears, on_fake_tensors
 from fsdp_advisor.recording.images import with_images
 from fsdp_advisor.recording.liger_kernels import with_liger_kernels
+from fsdp_advisor.recording.lora_kernels import use_lora_kernels
 from fsdp_advisor.recording.losses.source import with_loss
 from fsdp_advisor.recording.quantized import set_compute_dtype
 from fsdp_advisor.recording.source import Source
@@ -117,6 +119,8 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
         convert_linears(model, source, plan.fp8)
     if plan.tiled_mlp != "none":
         tile_mlps(source.stacks(model), f"{tiled_mlp_code(plan)}:{plan.tiled_mlp}", source.name)
+    if kernels_of_adapters := kernels_of_model(plan, source.config()):
+        use_lora_kernels(model, kernels_of_adapters, source.name)
     meter = StorageMeter(timeline=timeline)
     with fake_process_group(plan.world_size), _fsdp1_on_fake_storages(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -67,6 +67,7 @@ def valid_values(field: Field) -> st.SearchStrategy[Any]:
             ADAPTER,
             "rank=64",
             "q_proj,v_proj",
+            "mlp,qkv,o",
             "448x448",
         ]
         return st.sampled_from([word for word in words if rule.word(word) == word])

@@ -181,15 +181,23 @@ def test_keys_of_an_adapter_are_read_not_reported() -> None:
     keys = {"base_model": "gpt2", "adapter": "qlora", "lora_r": 8, "lora_alpha": 16, "load_in_4bit": True}
     (reading,) = from_texts({"axolotl.yaml": json.dumps({**keys, "lora_mlp_kernel": False})}).readings
     assert not reading.not_modelled and not reading.ignored
-    (usual,) = from_texts({"axolotl.yaml": json.dumps(keys)}).readings
-    assert "axolotl's kernels for adapters, which are on" in usual.not_modelled[0]
-    (chosen,) = from_texts(
-        {"axolotl.yaml": json.dumps({**keys, "lora_mlp_kernel": True, "lora_o_kernel": False})}
-    ).readings
-    assert "kernels for adapters (lora_mlp_kernel); the estimate assumes PEFT's code" in chosen.not_modelled[0]
-    (remote,) = from_texts({"axolotl.yaml": json.dumps({**keys, "trust_remote_code": True})}).readings
-    assert not [told for told in remote.not_modelled if "kernels for adapters" in told]
     assert {"adapter: qlora", "lora_r: 8", "load_in_4bit: True"} <= set(reading.read)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kernels"),
+    [
+        ({}, "auto"),
+        ({"lora_mlp_kernel": None}, "auto"),
+        ({"lora_mlp_kernel": False}, "none"),
+        ({"lora_o_kernel": True, "lora_mlp_kernel": True, "lora_qkv_kernel": False}, "mlp,o"),
+        ({"trust_remote_code": True}, "none"),
+    ],
+)
+def test_axolotls_kernels_are_those_of_the_file_or_axolotls_choice(keys: dict[str, Any], kernels: str) -> None:
+    found = from_texts({"axolotl.yaml": json.dumps({"base_model": "gpt2", "adapter": "lora", "lora_r": 8, **keys})})
+    assert make_request({"model": "gpt2", **found.options}).lora_kernels == kernels
+    assert not [told for told in found.readings[0].not_modelled if "kernel" in told]
 
 
 @pytest.mark.parametrize(

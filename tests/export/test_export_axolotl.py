@@ -85,7 +85,7 @@ NF4 = {
     "bnb_4bit_quant_storage": "bfloat16",
 }  # fmt: skip
 ADAPTED = [
-    job(plan("zero3", "fsdp2"), adaptation=each)
+    job(plan("zero3", "fsdp2", framework="axolotl"), adaptation=each)
     for each in (
         Adaptation(peft={**LORA, "modules_to_save": ["lm_head"], "use_dora": True, "use_rslora": True}),
         Adaptation(peft={**LORA, "target_modules": "all-linear", "lora_dropout": 0.1}, quantization=NF4),
@@ -99,8 +99,8 @@ def test_adapters_are_lora_or_qlora() -> None:
     assert [each["adapter"] for each in (whole, four, eight)] == ["lora", "qlora", "lora"]
     assert (whole["lora_target_modules"], four["lora_target_linear"]) == (["q_proj"], True)
     assert four["load_in_4bit"] is True and eight["load_in_8bit"] is True
-    # axolotl's own code, which is on without the key
-    assert not any(each["lora_mlp_kernel"] for each in (whole, four, eight))
+    # axolotl's own code, which is on without the keys: not modelled with DoRA, and off by itself with 8 bits
+    assert [each["lora_mlp_kernel"] for each in (whole, four, eight)] == [False, True, False]
     for adaptation, reason in (
         (Adaptation(freeze=("embed_tokens",)), "it names the parameters to train"),
         (Adaptation(peft={"peft_type": "LORA", "r": 8}), "use --lora-target-modules"),

@@ -392,6 +392,7 @@ def _axolotl(row: Measurement) -> Mapped:
             "lora_r": job["lora_r"],
             "lora_dropout": job["lora_dropout"],
             "lora_target_modules": "all-linear",
+            "lora_kernels": "none",
             "load_in_4bit": True,
             "use_bnb_nested_quant": True,
             "bnb_4bit_quant_storage": "bfloat16",

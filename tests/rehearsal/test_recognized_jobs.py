@@ -275,3 +275,17 @@ def test_the_regions_of_a_recording_are_recognized() -> None:
     for region in regions(model, ()):
         region.compile()
     assert job_facts.compiled_part(model, model) == "regions"
+
+
+def test_axolotls_kernels_of_adapters_are_recognized() -> None:
+    def apply_lora_mlp_swiglu(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def apply_lora_o(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    apply_lora_mlp_swiglu.__module__ = apply_lora_o.__module__ = "axolotl.kernels.lora"
+    model: Any = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    assert job_facts.lora_kernels_of(model) == []
+    model[0].forward, model[1].apply_o = apply_lora_mlp_swiglu, apply_lora_o
+    assert sorted(job_facts.lora_kernels_of(model)) == ["mlp", "o"]

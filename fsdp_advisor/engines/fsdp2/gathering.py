@@ -18,7 +18,12 @@ from fsdp_advisor.program.builder import StepBuilder
 from fsdp_advisor.program.instructions import NO_BUFFER, AllGather, BufferId, Copy, HostTransfer, Start, WaitFor
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
-Pass = Literal["forward", "recomputation", "backward"]
+Pass = Literal["forward", "recomputation", "backward", "code"]
+"""The pass through a unit for which it is gathered. ``code``: the model's code asks for it in forward, by `FSDPModule.unshard`, which runs
+on the compute stream and keeps no output.
+"""
+_ALONE: tuple[Pass, ...] = ("backward", "code")
+"""The passes whose all-gather does not run at the same time as earlier compute, and whose output is freed after the copy-out."""
 
 
 class Gathering:
@@ -47,7 +52,7 @@ class Gathering:
     def unshard(self, step: StepBuilder, unit: UnitId, run: Pass) -> None:
         """Gather the unit's parameters for a pass through it, unless they were requested in advance, and copy them out."""
         if unit not in self._outputs:
-            self.request(step, unit, run, "after compute" if run == "backward" else "with previous compute")
+            self.request(step, unit, run, "after compute" if run in _ALONE else "with previous compute")
         if self._one_shard:
             self._copy_one_shard(step, unit)
         else:
@@ -59,7 +64,7 @@ class Gathering:
         """
         if self._one_shard:
             return
-        sizes = self._units[unit]
+        sizes, stream = self._units[unit], Stream.COMPUTE if run == "code" else Stream.COPY_IN
         if run != "forward" and (ranks := self._plan.post_forward_ranks) is not None:
             copied = (
                 Storages.of(sizes.gathered_bytes // ranks) if self._plan.mixed and not self._offload else NO_STORAGES
@@ -68,22 +73,22 @@ class Gathering:
             gather = AllGather(unit, sizes.gathered_bytes, start, "post_forward")
         else:
             inputs = (
-                self._upload(step, unit, start)
+                self._upload(step, unit, start, stream)
                 if self._offload
-                else [step.alloc(Account.COMMUNICATION, sizes.gather_input, Stream.COPY_IN)]
+                else [step.alloc(Account.COMMUNICATION, sizes.gather_input, stream)]
             )
             gather = AllGather(unit, sizes.gathered_bytes, start)
-        self._outputs[unit] = step.alloc(Account.COMMUNICATION, sizes.gather_output, Stream.COPY_IN)
+        self._outputs[unit] = step.alloc(Account.COMMUNICATION, sizes.gather_output, stream)
         step.free(*inputs)
         step.add(gather)
 
-    def _upload(self, step: StepBuilder, unit: UnitId, start: Start) -> list[BufferId]:
+    def _upload(self, step: StepBuilder, unit: UnitId, start: Start, stream: Stream) -> list[BufferId]:
         """With offload, copy each shard to the GPU and cast it. All inputs live until the all-gather is issued."""
         inputs = []
         for n_bytes in self._units[unit].shards:
-            shard = step.alloc(Account.COMMUNICATION, Storages.of(n_bytes.stored), Stream.COPY_IN)
+            shard = step.alloc(Account.COMMUNICATION, Storages.of(n_bytes.stored), stream)
             if n_bytes.computed != n_bytes.stored:
-                cast = step.alloc(Account.COMMUNICATION, Storages.of(n_bytes.computed), Stream.COPY_IN)
+                cast = step.alloc(Account.COMMUNICATION, Storages.of(n_bytes.computed), stream)
                 step.free(shard)
                 shard = cast
             inputs.append(shard)
@@ -106,7 +111,7 @@ class Gathering:
             del kept[-count:]
         self._add_copies(step, unit)
         output = self._outputs.pop(unit)
-        if run == "backward":
+        if run in _ALONE:
             step.free(output)
         else:
             step.free(self._previous_output)

@@ -37,6 +37,8 @@ from fsdp_advisor.program.instructions import (
 )
 from fsdp_advisor.program.storages import ALIGNMENT, Storages
 
+OwnedGradient = tuple[OrderInUnit, BufferId]
+
 
 class Fsdp2Step(StepHooks):
     """FSDP2's hooks around each unit. They hold the state of one program: make new ones for each program."""
@@ -66,6 +68,8 @@ class Fsdp2Step(StepHooks):
         self._previous_reduce_input = NO_BUFFER  # the last reduce-scatter's input lives until the next one's
         self._unreduced: defaultdict[UnitId, deque[list[BufferId]]] = defaultdict(deque)  # reduction is deferred
         self._all_reduced: list[tuple[UnitId, BufferId]] = []
+        self._by_code: list[UnitId] = []  # the units that the model's code has gathered, in the model's order
+        self._later: defaultdict[UnitId, list[OwnedGradient]] = defaultdict(list)  # their gradients in further layers
 
     # The step
 
@@ -107,6 +111,14 @@ class Fsdp2Step(StepHooks):
         self._gathering.unshard(step, unit, "forward")
         if self._plan.forward_prefetch and unit != AT_ROOT and step.following is not None:
             self._gathering.request(step, step.following, "forward")
+
+    def gather_by_code(self, step: StepBuilder, unit: UnitId) -> None:
+        """Gather the unit (`FSDPModule.unshard`). Only the final callback frees it."""
+        if self._is_empty(unit):
+            return
+        step.add(PythonHooks())
+        self._gathering.unshard(step, unit, "code")
+        self._by_code.append(unit)
 
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
         unit = self._walk.post_forward(unit)
@@ -158,7 +170,7 @@ class Fsdp2Step(StepHooks):
         if self._gathering.is_unsharded(unit):  # a unit without a backward of its own was freed after forward
             self._gathering.free(step, unit)
         if self._wrapping.units is not None:
-            owned = step.take_owned_gradients(unit)
+            owned = self._owned_gradients(step, unit)
             gradients, last = [gradient for _, gradient in owned], max(owned)[1] if owned else NO_BUFFER
         else:
             gradients, last = self._take_gradients(step, unit), self._last_gradient(step, unit)
@@ -172,6 +184,15 @@ class Fsdp2Step(StepHooks):
             gradients = self._unreduced[unit].popleft()
         sizes = self._chunked_loss.rest if self._chunked_loss is not None and unit == HEAD else self._units[unit]
         self._reduce(step, unit, gradients, last, sizes)
+
+    def _owned_gradients(self, step: StepBuilder, unit: UnitId) -> list[OwnedGradient]:
+        """The gradients of a unit; of one that the model's code has gathered in several layers, those in the first layer that is left."""
+        owned = self._later.pop(unit, []) + step.take_owned_gradients(unit)
+        if unit not in self._by_code or not owned:
+            return owned
+        number = min(order[1] for order, _ in owned)
+        self._later[unit] = [gradient for gradient in owned if gradient[0][1] != number]
+        return [gradient for gradient in owned if gradient[0][1] == number]
 
     def _reduce(
         self, step: StepBuilder, unit: UnitId, gradients: list[BufferId], last: BufferId, sizes: UnitBytes
@@ -248,6 +269,7 @@ class Fsdp2Step(StepHooks):
         gradient = step.alloc(Account.LOSS, Storages.of(ALIGNMENT))
         for unit in self._not_reduced():
             self._end_backward_of(step, unit)
+        self._by_code.clear()
         self._gathering.free_outputs(step)
         self._gathering.free_previous_output(step)
         step.free(gradient)
@@ -286,10 +308,11 @@ class Fsdp2Step(StepHooks):
     def _not_reduced(self) -> list[UnitId]:
         """The units whose post-backward hook has not run, in the order of `all_states`: the root, then the model's order.
 
-        They are the root's units, and layers whose inputs need no gradient.
+        They are the root's units, layers whose inputs need no gradient, and units that the model's code has gathered.
         """
         first = (AT_ROOT,) if self._wrapping.units is not None else self._wrapping.last
-        return [*first, *(unit for unit in self._gathering.unsharded() if unit not in first)]
+        others = {*first, *self._by_code}
+        return [*first, *(unit for unit in self._gathering.unsharded() if unit not in others), *self._by_code]
 
     def _take_gradients(self, step: StepBuilder, unit: UnitId) -> list[BufferId]:
         """A unit's unsharded gradients. Used if no wrap policy divides the model."""

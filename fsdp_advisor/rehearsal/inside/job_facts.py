@@ -189,6 +189,7 @@ def model_of(module: Any) -> dict[str, Any] | None:
                 "memory_budget": _memory_budget(),
                 "loss": "liger" if each.forward.__module__.startswith("liger_kernel") else "auto",
                 "liger_kernels": any(_by_liger(m) for m in each.modules() if m is not each),
+                "lora_kernels": lora_kernels_of(each),
                 "peft": next((adapter for m in _unwrapped(module) if (adapter := _adapter_of(m))), None),
             }
     return None
@@ -298,6 +299,22 @@ def _experts_of(model: Any, config: Any) -> str | None:
 def _by_liger(module: Any) -> bool:
     """Whether Liger replaced the module's forward."""
     return getattr(module.forward, "__module__", "").startswith("liger_kernel")
+
+
+def lora_kernels_of(model: Any) -> list[str]:
+    """The parts of the model whose adapters axolotl runs in its kernels. Source: axolotl 0.19.0, monkeypatch/lora_kernels.py."""
+    places = {"forward": ("mlp", "embedding"), "apply_qkv": ("qkv",), "apply_o": ("o",)}
+    found: list[tuple[str, Any]] = [
+        (name, getattr(module, name, None)) for module in model.modules() for name in places
+    ]
+    of_axolotl = [(name, each) for name, each in found if getattr(each, "__module__", "") == "axolotl.kernels.lora"]
+    functions = {(name, each.__name__) for name, each in of_axolotl}
+    return [
+        part
+        for name, parts in places.items()
+        for part in parts
+        if any(n == name and f"lora_{part}" in f for n, f in functions)
+    ]
 
 
 def _adapter_of(module: Any) -> dict[str, Any] | None:

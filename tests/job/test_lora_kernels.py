@@ -1,0 +1,88 @@
+"""When axolotl's kernels for adapters run, and which jobs are refused or not modelled with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.adapter_fields import LORA_KERNELS
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.lora_kernels import chosen_kernels, kernels_not_modelled, modelled_kernels
+from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.model.tape_key import TapeKey
+
+JOB = {"model": "gpt2", "framework": "axolotl", "strategy": "ddp", "use_peft": True, "gpus": 2}
+
+
+def kernels(**options: Any) -> tuple[tuple[str, ...], tuple[str, ...], str | None]:
+    """The kernels that axolotl runs, those of the estimate, and what is not modelled with them."""
+    request = make_request({**JOB, **options})
+    (plan,), adaptation = plans(request, seq_len=64), adaptation_of(request)
+    return chosen_kernels(plan, adaptation), modelled_kernels(plan, adaptation), kernels_not_modelled(plan, adaptation)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"load_in_4bit": True}, {"lora_dropout": 0.1}, {"strategy": "zero3"}, {"precision": "fp32"}],
+    ids=str,
+)
+def test_axolotl_runs_its_kernels_by_default(options: dict[str, Any]) -> None:
+    assert kernels(**options) == (LORA_KERNELS, LORA_KERNELS, None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"framework": "trl"},
+        {"use_peft": False},
+        {"load_in_8bit": True},
+        {"lora_kernels": "none"},
+        {"strategy": "zero3", "backend": "fsdp1"},
+        {"use_peft": False, "peft_config": '{"peft_type": "IA3"}'},
+    ],
+    ids=str,
+)
+def test_other_jobs_have_pefts_code(options: dict[str, Any]) -> None:
+    assert kernels(**options) == ((), (), None)
+
+
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"strategy": "zero3", "backend": "deepspeed"}, "DeepSpeed ZeRO-3"),
+        ({"dtype": "float32"}, "weights in fp32 under autocast"),
+        ({"use_peft": False, "peft_config": '{"peft_type": "LORA", "lora_bias": true}'}, "biases of adapters"),
+    ],
+    ids=str,
+)
+def test_a_job_that_is_not_modelled_with_the_kernels_has_pefts_code(options: dict[str, Any], missing: str) -> None:
+    assert kernels(**options) == (LORA_KERNELS, (), missing)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lora_kernels": "mlp", "framework": "trl"}, "asks for axolotl's kernels"),
+        ({"lora_kernels": "mlp", "use_peft": False}, "asks for axolotl's kernels"),
+        ({"lora_kernels": "mlp", "load_in_8bit": True}, "do not unpack weights in 8 bits"),
+        ({"lora_kernels": "mlp", "strategy": "zero3", "backend": "fsdp1"}, "not compatible with FSDP1"),
+        ({"tiled_mlp": "auto", "gpus": 1}, "not modelled with --tiled-mlp"),
+    ],
+    ids=str,
+)
+def test_jobs_that_cannot_have_the_kernels_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        kernels(**options)
+
+
+def test_parts_are_read_in_any_order() -> None:
+    assert make_request({**JOB, "lora_kernels": "o, mlp"}).lora_kernels == "mlp,o"
+
+
+def test_a_key_of_a_tape_names_the_kernels() -> None:
+    key = TapeKey("plain", "bf16", "sdpa", "none", lora_kernels="mlp,o")
+    assert key.name.endswith("|lora=mlp,o") and TapeKey.from_name(key.name) == key
