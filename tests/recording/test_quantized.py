@@ -445,4 +445,4 @@ def test_units_of_adapters_that_cannot_be_recorded_are_named_without_an_option(t
         framework="axolotl", activation_checkpointing="reentrant",
     ).estimates  # fmt: skip
     reasons = " ".join(item.reason for item in row.lacks)
-    assert "the Trainer makes FSDP units of the adapters" in reasons and "--wrap" not in reasons
+    assert "axolotl makes FSDP units of the adapters" in reasons and "--wrap" not in reasons
