@@ -50,6 +50,11 @@ CASES: dict[str, tuple[str | dict[str, Any], dict[str, Any], tuple[str, ...]]] =
     "falcon-h1-34b": ("tiiuae/Falcon-H1-34B-Base", {}, ()),
     "jamba": ("ai21labs/Jamba-v0.1", {}, ()),
     "mamba-2.8b, 131072 tokens": ("state-spaces/mamba-2.8b-hf", {}, ("--seq-len", "131072")),
+    "longcat-flash under ZeRO-3": (
+        "meituan-longcat/LongCat-Flash-Chat", {"vocab_size": 131264}, ("--gpus", "1024", "--strategy", "zero3"),
+    ),
+    "recurrent-gemma-2b under ZeRO-3": ({"model_type": "recurrent_gemma"}, {}, ("--strategy", "zero3")),
+    "dbrx": ("databricks/dbrx-base", {}, ()),
     "zamba2": ({"model_type": "zamba2", "num_hidden_layers": 54}, {}, ()),
     "xlstm-7b": ({"model_type": "xlstm"}, {}, ()),
     "rwkv-4-7b": ({"model_type": "rwkv", "num_hidden_layers": 32}, {}, ()),
