@@ -46,17 +46,17 @@ def is_of_model(job: Job) -> bool:
     """Whether transformers has to checkpoint the layers, because accelerate's FSDP plugin cannot: it checkpoints only all layers fully.
 
     The plugin would also checkpoint each of FSDP1's units of adapters, which fails: "Recomputed values for the following tensors have
-    different metadata". Its wrappers become compiled code if the model is compiled, and then keep more. With FSDP2 and frozen
-    parameters, only the estimate for accelerate has the plugin's checkpoints (`tape_key_of`); the others have transformers'.
+    different metadata". With FSDP2 and frozen parameters or compiled code, only the estimate for accelerate has the plugin's checkpoints
+    (`tape_key_of`); the others have transformers'.
     """
     plan = job.plan
-    plain = plan.checkpointing == "full" and plan.offload_code != "inputs" and plan.compile == "none"
-    freezes = bool(job.adaptation.peft or job.adaptation.freeze)
+    plain = plan.checkpointing == "full" and plan.offload_code != "inputs"
+    differs = bool(job.adaptation.peft or job.adaptation.freeze) or plan.compile != "none"
     match plan.backend:
         case "fsdp1":
             by_plugin = not job.adaptation.peft
         case "fsdp2":
-            by_plugin = plan.framework == "accelerate" or not freezes
+            by_plugin = plan.framework == "accelerate" or not differs
         case _:
             by_plugin = False
     return plan.checkpointing != "none" and not (plain and by_plugin)

@@ -432,6 +432,17 @@ def test_exported_checkpointing_reads_back(target: str, backend: str, checkpoint
     assert (read.activation_checkpointing, read.activation_offload) == (checkpointing, offload), exported.text
 
 
+@pytest.mark.parametrize("compiles", ["layer", "model"])
+def test_accelerate_s_checkpoints_of_compiled_models_read_back(compiles: str, tmp_path: Path) -> None:
+    of = job(plan("zero3", "fsdp2", framework="accelerate", compile=compiles, activation_checkpointing="full"))
+    for file, text in files_of("accelerate", of).items():
+        (tmp_path / file).write_text(text)
+    assert "fsdp_activation_checkpointing: true" in (tmp_path / "accelerate.yaml").read_text()
+    assert "activation_checkpointing_enable" not in (tmp_path / "train.py").read_text()
+    read = plan_of(from_paths([tmp_path]))
+    assert (different(read, of.plan), read.framework) == ({}, "accelerate")
+
+
 @pytest.mark.parametrize(
     ("target", "checkpointing", "offload"),
     [("trainer", "selective", False), ("axolotl", "every-2", False), ("llamafactory", "full", True)],
