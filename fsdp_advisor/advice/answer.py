@@ -114,7 +114,9 @@ def recommend_resolved(
         runners_up=result.runners_up,
         rejected=(*result.rejected, *unrecorded),
         tree=decision_tree(search, winner, found, [change.because for change in changes]),
-        rules=rules_of_thumb(search, winner, () if request.find in ("batch", "sequence") else result.feasible),
+        rules=rules_of_thumb(
+            search, request.as_estimate, winner, () if request.find in ("batch", "sequence") else result.feasible
+        ),
         gpu_memory_bytes=search.evaluator.gpu.memory_bytes,
         available_bytes=search.evaluator.available_bytes,
         configurations=search.configurations,

@@ -12,10 +12,11 @@ from typing import Any
 from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import StrategyChoice
-from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.job.choices import Offload, Strategy
-from fsdp_advisor.job.compatibility import OFFLOADS, label, row_refusal
+from fsdp_advisor.job.compatibility import label, plan_of_row, row_refusal
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.json_fields import json_fields
 from fsdp_advisor.units import format_gib
 
@@ -69,21 +70,31 @@ RULES: dict[str, Callable[[int, bool], tuple[Strategy, Offload] | None]] = {
 }
 
 
-def rules_of_thumb(search: Search, winner: Candidate | None, feasible: Sequence[Candidate]) -> tuple[RuleOfThumb, ...]:
+def rules_of_thumb(
+    search: Search, request: EstimateRequest, winner: Candidate | None, feasible: Sequence[Candidate]
+) -> tuple[RuleOfThumb, ...]:
     """The choice of each rule for the search's model. The rules have no margin: a choice runs if it fits the whole memory.
 
     `feasible` are the plans that fit, each at its best micro-batch: they are compared with the winner by their speed.
     """
     parameters = search.evaluator.model.parameters
-    ddp = _plain(search, "ddp", "none")
-    ddp_runs = row_refusal(ddp) is None and _runs(_candidate(search, ddp)) is True
+    ddp_runs = _ddp_runs(search, request)
     return tuple(
-        _checked(search, source, rule(parameters, ddp_runs), winner, feasible) for source, rule in RULES.items()
+        _checked(search, request, source, rule(parameters, ddp_runs), winner, feasible)
+        for source, rule in RULES.items()
     )
+
+
+def _ddp_runs(search: Search, request: EstimateRequest) -> bool:
+    try:
+        return _runs(_candidate(search, _plain(search, request, "ddp", "none"))) is True
+    except UsageError:
+        return False
 
 
 def _checked(
     search: Search,
+    request: EstimateRequest,
     source: str,
     given: tuple[Strategy, Offload] | None,
     winner: Candidate | None,
@@ -93,30 +104,31 @@ def _checked(
     if given is None:
         because = "it has no row for models between 30B and 70B"
         return RuleOfThumb(source=source, strategy=None, offload=None, would_run=None, because=because)
-    plan = _plain(search, *given)
-    refused = row_refusal(plan)
-    candidate = None if refused is not None else _candidate(search, plan)
-    return RuleOfThumb(
-        source=source,
-        strategy=given[0],
-        offload=given[1],
-        would_run=False if refused is not None else _runs(candidate),
-        because=refused.message if refused is not None else _because(search, candidate, winner, feasible),
-    )
+    would_run: bool | None = False
+    try:
+        candidate = _candidate(search, _plain(search, request, *given))
+    except UsageError as refused:
+        because = refused.message
+    else:
+        would_run, because = _runs(candidate), _because(search, candidate, winner, feasible)
+    return RuleOfThumb(source=source, strategy=given[0], offload=given[1], would_run=would_run, because=because)
 
 
-def _plain(search: Search, strategy: Strategy, offload: Offload) -> Plan:
-    """The plan of a bare strategy, as a rule of thumb names it.
+def _plain(search: Search, request: EstimateRequest, strategy: Strategy, offload: Offload) -> Plan:
+    """The plan of a bare strategy, as a rule of thumb names it. Raises UsageError if it is refused.
 
-    That is the `auto` backend, the smallest micro-batch, and no checkpointing unless the request requires it.
+    That is the backend of its estimate, the smallest micro-batch, and no checkpointing unless the request requires it.
     """
     choice = StrategyChoice(
         strategy=strategy,
-        backend=OFFLOADS[offload][strategy][0],
+        backend=plan_of_row(request, strategy, offload, search.base.seq_len).backend,
         offload=offload,
         activations=search.activation_choices[0],
     )
-    return search.plan(choice, search.batches.smallest)
+    plan = search.plan(choice, search.batches.smallest)
+    if (refused := row_refusal(plan)) is not None:
+        raise refused
+    return plan
 
 
 def _candidate(search: Search, plan: Plan) -> Candidate | None:

@@ -105,7 +105,7 @@ def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[
     check_tiled_mlp(request)
     check_lora_kernels(request)
     if request.strategy != "all":
-        plan = _plan(request, request.strategy, request.offload, seq_len)
+        plan = plan_of_row(request, request.strategy, request.offload, seq_len)
         if (refused := row_refusal(plan)) is not None:
             raise refused
         return [plan], []
@@ -127,7 +127,7 @@ def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[
             f"backend {request.backend} has no strategy with offload {request.offload}",
             hint="offload optimizer: deepspeed; offload parameters: fsdp2, fsdp1 or deepspeed",
         )
-    refusals = {plan: row_refusal(plan) for plan in (_plan(request, s, o, seq_len) for s, o in possible)}
+    refusals = {plan: row_refusal(plan) for plan in (plan_of_row(request, s, o, seq_len) for s, o in possible)}
     left_out = [(label(plan.strategy, plan.offload), error) for plan, error in refusals.items() if error is not None]
     if len(left_out) == len(refusals):
         raise left_out[0][1]
@@ -180,7 +180,7 @@ def _combination_refusal(request: EstimateRequest, strategy: Strategy, backend: 
     )
 
 
-def _plan(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_len: int) -> Plan:
+def plan_of_row(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_len: int) -> Plan:
     """The plan of a row. Raises UsageError for a combination that is refused."""
     backend = _backend_of(request, strategy, offload)
     refused = _combination_refusal(request, strategy, backend) or optimizer_refusal(

@@ -140,6 +140,23 @@ def test_rules_of_thumb_are_checked() -> None:
     assert (gap.says, gap.would_run) == (None, None)
 
 
+@pytest.mark.parametrize("engine", [{"backend": "deepspeed"}, {"framework": "deepspeed"}], ids=str)
+def test_rules_of_thumb_are_checked_with_the_engine_of_the_request(engine: dict[str, str]) -> None:
+    job = {"model": LLAMA, "gpus": 4, "gpu": "H100", **engine}
+    [row] = estimate(**job, strategy="zero2").estimates
+    rules = advise(**job, activation_checkpointing="none").rules
+    assert row.plan.backend == "deepspeed" and row.needed_bytes is not None
+    assert [(rule.says, rule.would_run) for rule in rules] == [("ZeRO-2", True)] * 2
+    assert all(f"needs {format_gib(row.needed_bytes)}" in rule.because for rule in rules)
+
+
+def test_a_rule_of_thumb_that_the_request_rules_out_does_not_run() -> None:
+    rules = advise(model=GPT2, gpus=2, gpu="H100", framework="deepspeed").rules
+    assert {(rule.says, rule.would_run, rule.because) for rule in rules} == {
+        ("DDP", False, "framework deepspeed has no strategy ddp")
+    }
+
+
 def test_a_rule_of_thumb_is_compared_at_its_best_micro_batch() -> None:
     def sharding_is_fast(model: Resolved, plan: Plan, gpu: Gpu) -> float:
         return clock(model, plan, gpu) * (0.5 if plan.strategy == "zero3" else 1)
