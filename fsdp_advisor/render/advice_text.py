@@ -225,6 +225,12 @@ def rule_text(rule: RuleOfThumb) -> str:
     return f"{rule.source}: {choice}: {rule.because}"
 
 
+_TILING_TARGETS = (
+    ": fsdp2 and ddp write a script of plain PyTorch with Liger's tiled MLP, and axolotl (--framework axolotl) has its own; "
+    "with another framework or engine, tile the networks in a script of your own"
+)
+
+
 def _launch(view: AdviceView, screen: Screen) -> str:
     """The commands, each on one line, so that they can be copied."""
     if not view.launch_commands and view.winner is not None and view.winner.plan.facts.own_models:
@@ -235,7 +241,8 @@ def _launch(view: AdviceView, screen: Screen) -> str:
         )
         return f"{wrap(why, screen)}\n  {torchtitan_line(plan)}"
     if not view.launch_commands:
-        return wrap("No export target supports this plan.", screen)
+        tiles = view.winner is not None and view.winner.plan.tiled_mlp != "none"
+        return wrap(f"No export target supports this plan{_TILING_TARGETS if tiles else ''}.", screen)
     lines = [view.launch_title, *(f"  {command}" for command in view.launch_commands)]
     if view.other_targets:
         lines.append(wrap(f"Other targets: {', '.join(view.other_targets)}.", screen))

@@ -379,12 +379,17 @@ _FOLDER = "run/"
 
 
 def _launch(advice: Advice) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(commands, other targets). The commands export the plan for the first target that supports it, and run it."""
+    """(commands, other targets). The commands export the plan for the first target that supports it, and run it.
+
+    Each framework tiles by code of its own, so a plan with a tiled MLP is exported for the estimated framework alone.
+    """
     r = advice.recommendation
     if r.winner is None or r.estimate is None:
         return (), ()
     job = Job.of(advice.report, r.estimate, environment=r.winner.environment)
     able = [target for target in TARGETS.values() if target.limit(job) is None]
+    if job.plan.tiled_mlp != "none":
+        able = [target for target in able if target.behaves_as(job.plan) == job.plan.framework]
     if job.task is not None:
         able = [target for target in able if script_limit(target, job) is None] or able
     able.sort(key=lambda target: target.behaves_as(job.plan) != job.plan.framework)  # the estimated framework first

@@ -164,6 +164,21 @@ def test_recommendation_tiles_and_names_no_strategy_or_target_that_cannot(tmp_pa
     assert "Other targets: torchrun" not in str(advice)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["deepspeed", "axolotl"])
+def test_recommendation_exports_a_tiled_plan_for_its_own_framework_alone(framework: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    text = str(
+        recommend(
+            model=str(path), gpu="24GiB", gpus=2, seq_len=2000, micro_batch_size=1, tiled_mlp="auto", framework=framework,
+            activation_checkpointing="none", offload="none",
+        )
+    )  # fmt: skip
+    assert ("fsdp-advisor export axolotl" in text) == (framework == "axolotl")
+    assert ("No export target supports this plan: fsdp2 and ddp write" in text) == (framework == "deepspeed")
+
+
 def test_search_refuses_accumulation_that_is_not_modelled() -> None:
     job: dict[str, Any] = {
         "model": "openai-community/gpt2",
