@@ -15,7 +15,7 @@ from fsdp_advisor.recording.storages import tensors_in
 @dataclass(frozen=True, slots=True)
 class Work:
     """The work of one or more operators. `traffic_bytes`: read and written by operators other than matrix products and
-    attention.
+    attention. bitsandbytes' products in 8 bits have traffic alone: the time model knows their FLOPs from the weights' shapes.
     """
 
     matmul_flops: int = 0

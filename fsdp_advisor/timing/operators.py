@@ -6,8 +6,10 @@ Shapes: (M, K) x (K, N): M = rows of tokens, K = inner, N = columns.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from math import ceil, gcd, inf
+from math import ceil, gcd, inf, prod
 from typing import NamedTuple
 
 from fsdp_advisor.hardware import Gpu
@@ -28,6 +30,7 @@ class Device(NamedTuple):
 
     `achieved`: the shares of the datasheet's rates. `eager_bytes_per_s`: the memory rate of operators other than products and attention;
     `update_bytes_per_s`: that of the optimizer's step. `quantized_states_per_s`: values of bitsandbytes' 8-bit states that are updated.
+    `fp32_matmul_flops`: the rate of products in fp32, whatever the precision.
     """
 
     achieved: Achieved
@@ -42,6 +45,12 @@ class Device(NamedTuple):
     element_bytes: int
     peak_flops: float
     fp8_flops: float | None = None
+    fp32_matmul_flops: float | None = None
+
+    @property
+    def in_fp32(self) -> Device:
+        """The same device for matrix products in fp32."""
+        return self._replace(matmul_flops=self.fp32_matmul_flops or self.matmul_flops, element_bytes=4)
 
 
 @lru_cache(maxsize=256)
@@ -65,6 +74,7 @@ def device_of(gpu: Gpu, precision: str, attention: Attention = "sdpa", *, compil
         element_bytes=4 if precision == "fp32" else 2,
         peak_flops=peak,
         fp8_flops=gpu.fp8_flops * achieved.matmul * achieved.fp8_matmul if gpu.fp8_flops is not None else None,
+        fp32_matmul_flops=None if gpu.fp32_flops is None else gpu.fp32_flops * _matmul_share(gpu, "fp32", achieved),
     )
 
 
@@ -136,14 +146,22 @@ def misaligned_flops(k: int, n: int, device: Device) -> float:
 
 class Products(NamedTuple):
     """The matrix products of a unit's weights: (rows' share of the tokens, K, N, how many at once, whether the weight is
-    trained).
+    trained). `in_8_bits`: (K, N) of bitsandbytes' weights in 8 bits, of whose products `shapes` has none.
     """
 
     shapes: tuple[tuple[float, int, int, int, bool], ...]
+    in_8_bits: tuple[tuple[int, int], ...] = ()
 
     def flops(self, tokens: int) -> float:
         """FLOPs of one forward."""
         return sum(2 * tokens * share * k * n * count for share, k, n, count, _ in self.shapes)
+
+    def rows_share(self, tokens: int, recorded_flops: int) -> float:
+        """The share of the tokens that a weight sees, which is less than one if experts are separate matrices."""
+        dense = sum(2 * tokens * k * n for _, k, n, count, _ in self.shapes if count == 1)
+        routed = any(count > 1 for _, _, _, count, _ in self.shapes)
+        fewer = not routed and 0 < recorded_flops < 0.9 * dense
+        return recorded_flops / dense if fewer else 1.0
 
 
 @lru_cache(maxsize=1024)
@@ -151,7 +169,7 @@ def products_of(unit: Unit, is_root: bool) -> Products:
     """The products of a unit. A layer uses every matrix weight once per token; the root only the head, its largest, last
     matrix.
     """
-    weights = [(p.matrix or p.shape, p.trainable) for p in unit.parameters]
+    weights = [(p.matrix or p.shape, p.trainable) for p in unit.parameters if p.dtype != "int8"]
     weights += [(b.matrix, False) for b in unit.buffers if b.matrix]
     matrices = [(shape, trained) for shape, trained in weights if len(shape) == 2 and min(shape) > 1]
     if is_root:
@@ -159,27 +177,34 @@ def products_of(unit: Unit, is_root: bool) -> Products:
         return Products(((1.0, largest[0][1], largest[0][0], 1, largest[1]),) if largest else ())
     shapes = [(1.0, shape[1], shape[0], 1, trained) for shape, trained in matrices]
     shapes += [(1.0 / s[0], s[2], s[1], s[0], trained) for s, trained in weights if len(s) == 3]
-    return Products(tuple(shapes))
+    return Products(tuple(shapes), tuple((p.shape[1], p.shape[0]) for p in unit.parameters if p.dtype == "int8"))
 
 
 @lru_cache(maxsize=4096)
 def matmul_s_per_flop(
-    unit: Unit, is_root: bool, tokens: int, device: Device, recorded_flops: int, *, fp8: Fp8 = "none"
+    unit: Unit,
+    is_root: bool,
+    tokens: int,
+    device: Device,
+    recorded_flops: int,
+    *,
+    fp8: Fp8 = "none",
+    unpacked: tuple[int, ...] = (),
 ) -> tuple[float, float]:
     """Seconds per FLOP of a unit's matrix products in forward and in backward, over the shapes of its weights.
 
     Backward has two products per weight: (M, N) x (N, K) for the input and, if the weight is trained, (N, M) x (M, K)
     for it. If a token uses several experts, or an expert sees few tokens, the experts' rows are scaled to match the
     recorded work. `fp8`: the recipe with which linear layers multiply in fp8 if their dimensions suit it.
+    `unpacked`: bytes of the copies of weights in 8 bits by which backward multiplies. The FLOPs of their forward are not recorded:
+    `in_8_bits`.
     """
     products = products_of(unit, is_root)
-    if not products.shapes or not recorded_flops:
+    if not (products.shapes and recorded_flops) and not products.in_8_bits:
         return 1 / device.matmul_flops, 1 / device.matmul_flops
     dense = sum(2 * tokens * k * n for _, k, n, count, _ in products.shapes if count == 1)
     routed = products.flops(tokens) - dense
-    scale = max((recorded_flops - dense) / routed, 0.0) if routed else 1.0
-    if not routed and recorded_flops < 0.9 * dense:  # experts are separate matrices: each gets part of the tokens
-        scale = recorded_flops / dense
+    scale = max((recorded_flops - dense) / routed, 0.0) if routed else products.rows_share(tokens, recorded_flops)
     forward = backward = flops = backward_flops = 0.0
     for share, k, n, count, trained in products.shapes:
         m = tokens * share * (scale if count > 1 or not routed else 1.0)
@@ -192,7 +217,45 @@ def matmul_s_per_flop(
         forward += product_s(m, k, n, device, count, in_fp8=in_fp8, most_flops=most)
         backward += product_s(m, n, k, device, count, in_fp8=in_fp8, most_flops=most)
         backward += product_s(n, m, k, device, count, in_fp8=in_fp8, most_flops=most) if trained else 0.0
-    return forward / flops, backward / backward_flops
+    rows = tokens * products.rows_share(tokens, recorded_flops)
+    for k, n, of_weight in _multiplied_in_backward(products.in_8_bits, unpacked, device):
+        backward += product_s(rows, n, k, of_weight)
+        backward_flops += 2 * rows * k * n
+    return forward / flops if flops else 0.0, backward / backward_flops if backward_flops else 0.0
+
+
+def _multiplied_in_backward(
+    weights: Iterable[tuple[int, int]], unpacked: tuple[int, ...], device: Device
+) -> Iterator[tuple[int, int, Device]]:
+    """(K, N, device at the copy's precision) of each weight in 8 bits by which backward multiplies.
+
+    The copy of a weight has the dtype of the layer's input, which is often fp32, and autocast does not reach backward. Source:
+    bitsandbytes 0.50.2, autograd/_functions.py, `MatMul8bitLt.backward`. Older recordings do not tell copies from other temporaries.
+    """
+    copies = Counter(unpacked)
+    for k, n in sorted(weights, key=prod, reverse=True):
+        size = 4 * k * n if copies[4 * k * n] else 2 * k * n
+        if copies[size] or not unpacked:
+            copies[size] -= 1
+            yield k, n, device.in_fp32 if size == 4 * k * n else device
+
+
+@lru_cache(maxsize=4096)
+def in_8_bits(unit: Unit, tokens: int, device: Device, recorded_flops: int) -> tuple[float, float]:
+    """FLOPs and seconds of a unit's products in 8 bits (LLM.int8) in forward. A tape has their traffic but not their FLOPs; the seconds
+    are those by which their compute is longer than this traffic.
+
+    They run at the rate in 16 bits, because the table of GPUs has no rates in int8. These are once to four times as high in datasheets.
+    """
+    products = products_of(unit, False)
+    rows = tokens * products.rows_share(tokens, recorded_flops)
+    flops = seconds = 0.0
+    for k, n in products.in_8_bits:
+        own, moved = 2 * rows * k * n, rows * k + k * n + 4 * rows * n  # the product is in int32
+        compute = own / (device.matmul_flops * tile_share(rows, k, n, device.multiprocessors))
+        flops += own
+        seconds += max(compute - moved / device.eager_bytes_per_s, 0.0)
+    return flops, seconds
 
 
 def head_dim(profile: Profile) -> int:

@@ -12,9 +12,22 @@ from fsdp_advisor.job.choices import Fp8
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.multimodal import is_tower
 from fsdp_advisor.model.profile import Profile, Unit
-from fsdp_advisor.model.tape import ROOT, Chunked, Quantity, ScoringPhase, Segment, Tape, value_at
+from fsdp_advisor.model.tape import (
+    ROOT,
+    Category,
+    Chunked,
+    Divided,
+    Quantity,
+    ScoringPhase,
+    Segment,
+    Staging,
+    Tape,
+    Tiled,
+    value_at,
+)
+from fsdp_advisor.policies.dtypes import has_8_bit_weights
 from fsdp_advisor.timing.achieved import KERNEL_GAP_S, LAUNCH_S
-from fsdp_advisor.timing.operators import Device, attention_s, batched_s, head_dim, matmul_s_per_flop
+from fsdp_advisor.timing.operators import Device, attention_s, batched_s, head_dim, in_8_bits, matmul_s_per_flop
 
 COMPUTE_CLASSES = ("matmul", "attention", "pointwise", "loss", "recomputation")
 
@@ -47,6 +60,17 @@ class TapeWork(NamedTuple):
     by_segment: tuple[Work, ...]
     trained_flops: float
     scored_flops: float
+
+
+class _Rates(NamedTuple):
+    """A unit's matrix products: seconds per recorded FLOP in forward and in backward. `flops_in_8_bits`, `s_in_8_bits`: FLOPs and seconds
+    of a forward's products in 8 bits, which are not recorded.
+    """
+
+    forward: float
+    backward: float
+    flops_in_8_bits: float = 0.0
+    s_in_8_bits: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +117,18 @@ def tape_work(
         backward = segment.phase == "backward"
         masked = causal and not _is_tower(profile, segment)
         is_loss = segment.stack == ROOT and segment.layer == (0 if backward else last_root)
-        work = _work(segment, b, t, device, rates[_unit_of(segment)][backward], head, masked, is_loss)
+        unit = rates[_unit_of(segment)]
+        repeats = options.checkpointing if segment.recomputed is None else bool(segment.recomputed.operators)
+        multiplies = repeats if backward else segment.phase != "routers"
+        s_in_8_bits = unit.s_in_8_bits if multiplies else 0.0
+        work = _work(segment, b, t, device, unit[backward], head, masked, is_loss)
+        work = work._replace(matmul=work.matmul + s_in_8_bits)
         if segment.stack != ROOT and segment.phase == "forward":
             forward[_unit_of(segment)] = work
         elif segment.recomputed is not None:
             again = replace(segment, **segment.recomputed._asdict())
-            work = _split(work, _work(again, b, t, device, rates[_unit_of(segment)][False], head, masked, False))
+            forward_again = _work(again, b, t, device, unit.forward, head, masked, False)
+            work = _split(work, forward_again._replace(matmul=forward_again.matmul + s_in_8_bits))
         elif segment.stack != ROOT and backward and options.checkpointing:
             work = _split(work, forward[_unit_of(segment)])
         if segment.host_copies:
@@ -108,7 +138,7 @@ def tape_work(
         if segment.phase in times:
             work = Work(*(times[segment.phase] * seconds for seconds in work))
         by_segment.append(work)
-    return TapeWork(tuple(by_segment), *_flops(profile, tape, b, t, options))
+    return TapeWork(tuple(by_segment), *_flops(profile, tape, b, t, options, rates))
 
 
 def _copies(segment: Segment, b: int, t: int, work: Work, options: WorkOptions) -> float:
@@ -118,14 +148,16 @@ def _copies(segment: Segment, b: int, t: int, work: Work, options: WorkOptions) 
     return max(copied / options.host_bytes_per_s - hidden, 0.0)
 
 
-def _flops(profile: Profile, tape: Tape, b: int, t: int, options: WorkOptions) -> tuple[float, float]:
+def _flops(
+    profile: Profile, tape: Tape, b: int, t: int, options: WorkOptions, rates: dict[UnitId, _Rates]
+) -> tuple[float, float]:
     """(`TapeWork.trained_flops`, `TapeWork.scored_flops`)."""
     layers = list(profile.layers()) or [profile.root]
     trained = sum(u.trainable_elements for u in layers) / max(1, sum(u.elements for u in layers))
 
-    def flops(segments: Iterable[Segment]) -> int:
+    def flops(segments: Iterable[Segment]) -> float:
         return sum(
-            (value_at(s.matmul_flops, b, t) + value_at(s.attention_flops, b, t))
+            (value_at(s.matmul_flops, b, t) + value_at(s.attention_flops, b, t) + rates[_unit_of(s)].flops_in_8_bits)
             * (1 if s.stack == ROOT else profile.stacks[s.stack].counts[s.layer])
             for s in segments
         )
@@ -153,22 +185,38 @@ def _root_forwards(tape: Tape) -> list[Segment]:
     return [s for s in tape.segments if s.phase == "forward" and s.stack == ROOT]
 
 
-def _rates(
-    profile: Profile, tape: Tape, b: int, t: int, device: Device, options: WorkOptions
-) -> dict[UnitId, tuple[float, float]]:
-    """Seconds per FLOP of each unit's matrix products, in forward and in backward."""
+def _rates(profile: Profile, tape: Tape, b: int, t: int, device: Device, options: WorkOptions) -> dict[UnitId, _Rates]:
+    """The rates of each unit's matrix products."""
+    tokens, unpacked = (options.sequences or b) * t, _unpacked_in_backward(profile, tape)
 
-    def rate(unit: Unit, at_root: bool, *flops: Quantity) -> tuple[float, float]:
+    def rate(unit: Unit, at_root: bool, *flops: Quantity, copies: tuple[int, ...] = ()) -> _Rates:
         recorded = sum(value_at(own, b, t) for own in flops)
         fp8 = "none" if at_root and not options.head_in_fp8 else options.fp8
-        return matmul_s_per_flop(unit, at_root, (options.sequences or b) * t, device, recorded, fp8=fp8)
+        per_flop = matmul_s_per_flop(unit, at_root, tokens, device, recorded, fp8=fp8, unpacked=copies)
+        return _Rates(*per_flop, *(() if at_root else in_8_bits(unit, tokens, device, recorded)))
 
     result = {AT_ROOT: rate(profile.root, True, *(s.matmul_flops for s in _root_forwards(tape)))}
     for segment in tape.segments:
         if segment.stack != ROOT and _unit_of(segment) not in result:
             unit = profile.stacks[segment.stack].units[segment.layer]
-            result[_unit_of(segment)] = rate(unit, False, segment.matmul_flops)
+            copies = unpacked.get(_unit_of(segment), ())
+            result[_unit_of(segment)] = rate(unit, False, segment.matmul_flops, copies=copies)
     return result
+
+
+def _unpacked_in_backward(profile: Profile, tape: Tape) -> dict[UnitId, tuple[int, ...]]:
+    """The bytes of each copy of a packed weight that the backward of a layer makes; none if no base is in 8 bits."""
+    if not has_8_bit_weights(profile):
+        return {}
+    return {
+        _unit_of(segment): tuple(
+            value_at(copy, 1, 1)
+            for size, category in births
+            if category == Category.DEQUANTIZED and not isinstance(copy := tape.sizes[size], Staging | Tiled | Divided)
+        )
+        for segment, births in zip(tape.segments, tape.births, strict=True)
+        if segment.phase == "backward" and segment.stack != ROOT
+    }
 
 
 def _work(

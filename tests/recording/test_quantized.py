@@ -437,6 +437,29 @@ def test_a_packed_checkpoint_stays_packed_under_adapters(tmp_path: Path):
         estimate(model=str(path), gpus=2, strategy="ddp", use_peft=True, use_dora=True)
 
 
+def test_a_step_in_8_bits_is_slower_than_in_16_and_a_few_times_slower_than_in_4(tmp_path: Path):
+    """Its forward has as many FLOPs as the others. Its backward multiplies in fp32."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(REHEARSED))
+
+    def step(**base: bool) -> Any:
+        job = {
+            "gpus": 1,
+            "gpu": "A100",
+            "strategy": "ddp",
+            "framework": "trainer",
+            "micro_batch_size": 8,
+            "seq_len": 4096,
+        }
+        (row,) = estimate(model=str(path), use_peft=True, **job, **base).estimates
+        return row.step
+
+    whole, four, eight = step(), step(load_in_4bit=True), step(load_in_8bit=True)
+    assert four.seconds < eight.seconds < 5 * four.seconds
+    assert whole.seconds < eight.seconds
+    assert eight.model_flops == pytest.approx(whole.model_flops, rel=0.01) and eight.mfu > 0.05
+
+
 def test_units_of_adapters_that_cannot_be_recorded_are_named_without_an_option(tmp_path: Path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))

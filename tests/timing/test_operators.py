@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.choices import Fp8
 from fsdp_advisor.model.profile import Parameter, Unit
-from fsdp_advisor.timing.operators import attention_s, device_of, matmul_s_per_flop, product_s, products_of, tile_share
+from fsdp_advisor.timing.operators import (
+    attention_s,
+    device_of,
+    in_8_bits,
+    matmul_s_per_flop,
+    product_s,
+    products_of,
+    tile_share,
+)
 
 A100 = device_of(find_gpu("A100"), "bf16-mixed")
 assert A100 is not None
@@ -70,6 +78,23 @@ def test_experts_see_the_tokens_that_are_routed_to_them() -> None:
     per_expert = 8 * product_s(tokens * 2 / 8, hidden, width, A100) / routed
     assert forward == pytest.approx(per_expert, rel=0.25)
     assert products_of(unit, False).shapes[-1] == (1 / 8, hidden, width, 8, True)
+
+
+EIGHT_BIT_LAYER = Unit("Layer", (Parameter("weight", (4096, 8192), role="quantized", dtype="int8", trainable=False),))
+
+
+def test_forward_in_8_bits_has_the_flops_of_its_weight_at_the_rate_of_16_bits() -> None:
+    flops, seconds = in_8_bits(EIGHT_BIT_LAYER, 16384, A100, 0)
+    assert flops == 2 * 16384 * 4096 * 8192
+    traffic = (16384 * 8192 + 4096 * 8192 + 4 * 16384 * 4096) / A100.eager_bytes_per_s
+    assert seconds + traffic == pytest.approx(product_s(16384, 8192, 4096, A100))
+
+
+@pytest.mark.parametrize(("element_bytes", "rate"), [(4, A100.fp32_matmul_flops), (2, A100.matmul_flops)])
+def test_backward_of_8_bits_multiplies_in_the_dtype_of_the_weights_copy(element_bytes: int, rate: float) -> None:
+    copies = (element_bytes * 4096 * 8192,)
+    _, backward = matmul_s_per_flop(EIGHT_BIT_LAYER, False, 16384, A100, 0, unpacked=copies)
+    assert 1 / backward == pytest.approx(rate, rel=0.05)
 
 
 def test_a_causal_kernel_skips_half() -> None:
