@@ -23,6 +23,7 @@ from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.model.experts import expert_notes
 from fsdp_advisor.model.kernels import compile_notes, fp8_notes, kernel_notes, liger_notes
+from fsdp_advisor.model.lora_kernels import lora_kernel_notes
 from fsdp_advisor.model.multimodal import trained_on_text
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
@@ -116,7 +117,15 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
         adapted_modules=profile.adapted_modules if profile and not model.adaptation.names_modules else (),
         packed=model.packed,
         notes=_notes(
-            request, model, gpu, of_gpu=notes, of_length=length_notes, of_plans=_left_out([*refused, *unable])
+            request,
+            model,
+            gpu,
+            of_gpu=notes,
+            of_length=length_notes,
+            of_plans=[
+                *(lora_kernel_notes(profile.config, possible) if profile else ()),
+                *_left_out([*refused, *unable]),
+            ],
         ),
     )
 

@@ -73,7 +73,7 @@ class StrategyEstimate:
     states are offloaded to NVMe, because swap buffers are not modelled.
     `evaluation` is the allocator's result of steps with the Trainer's evaluation between them; None without one.
     `units` describes the FSDP units of a wrap policy other than `layer`. `searches_unused`: whether DDP has to search for parameters that
-    get no gradient.
+    get no gradient. `lora_kernels`: the parts of the model whose adapters run in axolotl's kernels.
     """
 
     plan: Plan
@@ -98,6 +98,7 @@ class StrategyEstimate:
     job_peaks: JobPeaks | None = None
     units: str | None = None
     searches_unused: bool = False
+    lora_kernels: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     lacks: tuple[NotModelled, ...] = ()
     simulate_peak: Callable[[], int | None] | None = field(default=None, repr=False, compare=False)

@@ -16,12 +16,13 @@ from fsdp_advisor.engines.model_outputs import searches_unused
 from fsdp_advisor.engines.registry import not_modelled, states_of
 from fsdp_advisor.engines.rollouts import batch_warnings
 from fsdp_advisor.engines.units_summary import packed_warnings, saving_warnings, units_text, wrap_warnings
-from fsdp_advisor.errors import AdvisorError, MissingExtra, UsageError
+from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, UsageError
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.memory.live import StepPeak
+from fsdp_advisor.model.lora_kernels import kernels_of_model
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
@@ -100,8 +101,8 @@ def estimate_plan(
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
         base = _base_row(model.profile, plan, gpu, host_memory_bytes)
         figures = PEAKS_UNKNOWN if why_unknown(plan, gpu) else f"{PEAKS_UNKNOWN}, {TIME_UNKNOWN}"
-        install = f"; {error.hint}" if isinstance(error, MissingExtra) else ""
-        unknown = NotModelled(f"{error.message}{install}", figures, hides_needed=True)
+        hint = f"; {error.hint}" if isinstance(error, MissingExtra | NotRecordable) else ""
+        unknown = NotModelled(f"{error.message}{hint}", figures, hides_needed=True)
         return replace(base, lacks=(unknown, *base.lacks))
     step = step_input(model, gpu_tape(model.profile, selected, plan, gpu), plan, gpu)
     row = _with_step(model, selected, step, conf, host_memory_bytes, searched=searched)
@@ -169,6 +170,7 @@ def _base_row(
         overhead=overhead,
         job_peaks=job,
         units=units_text(profile, plan) if plan.wrap != "layer" else None,
+        lora_kernels=kernels_of_model(plan, profile.config, profile.parameter_names()),
         warnings=(
             *(unit_warnings(profile, plan) if plan.backend == "fsdp2" else ()),
             *packed_warnings(profile, plan),

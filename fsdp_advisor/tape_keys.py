@@ -13,7 +13,6 @@ from fsdp_advisor.job.adaptation import CONFIG_KEY, may_adapt
 from fsdp_advisor.job.choices import DEFAULT_SEQ_LEN, Backend, Precision
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.compilation import leaves_layers_uncompiled
-from fsdp_advisor.job.lora_kernels import kernels_of_model
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
@@ -21,6 +20,7 @@ from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.experts import experts_code
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
+from fsdp_advisor.model.lora_kernels import kernels_of_model
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import catalogued_tapes
 from fsdp_advisor.model.tape_key import (
@@ -120,7 +120,9 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
         "images": plan.images,
         "batch": plan.batch_layout,
         "flat_parameters": profile is not None and plan.steps_flat_parameters and _shows_in_the_graph(profile, plan),
-        "lora_kernels": "" if profile is None else ",".join(kernels_of_model(plan, profile.config)),
+        "lora_kernels": ""
+        if profile is None
+        else ",".join(kernels_of_model(plan, profile.config, profile.parameter_names())),
         "saves_linear_inputs": zero3_linear and profile is not None and _freezes_weights(profile),
     }
     if plan.fp8 == "mxfp8":  # scales are padded to whole blocks of 128 rows

@@ -22,6 +22,7 @@ from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
 from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.kernels import fp16_notes
+from fsdp_advisor.model.lora_kernels import lora_kernels_failure
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROLLOUT_PHASES, Tape
 from fsdp_advisor.policies.dtypes import packing_refusal, with_cast_biases
@@ -104,7 +105,8 @@ def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
             hint="--strategy ddp, zero1 or zero2 --backend deepspeed, or another PEFT method",
         )
     refused = (
-        adalora.adalora_refusal(profile, plan)
+        lora_kernels_failure(profile.config, plan)
+        or adalora.adalora_refusal(profile, plan)
         or reference.precomputation_refusal(profile, plan)
         or reference.copy_refusal(plan)
     )

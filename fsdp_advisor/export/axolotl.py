@@ -26,7 +26,7 @@ from fsdp_advisor.export.model_arguments import experts_limit
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.adaptation import LORA_OPTIONS
-from fsdp_advisor.job.lora_kernels import kernels_not_modelled, modelled_kernels
+from fsdp_advisor.job.lora_kernels import kernels_not_modelled
 from fsdp_advisor.job.plan import Plan
 
 DATASETS_NOTE = "datasets is an example: replace it with your own"
@@ -128,8 +128,7 @@ def _adapter(job: Job) -> dict[str, Any]:
         return {}
     config: dict[str, Any] = {"adapter": "qlora" if "load_in_4bit" in quantization else "lora"}
     config |= {_LORA[name]: value for name, value in lora(job).items()}
-    kernels = modelled_kernels(job.plan, job.adaptation)
-    config |= {key: part in kernels for key, part in LORA_KERNEL_KEYS.items()}
+    config |= {key: part in job.lora_kernels for key, part in LORA_KERNEL_KEYS.items()}
     if config["lora_target_modules"] == "all-linear":
         del config["lora_target_modules"]
         config["lora_target_linear"] = True

@@ -32,7 +32,7 @@ class Job:
     the model. `environment` has the variables to launch the job with. `options` are the words of a command line that makes exactly this
     plan. `not_modelled` lists what the figures leave out. `adaptation`: the changes made to the model before it trains, with the names of
     the modules that get adapters, which PEFT's default for the architecture gives if none were named. `searches_unused`: whether DDP has
-    to search for parameters that get no gradient.
+    to search for parameters that get no gradient. `lora_kernels`: the parts of the model whose adapters run in axolotl's kernels.
     """
 
     plan: Plan
@@ -54,6 +54,7 @@ class Job:
     not_modelled: tuple[str, ...] = ()
     adaptation: Adaptation = UNCHANGED
     searches_unused: bool = False
+    lora_kernels: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, report: Report, estimate: StrategyEstimate, environment: Mapping[str, str] | None = None) -> Job:
@@ -84,6 +85,7 @@ class Job:
             environment=environment,
             adaptation=_adaptation(report),
             searches_unused=estimate.searches_unused,
+            lora_kernels=estimate.lora_kernels,
             not_modelled=tuple(item.reason for item in estimate.lacks),
         )
 

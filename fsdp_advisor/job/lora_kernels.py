@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation, adaptation_of
+from fsdp_advisor.job.adaptation import Adaptation, adaptation_of
 from fsdp_advisor.job.adapter_fields import LORA_KERNELS
 from fsdp_advisor.job.conflicts import check_conflicts
 from fsdp_advisor.job.plan import Plan
@@ -31,11 +28,6 @@ def chosen_kernels(plan: Plan, adaptation: Adaptation) -> tuple[str, ...]:
 def modelled_kernels(plan: Plan, adaptation: Adaptation) -> tuple[str, ...]:
     """Those of `chosen_kernels` that the estimate has: all, or none for a job that is not modelled with them."""
     return () if kernels_not_modelled(plan, adaptation) else chosen_kernels(plan, adaptation)
-
-
-def kernels_of_model(plan: Plan, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """As `modelled_kernels`, from the configuration of a model that may be adapted."""
-    return modelled_kernels(plan, Adaptation.from_dict(config[CONFIG_KEY])) if CONFIG_KEY in config else ()
 
 
 def kernels_not_modelled(plan: Plan, adaptation: Adaptation) -> str | None:

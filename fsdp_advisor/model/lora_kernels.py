@@ -1,6 +1,14 @@
-"""The models whose attention axolotl's kernels for adapters replace."""
+"""The kernels for adapters that axolotl runs in a model, and the models whose attention they replace."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.adaptation import CONFIG_KEY, Adaptation
+from fsdp_advisor.job.lora_kernels import chosen_kernels, modelled_kernels
+from fsdp_advisor.job.plan import Plan
 
 PATCHED_TYPES = frozenset({
     "apertus", "arcee", "bamba", "beam", "bitnet", "cohere2", "cohere2_moe", "cohere_compass", "cwm", "diffllama", "doge",
@@ -12,8 +20,61 @@ PATCHED_TYPES = frozenset({
     "seed_oss", "smollm3", "solar_open", "starcoder2", "step3p7", "vaultgemma", "zamba",
 })  # fmt: skip
 """Types of models in whose attention axolotl 0.19 finds the projections. For other types it stops ("Original QKV code not found", "could
-not import attention class"), except for Gemma 4 and Qwen3.5, which get code of axolotl's own.
+not import attention class"), except for those of `OWN_CODE_TYPES`.
 
 Source: axolotl 0.19.0, monkeypatch/lora_kernels.py, `get_attention_cls_from_config` and `patch_self_attn_lora`, for the types of
 transformers 5.23.
 """
+OWN_CODE_TYPES = frozenset({
+    "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "qwen3_5", "qwen3_5_moe",
+})  # fmt: skip
+"""Types of models to whose attention axolotl gives code of its own."""
+
+_MLP = tuple(f"mlp.{name}.lora_A" for name in ("gate_proj", "up_proj", "down_proj"))
+
+
+def stops_in_attention(config: Mapping[str, Any]) -> bool:
+    """Whether axolotl stops if its kernels are to replace the attention's projections in a model with this configuration."""
+    return config.get("model_type") not in PATCHED_TYPES | OWN_CODE_TYPES
+
+
+def kernels_of_model(plan: Plan, config: Mapping[str, Any], parameters: Iterable[str]) -> tuple[str, ...]:
+    """As `modelled_kernels`, for a model that may be adapted: its configuration and the names of its parameters.
+
+    Where axolotl's own choice stops, this is what works: the kernel for feed-forward networks alone, or none if it has no effect.
+    """
+    if CONFIG_KEY not in config:
+        return ()
+    kernels = modelled_kernels(plan, Adaptation.from_dict(config[CONFIG_KEY]))
+    if not kernels or plan.lora_kernels != "auto" or not stops_in_attention(config):
+        return kernels
+    names = tuple(parameters)
+    return ("mlp",) if all(any(part in name for name in names) for part in _MLP) else ()
+
+
+def lora_kernels_failure(config: Mapping[str, Any], plan: Plan) -> UsageError | None:
+    """Why axolotl cannot train a model with this configuration with the kernels that were asked for; None if it can."""
+    if plan.lora_kernels == "auto" or not _stops(config, plan):
+        return None
+    return UsageError(
+        f"axolotl 0.19 stops for models of type {config['model_type']} with its kernels of adapters qkv and o: it does not find the "
+        "projections in the code of the attention",
+        hint="--lora-kernels mlp or none, with which exported files set lora_qkv_kernel and lora_o_kernel: false",
+    )
+
+
+def lora_kernel_notes(config: Mapping[str, Any], plans: Iterable[Plan]) -> list[str]:
+    """A note if axolotl's own choice, with which it stops, is replaced."""
+    if not any(plan.lora_kernels == "auto" and _stops(config, plan) for plan in plans):
+        return []
+    return [
+        f"axolotl 0.19 stops for models of type {config['model_type']} unless its file has lora_qkv_kernel: false and lora_o_kernel: false;"
+        " the estimate assumes both, and exported files have them"
+    ]
+
+
+def _stops(config: Mapping[str, Any], plan: Plan) -> bool:
+    """Whether axolotl stops with the kernels that it runs in the plan."""
+    if CONFIG_KEY not in config or not stops_in_attention(config):
+        return False
+    return not {"qkv", "o"}.isdisjoint(chosen_kernels(plan, Adaptation.from_dict(config[CONFIG_KEY])))

@@ -178,6 +178,10 @@ class Profile:
         for stack in self.stacks:
             yield from zip(stack.units, stack.counts, strict=True)
 
+    def parameter_names(self) -> Iterator[str]:
+        """The names of all parameters, within their units."""
+        return (p.name for unit, _ in self.counted_units() for p in unit.parameters)
+
     def in_order(self) -> Iterator[Parameter]:
         """Every real parameter, in the order of `model.parameters()`."""
         done = 0
@@ -219,7 +223,7 @@ class Profile:
 
         Empty if there are none, or if another module has such a name and no adapter.
         """
-        names = [p.name.split(".") for unit, _ in self.counted_units() for p in unit.parameters]
+        names = [name.split(".") for name in self.parameter_names()]
         adapted = {name[name.index("lora_A") - 1] for name in names if "lora_A" in name[1:]}
         others = {name[-2] for name in names if len(name) > 1 and "base_layer" not in name}
         return () if adapted & others else tuple(sorted(adapted))

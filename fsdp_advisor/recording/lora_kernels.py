@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_advisor.errors import NotRecordable
-from fsdp_advisor.model.lora_kernels import PATCHED_TYPES
+from fsdp_advisor.model.lora_kernels import PATCHED_TYPES, stops_in_attention
 from fsdp_advisor.recording.fused_kernels import empty, kernel
 
 _OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -44,7 +44,7 @@ def use_lora_kernels(model: nn.Module, kernels: Sequence[str], name: str) -> Non
             if activation != "silu" and "gelu" not in activation:
                 raise NotRecordable(
                     f"{name}: axolotl 0.19 stops, as its lora_mlp_kernel does not support the activation {activation}",
-                    hint="--lora-kernels qkv,o,embedding",
+                    hint=f"--lora-kernels {','.join(part for part in kernels if part != 'mlp') or 'none'}",
                 )
             projections = [getattr(mlp, each) for each in _OF_MLP]
             if _have_adapters(projections, name):
@@ -54,9 +54,11 @@ def use_lora_kernels(model: nn.Module, kernels: Sequence[str], name: str) -> Non
 def _check(model: nn.Module, config: Any, kernels: Sequence[str], name: str) -> None:
     patches_attention = "qkv" in kernels or "o" in kernels
     if patches_attention and config.model_type not in PATCHED_TYPES:
+        stops = stops_in_attention({"model_type": config.model_type})
         raise NotRecordable(
-            f"{name}: axolotl 0.19 stops or has code of its own for models of type {config.model_type}, as its kernels of adapters replace "
-            "projections q_proj, k_proj, v_proj and o_proj in transformers' code of the attention",
+            f"{name}: axolotl 0.19 {'stops' if stops else 'has code of its own, which is not modelled,'} for models of type "
+            f"{config.model_type}, as its kernels of adapters replace projections q_proj, k_proj, v_proj and o_proj in transformers' code "
+            "of the attention",
             hint=_WITHOUT,
         )
     for module in model.modules():

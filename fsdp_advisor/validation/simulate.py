@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_advisor.errors import assert_never
-from fsdp_advisor.job.lora_kernels import kernels_of_model
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
+from fsdp_advisor.model.lora_kernels import kernels_of_model
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.accounts import PHASES
 from fsdp_advisor.recording.batches import with_batch
@@ -119,7 +119,7 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
         convert_linears(model, source, plan.fp8)
     if plan.tiled_mlp != "none":
         tile_mlps(source.stacks(model), f"{tiled_mlp_code(plan)}:{plan.tiled_mlp}", source.name)
-    if kernels_of_adapters := kernels_of_model(plan, source.config()):
+    if kernels_of_adapters := kernels_of_model(plan, source.config(), dict(model.named_parameters())):
         use_lora_kernels(model, kernels_of_adapters, source.name)
     meter = StorageMeter(timeline=timeline)
     with fake_process_group(plan.world_size), _fsdp1_on_fake_storages(), warnings.catch_warnings():

@@ -99,8 +99,6 @@ def test_adapters_are_lora_or_qlora() -> None:
     assert [each["adapter"] for each in (whole, four, eight)] == ["lora", "qlora", "lora"]
     assert (whole["lora_target_modules"], four["lora_target_linear"]) == (["q_proj"], True)
     assert four["load_in_4bit"] is True and eight["load_in_8bit"] is True
-    # axolotl's own code, which is on without the keys: not modelled with DoRA, and off by itself with 8 bits
-    assert [each["lora_mlp_kernel"] for each in (whole, four, eight)] == [False, True, False]
     for adaptation, reason in (
         (Adaptation(freeze=("embed_tokens",)), "it names the parameters to train"),
         (Adaptation(peft={"peft_type": "LORA", "r": 8}), "use --lora-target-modules"),
@@ -109,6 +107,14 @@ def test_adapters_are_lora_or_qlora() -> None:
     ):
         with pytest.raises(UsageError, match=reason):
             export("axolotl", job(plan("zero3", "fsdp2"), adaptation=adaptation))
+
+
+def test_the_kernels_of_the_estimate_are_switched_on_and_the_others_off() -> None:
+    found = config(job(plan("zero3", "fsdp2"), adaptation=Adaptation(peft=LORA), lora_kernels=("mlp", "o")))
+    kernels = {key: value for key, value in found.items() if key.endswith("_kernel")}
+    assert kernels == {
+        "lora_mlp_kernel": True, "lora_qkv_kernel": False, "lora_o_kernel": True, "lora_embedding_kernel": False,
+    }  # fmt: skip
 
 
 def test_keys_and_types_match_the_schema() -> None:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.adaptation import CONFIG_KEY, adaptation_of
 from fsdp_advisor.job.adapter_fields import LORA_KERNELS
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.lora_kernels import chosen_kernels, kernels_not_modelled, modelled_kernels
 from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.model.lora_kernels import kernels_of_model, lora_kernel_notes, lora_kernels_failure
 from fsdp_advisor.model.tape_key import TapeKey
 
 JOB = {"model": "gpt2", "framework": "axolotl", "strategy": "ddp", "use_peft": True, "gpus": 2}
@@ -77,6 +78,42 @@ def test_a_job_that_is_not_modelled_with_the_kernels_has_pefts_code(options: dic
 def test_jobs_that_cannot_have_the_kernels_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         kernels(**options)
+
+
+GATED = tuple(f"mlp.{name}_proj.lora_A.default.weight" for name in ("gate", "up", "down"))
+FUSED = ("mlp.gate_up_proj.lora_A.default.weight", "mlp.down_proj.lora_A.default.weight")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "parameters", "options", "kernels", "told"),
+    [
+        ("olmo2", GATED, {}, ("mlp",), True),
+        ("phi3", FUSED, {}, (), True),
+        ("olmo2", GATED, {"use_dora": True}, (), True),
+        ("olmo2", GATED, {"lora_kernels": "none"}, (), False),
+        ("olmo2", GATED, {"load_in_8bit": True}, (), False),
+        ("gemma4", GATED, {}, LORA_KERNELS, False),
+        ("llama", GATED, {}, LORA_KERNELS, False),
+    ],
+)
+def test_where_axolotls_choice_stops_the_estimate_has_what_works(
+    model_type: str, parameters: tuple[str, ...], options: dict[str, Any], kernels: tuple[str, ...], told: bool
+) -> None:
+    request = make_request({**JOB, **options})
+    (plan,) = plans(request, seq_len=64)
+    config = {"model_type": model_type, CONFIG_KEY: adaptation_of(request).as_dict()}
+    assert kernels_of_model(plan, config, parameters) == kernels
+    notes = lora_kernel_notes(config, [plan])
+    assert ["stops for models of type" in note for note in notes] == [True] * told
+    assert lora_kernels_failure(config, plan) is None
+
+
+@pytest.mark.parametrize(("kernels", "refused"), [("qkv", True), ("mlp,o", True), ("mlp", False), ("none", False)])
+def test_kernels_of_an_attention_that_axolotl_does_not_replace_are_refused(kernels: str, refused: bool) -> None:
+    request = make_request({**JOB, "lora_kernels": kernels})
+    (plan,) = plans(request, seq_len=64)
+    failure = lora_kernels_failure({"model_type": "olmo2", CONFIG_KEY: adaptation_of(request).as_dict()}, plan)
+    assert (failure is not None) is refused
 
 
 def test_parts_are_read_in_any_order() -> None:

@@ -47,7 +47,9 @@ def axolotls_kernels() -> Iterator[Callable[..., None]]:
 
     def use(model: nn.Module, **keys: bool) -> None:
         settings = importlib.import_module("axolotl.utils.dict").DictDefault(dict.fromkeys(KEYS, True) | keys)
-        for attention in {type(m) for m in model.modules() if hasattr(m, "q_proj") and hasattr(m, "o_proj")}:
+        replaces = settings.lora_qkv_kernel or settings.lora_o_kernel  # loaders/patch_manager.py
+        modules = model.modules() if replaces else ()
+        for attention in {type(m) for m in modules if hasattr(m, "q_proj") and hasattr(m, "o_proj")}:
             patched.append((attention, attention.forward))
             with mock.patch.object(module, "get_attention_cls_from_config", lambda _, found=attention: found):
                 module.patch_self_attn_lora(settings)

@@ -27,7 +27,7 @@ from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.model.lora_kernels import PATCHED_TYPES
+from fsdp_advisor.model.lora_kernels import OWN_CODE_TYPES, PATCHED_TYPES
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.recording import source_of
 from fsdp_advisor.step_figures import peak_of_step
@@ -72,6 +72,7 @@ MORE: tuple[Case, ...] = (
     ("glm", {"gpus": 2, **NESTED}),
     ("cohere2", {}),
     ("nemotron", {}),
+    ("olmo2", {"lora_kernels": "mlp"}),
 )
 
 
@@ -112,7 +113,6 @@ def test_a_step_with_axolotls_kernels_has_the_predicted_peaks(case: Case, tmp_pa
 
 
 def test_axolotl_replaces_the_attention_of_the_listed_models() -> None:
-    """Qwen3.5's layers of linear attention have code of axolotl's own, which is not modelled."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -139,13 +139,19 @@ def test_axolotl_replaces_the_attention_of_the_listed_models() -> None:
                     del attention._original_forward
         if replaced:
             found.add(model_type)
-    assert found - {"qwen3_5", "qwen3_5_moe"} == PATCHED_TYPES
+    assert found - OWN_CODE_TYPES == PATCHED_TYPES
 
 
 @pytest.mark.parametrize(
     ("values", "options", "reason", "hint"),
     [
-        ({"model_type": "phi3"}, {}, "models of type phi3", "--lora-kernels none"),
+        (
+            {"model_type": "gemma4_text"},
+            {},
+            "has code of its own, which is not modelled, for models of type gemma4_text",
+            "--lora-kernels none",
+        ),
+        ({"model_type": "phi3"}, {"lora_kernels": "qkv"}, "stops for models of type phi3", "--lora-kernels none"),
         ({"model_type": "llama", "hidden_act": "relu"}, {}, "does not support the activation relu", "qkv,o,embedding"),
         (
             {"model_type": "llama"},
