@@ -7,7 +7,7 @@ from typing import Literal
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.choices import Backend, Framework
 from fsdp_advisor.job.conflicts import check_conflicts
-from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 
@@ -16,8 +16,8 @@ TiledMlpCode = Literal["liger", "deepspeed", "axolotl"]
 a gradient; ``axolotl``: axolotl's own, which sums the gradients of the shards in buffers.
 """
 
-_WITHOUT: tuple[Framework, ...] = ("trl", "torchtitan")
-"""Frameworks that have no tiled MLP."""
+_WITHOUT: tuple[Framework, ...] = ("trainer", "trl", "llamafactory", "torchtitan")
+"""Frameworks that have no tiled MLP. Of the Trainer's consumers, only axolotl has one."""
 
 AXOLOTL_WITH_FSDP2 = (
     "axolotl 0.19's tiled MLP fails with FSDP2: it frees a layer's weights before the backward of the layer's attention"
@@ -25,13 +25,13 @@ AXOLOTL_WITH_FSDP2 = (
 
 
 def tiled_mlp_code(plan: Plan) -> TiledMlpCode:
-    """The implementation that a plan with a tiled MLP runs. Of the Trainer's consumers, axolotl has one.
+    """The implementation that a plan with a tiled MLP runs.
 
     Source: axolotl 0.19.0, monkeypatch/tiled_mlp/patch.py, `_build_tiled_forward`.
     """
     if plan.backend == "deepspeed":
         return "deepspeed"
-    return "axolotl" if plan.facts.uses_trainer else "liger"
+    return "axolotl" if plan.framework == "axolotl" else "liger"
 
 
 def check_tiled_mlp(request: EstimateRequest) -> None:
@@ -40,8 +40,8 @@ def check_tiled_mlp(request: EstimateRequest) -> None:
         return
     if request.framework in _WITHOUT:
         raise UsageError(
-            f"{request.framework} has no tiled MLP",
-            hint="--framework torch has Liger's and DeepSpeed's, --framework trainer axolotl's",
+            f"{FRAMEWORK_NAMES[request.framework]} has no tiled MLP",
+            hint="--framework torch has Liger's and DeepSpeed's, --framework axolotl its own",
         )
     others = {
         f"--compile {request.compile}": request.compile != "none",
@@ -56,7 +56,7 @@ def tiling_backends(framework: Framework, gpus: int) -> tuple[Backend, ...]:
     """The backends with which a tiled MLP can be trained; `tiled_mlp_refusal` says why the others cannot."""
     if gpus == 1:
         return ("ddp", "fsdp2", "deepspeed")
-    return ("deepspeed",) if FRAMEWORKS[framework].uses_trainer else ("fsdp2", "deepspeed")
+    return ("deepspeed",) if framework == "axolotl" else ("fsdp2", "deepspeed")
 
 
 def tiled_mlp_refusal(plan: Plan) -> UsageError | None:

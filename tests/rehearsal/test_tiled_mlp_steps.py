@@ -73,13 +73,14 @@ def test_a_tiled_mlp_needs_what_is_predicted(name: str, peaks: dict[str, int], t
     if name not in peaks:
         pytest.skip("the environment of rehearsals has no axolotl")
     config, code, engine, precision, checkpointing, adapts, batch, length, shards, accumulation = CASES[name]
-    adapters: dict[str, Any] = {"use_peft": True, "lora_r": 8, "lora_target_modules": "all-linear"} if adapts else {}
-    if adapts and precision == "bf16-mixed":
-        adapters["dtype"] = "float32"  # the script makes the base in fp32, not as a checkpoint in half precision
+    others: dict[str, Any] = {"use_peft": True, "lora_r": 8, "lora_target_modules": "all-linear"} if adapts else {}
+    if code == "axolotl":  # the script has the rest of axolotl neither in its kernels nor in its allocator
+        others |= {"framework": "axolotl", "lora_kernels": "none", "allocator_conf": "expandable_segments:False"}
+    if precision == "bf16-mixed" and (adapts or code == "axolotl"):
+        others["dtype"] = "float32"  # as the script makes the base, not as a checkpoint or axolotl
     row = row_of(
         tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, activation_checkpointing=checkpointing,
-        tiled_mlp=str(shards), framework="trainer" if code == "axolotl" else "torch", gradient_accumulation_steps=accumulation,
-        **ENGINES[engine], **adapters,
+        tiled_mlp=str(shards), gradient_accumulation_steps=accumulation, **ENGINES[engine], **others,
     )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-3)
 
