@@ -49,6 +49,11 @@ TARGETS: Mapping[str, Target] = MappingProxyType({target.name: target for target
 def find(name: str) -> Target:
     """The target of that name, ignoring case and underscores. Raises UsageError with the nearest names."""
     wanted = name.strip().lower().replace("_", "-")
+    if wanted == "torchtitan":
+        raise UsageError(
+            "torchtitan has no export target: its configuration is a function in Python",
+            hint="fsdp2 writes a script of plain PyTorch, also with --fp8; `recommend --framework torchtitan` prints torchtitan's command",
+        )
     if wanted not in TARGETS:
         import difflib
 
@@ -98,7 +103,14 @@ def check_supported(consumer: Target, job: Job) -> None:
     if reason is None:
         return
     able = [t.name for t in _ALL if t.limit(job) is None]
-    hint = f"targets that can: {', '.join(able)}" if able else "--load-in-4bit on the model before it was quantized"
+    if able:
+        hint = f"targets that can: {', '.join(able)}"
+    elif job.adaptation.packed_by:
+        hint = "--load-in-4bit on the model before it was quantized"
+    elif job.plan.facts.own_models:
+        hint = "--framework torch, for which fsdp2 writes a script, also with --fp8"
+    else:
+        hint = "no target can: leave out the option that it names"
     raise UsageError(f"{consumer.name} cannot do {job.strategy}: {reason}", hint=hint)
 
 

@@ -179,7 +179,7 @@ TiledMlp = Annotated[
         max_length=8,
         synonyms={"true": "auto", "yes": "auto", "false": "none", "no": "none"},
         word=partial(read_word_or_number, words=("auto", "none"), low=1, high=MAX_SHARDS),
-        example="auto, none or a number such as 8",
+        example=f"auto, none or a number from 1 to {MAX_SHARDS}",
     ),
 ]
 ExpertsImplementationOption = Annotated[

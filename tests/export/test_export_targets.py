@@ -216,6 +216,15 @@ def test_unknown_target_suggests_nearest_name() -> None:
     assert find(" Accelerate_Launch ").name == "accelerate-launch"
 
 
+def test_torchtitan_is_no_target_and_the_hint_names_one_that_writes_fp8() -> None:
+    with pytest.raises(UsageError, match="torchtitan has no export target: its configuration is a function") as refused:
+        find("torchtitan")
+    assert refused.value.hint.startswith("fsdp2 writes a script of plain PyTorch, also with --fp8")
+    with pytest.raises(UsageError, match="torchtitan trains its own model") as refused:
+        export("fsdp2", replace(ZERO3, plan=replace(ZERO3.plan, framework="torchtitan", fp8="rowwise")))
+    assert refused.value.hint == "--framework torch, for which fsdp2 writes a script, also with --fp8"
+
+
 def test_auto_backend_becomes_the_backend_of_the_target() -> None:
     def backend(target: str, **options: object) -> str:
         request = make_request({"model": "7B", "gpus": 4, "gpu": "H100-80GB", **options})

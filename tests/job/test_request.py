@@ -216,6 +216,7 @@ def test_limits_of_a_search_are_checked() -> None:
         ({"margin": "nan"}, "margin must be at least 0, not nan"),
         ({"margin": "half"}, "margin must be a value such as 0.08 or 8%, not half"),
         ({"price": "inf"}, "price must be at most 1000000, not inf"),
+        ({"tiled_mlp": "100000"}, "tiled_mlp must be auto, none or a number from 1 to 1024, not 100000"),
     ):
         with pytest.raises(InvalidOption) as refused:
             make_request({"model": "gpt2", **options}, RecommendRequest)
