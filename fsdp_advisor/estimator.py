@@ -123,7 +123,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
             of_gpu=notes,
             of_length=length_notes,
             of_plans=[
-                *(lora_kernel_notes(profile.config, possible) if profile else ()),
+                *(lora_kernel_notes(profile.config, profile.parameter_names(), possible) if profile else ()),
                 *_left_out([*refused, *unable]),
             ],
         ),

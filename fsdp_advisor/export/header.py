@@ -7,6 +7,7 @@ from fsdp_advisor.export.job import PEAKS, Job
 from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.compilation import compiled_text
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
+from fsdp_advisor.job.lora_kernels import kernels_text
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.units import format_gib, format_speed, format_tokens
@@ -84,8 +85,8 @@ def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
         prefetch = f", backward prefetch {plan.backward_prefetch}" if plan.backend == "fsdp1" else ""
         items.append(("Units", f"wrap {plan.wrap}{prefetch}"))
     if job.adaptation.text:
-        kernels = f", axolotl's kernels for adapters: {plan.lora_kernels}" if plan.lora_kernels != "auto" else ""
-        items.append(("Trained", job.adaptation.text + kernels))
+        kernels = kernels_text(plan.framework, job.adaptation, job.lora_kernels)
+        items.append(("Trained", ", ".join(filter(None, (job.adaptation.text, kernels)))))
     variables = ", ".join(f"{name}={value}" for name, value in job.environment.items())
     items.append(("Environment", variables or "no variables"))
     return tuple(items)

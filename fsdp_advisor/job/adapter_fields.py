@@ -32,9 +32,10 @@ LORA_KERNELS = ("mlp", "qkv", "o", "embedding")
 def read_lora_kernels(text: str) -> str | None:
     """The canonical text of `lora_kernels`; None if it names other parts.
 
-    >>> read_lora_kernels("o, mlp"), read_lora_kernels("none"), read_lora_kernels("attention")
+    >>> read_lora_kernels("o, MLP"), read_lora_kernels("none"), read_lora_kernels("attention")
     ('mlp,o', 'none', None)
     """
+    text = text.lower()
     if text in ("auto", "none"):
         return text
     parts = {part.strip() for part in text.split(",")}

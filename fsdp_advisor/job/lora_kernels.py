@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import Adaptation, adaptation_of
 from fsdp_advisor.job.adapter_fields import LORA_KERNELS
+from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.job.conflicts import check_conflicts
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
@@ -45,19 +48,32 @@ def kernels_not_modelled(plan: Plan, adaptation: Adaptation) -> str | None:
     return None
 
 
+def kernels_text(framework: Framework, adaptation: Adaptation, kernels: Sequence[str]) -> str:
+    """The kernels of an estimate in words; empty for a job that has no choice of them, and for all, which is axolotl's choice."""
+    if framework != "axolotl" or adaptation.method != "LORA" or tuple(kernels) == LORA_KERNELS:
+        return ""
+    return f"axolotl's kernels for adapters: {','.join(kernels) or 'none'}"
+
+
 def check_lora_kernels(request: EstimateRequest) -> None:
     """Raises UsageError for a job that cannot have the kernels that it asks for, or is not modelled with them, under any strategy."""
     adaptation = adaptation_of(request)
     asked = request.lora_kernels not in _CHOICES
-    if asked and (request.framework != "axolotl" or adaptation.method != "LORA"):
+    needed = {"--framework axolotl": request.framework == "axolotl", "--use-peft": adaptation.method == "LORA"}
+    if asked and (missing := [option for option, given in needed.items() if not given]):
         raise UsageError(
             f"--lora-kernels {request.lora_kernels} asks for axolotl's kernels for LoRA",
-            hint="leave it out, or add --framework axolotl --use-peft",
+            hint=f"leave it out, or add {' '.join(missing)}",
         )
     if asked and "load_in_8bit" in adaptation.quantization:
         raise UsageError(
             "axolotl's kernels for adapters do not unpack weights in 8 bits: axolotl leaves them off by itself",
             hint="--lora-kernels none or auto, or --load-in-4bit",
+        )
+    if asked and adaptation.peft.get("use_dora"):
+        raise UsageError(
+            "axolotl's kernels for adapters are not modelled with DoRA",
+            hint="--lora-kernels none or auto, with which the estimate has PEFT's code",
         )
     runs = request.framework == "axolotl" and adaptation.method == "LORA" and request.lora_kernels != "none"
     if runs and "load_in_8bit" not in adaptation.quantization:

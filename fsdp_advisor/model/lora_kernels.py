@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fsdp_advisor.errors import UsageError
@@ -30,7 +30,12 @@ OWN_CODE_TYPES = frozenset({
 })  # fmt: skip
 """Types of models to whose attention axolotl gives code of its own."""
 
-_MLP = tuple(f"mlp.{name}.lora_A" for name in ("gate_proj", "up_proj", "down_proj"))
+_PROJECTIONS = {
+    "mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+}
+"""Kernel -> the modules of a layer that it replaces if all have adapters. That of embeddings is not modelled."""
 
 
 def stops_in_attention(config: Mapping[str, Any]) -> bool:
@@ -48,8 +53,21 @@ def kernels_of_model(plan: Plan, config: Mapping[str, Any], parameters: Iterable
     kernels = modelled_kernels(plan, Adaptation.from_dict(config[CONFIG_KEY]))
     if not kernels or plan.lora_kernels != "auto" or not stops_in_attention(config):
         return kernels
-    names = tuple(parameters)
-    return ("mlp",) if all(any(part in name for name in names) for part in _MLP) else ()
+    return () if _missing("mlp", tuple(parameters)) else ("mlp",)
+
+
+def _missing(kernel: str, parameters: Sequence[str]) -> str:
+    """What a kernel lacks in a model with these parameters; empty if it has an effect."""
+    names = [f".{name}" for name in parameters]
+
+    def lacking(suffix: str) -> str:
+        return ", ".join(
+            each for each in _PROJECTIONS[kernel] if not any(f".{each}.{suffix}" in name for name in names)
+        )
+
+    if absent := lacking(""):
+        return f"the model has no {absent}"
+    return f"no adapter on {bare}" if (bare := lacking("lora_A")) else ""
 
 
 def lora_kernels_failure(config: Mapping[str, Any], plan: Plan) -> UsageError | None:
@@ -63,14 +81,19 @@ def lora_kernels_failure(config: Mapping[str, Any], plan: Plan) -> UsageError | 
     )
 
 
-def lora_kernel_notes(config: Mapping[str, Any], plans: Iterable[Plan]) -> list[str]:
-    """A note if axolotl's own choice, with which it stops, is replaced."""
-    if not any(plan.lora_kernels == "auto" and _stops(config, plan) for plan in plans):
-        return []
-    return [
-        f"axolotl 0.19 stops for models of type {config['model_type']} unless its file has lora_qkv_kernel: false and lora_o_kernel: false;"
-        " the estimate assumes both, and exported files have them"
-    ]
+def lora_kernel_notes(config: Mapping[str, Any], parameters: Iterable[str], plans: Sequence[Plan]) -> list[str]:
+    """Notes if axolotl's own choice, with which it stops, is replaced, and on kernels without effect."""
+    notes, names = [], tuple(parameters)
+    if any(plan.lora_kernels == "auto" and _stops(config, plan) for plan in plans):
+        notes.append(
+            f"axolotl 0.19 stops for models of type {config['model_type']} unless its file has lora_qkv_kernel: false and lora_o_kernel: "
+            "false; the estimate assumes both, and exported files have them"
+        )
+    kernels = {kernel for plan in plans for kernel in kernels_of_model(plan, config, names)}
+    lacks = {kernel: _missing(kernel, names) for kernel in _PROJECTIONS if kernel in kernels}
+    if idle := [f"{kernel} ({missing})" for kernel, missing in lacks.items() if missing]:
+        notes.append(f"axolotl's kernels for adapters without effect: {'; '.join(idle)}")
+    return notes
 
 
 def _stops(config: Mapping[str, Any], plan: Plan) -> bool:

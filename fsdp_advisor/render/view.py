@@ -11,6 +11,7 @@ from fsdp_advisor.job.choices import Backend
 from fsdp_advisor.job.compilation import compiled_text
 from fsdp_advisor.job.generation import generation_of
 from fsdp_advisor.job.images import images_of
+from fsdp_advisor.job.lora_kernels import kernels_text
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.render.parts import PARTS, STATES, MemoryPart, PartBytes, bar_parts
 from fsdp_advisor.render.sizes import NONE, UNKNOWN, Sizes, format_rate
@@ -221,6 +222,8 @@ def job_items(report: Report) -> tuple[str, ...]:
     accumulation, checkpointing = request.gradient_accumulation_steps, request.activation_checkpointing
     reference = " with the reference's log-probabilities precomputed" if request.precompute_ref_log_probs else ""
     images, generation = images_of(request), generation_of(request)
+    adaptation = adaptation_of(request).on_checkpoint(report.packed)
+    kernels = max((row.lora_kernels for row in report.estimates), key=len, default=())
     shown_if = {
         f"micro-batch {request.micro_batch_size}": has_step,
         task_of(report.task).of_length(report.seq_len, images=request.images_per_sample): has_step,
@@ -235,8 +238,8 @@ def job_items(report: Report) -> tuple[str, ...]:
         "activations on the host": request.activation_offload,
         compiled_text(request): request.compile != "none",
         f"MLP in shards ({request.tiled_mlp})": request.tiled_mlp != "none",
-        adaptation_of(request).on_checkpoint(report.packed).text: True,
-        f"axolotl's kernels for adapters: {request.lora_kernels}": request.lora_kernels != "auto",
+        adaptation.text: True,
+        kernels_text(request.framework, adaptation, kernels): True,
         f"weights in {request.dtype}": request.dtype != "auto",
         "one FSDP unit" if request.wrap == "none" else f"FSDP units {request.wrap}": request.wrap != "layer",
         f"framework {request.framework}": request.framework != "torch",

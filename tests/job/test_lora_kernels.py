@@ -10,7 +10,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import CONFIG_KEY, adaptation_of
 from fsdp_advisor.job.adapter_fields import LORA_KERNELS
 from fsdp_advisor.job.compatibility import plans
-from fsdp_advisor.job.lora_kernels import chosen_kernels, kernels_not_modelled, modelled_kernels
+from fsdp_advisor.job.lora_kernels import chosen_kernels, kernels_not_modelled, kernels_text, modelled_kernels
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.lora_kernels import kernels_of_model, lora_kernel_notes, lora_kernels_failure
 from fsdp_advisor.model.tape_key import TapeKey
@@ -70,6 +70,7 @@ def test_a_job_that_is_not_modelled_with_the_kernels_has_pefts_code(options: dic
         ({"lora_kernels": "mlp", "framework": "trl"}, "asks for axolotl's kernels"),
         ({"lora_kernels": "mlp", "use_peft": False}, "asks for axolotl's kernels"),
         ({"lora_kernels": "mlp", "load_in_8bit": True}, "do not unpack weights in 8 bits"),
+        ({"lora_kernels": "mlp", "use_dora": True}, "not modelled with DoRA"),
         ({"lora_kernels": "mlp", "strategy": "zero3", "backend": "fsdp1"}, "not compatible with FSDP1"),
         ({"tiled_mlp": "auto", "gpus": 1}, "not modelled with --tiled-mlp"),
     ],
@@ -103,9 +104,64 @@ def test_where_axolotls_choice_stops_the_estimate_has_what_works(
     (plan,) = plans(request, seq_len=64)
     config = {"model_type": model_type, CONFIG_KEY: adaptation_of(request).as_dict()}
     assert kernels_of_model(plan, config, parameters) == kernels
-    notes = lora_kernel_notes(config, [plan])
-    assert ["stops for models of type" in note for note in notes] == [True] * told
+    notes = lora_kernel_notes(config, parameters, [plan])
+    assert any("stops for models of type" in note for note in notes) is told
     assert lora_kernels_failure(config, plan) is None
+
+
+ATTENTION = (
+    "self_attn.q_proj.lora_A.w",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.lora_A.w",
+    "self_attn.o_proj.lora_A.w",
+)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kernels", "told"),
+    [
+        (
+            (*ATTENTION, *FUSED),
+            "auto",
+            "mlp (the model has no mlp.gate_proj, mlp.up_proj); qkv (no adapter on self_attn.k_proj)",
+        ),
+        ((*ATTENTION, *GATED), "mlp,o", None),
+        ((*ATTENTION, "mlp.gate_proj.weight", *GATED[1:]), "mlp", "mlp (no adapter on mlp.gate_proj)"),
+        ((*ATTENTION, *FUSED), "none", None),
+    ],
+)
+def test_kernels_without_effect_are_named(parameters: tuple[str, ...], kernels: str, told: str | None) -> None:
+    request = make_request({**JOB, "lora_kernels": kernels})
+    (plan,) = plans(request, seq_len=64)
+    config = {"model_type": "llama", CONFIG_KEY: adaptation_of(request).as_dict()}
+    expected = [] if told is None else [f"axolotl's kernels for adapters without effect: {told}"]
+    assert lora_kernel_notes(config, parameters, [plan]) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"use_peft": False}, "leave it out, or add --use-peft"),
+        ({"framework": "trl"}, "leave it out, or add --framework axolotl"),
+        ({"framework": "trl", "use_peft": False}, "leave it out, or add --framework axolotl --use-peft"),
+    ],
+)
+def test_a_refusal_of_kernels_names_what_is_missing(options: dict[str, Any], hint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        kernels(lora_kernels="mlp", **options)
+    assert refused.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("kernels", "words"),
+    [
+        (LORA_KERNELS, ""),
+        (("mlp",), "axolotl's kernels for adapters: mlp"),
+        ((), "axolotl's kernels for adapters: none"),
+    ],
+)
+def test_words_on_kernels_are_those_of_the_estimate(kernels: tuple[str, ...], words: str) -> None:
+    assert kernels_text("axolotl", adaptation_of(make_request(JOB)), kernels) == words
 
 
 @pytest.mark.parametrize(("kernels", "refused"), [("qkv", True), ("mlp,o", True), ("mlp", False), ("none", False)])
@@ -117,7 +173,7 @@ def test_kernels_of_an_attention_that_axolotl_does_not_replace_are_refused(kerne
 
 
 def test_parts_are_read_in_any_order() -> None:
-    assert make_request({**JOB, "lora_kernels": "o, mlp"}).lora_kernels == "mlp,o"
+    assert make_request({**JOB, "lora_kernels": "o, MLP"}).lora_kernels == "mlp,o"
 
 
 def test_a_key_of_a_tape_names_the_kernels() -> None:
