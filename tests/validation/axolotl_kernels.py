@@ -22,19 +22,32 @@ def patches() -> Any:
     """axolotl's module monkeypatch/lora_kernels.py, imported without Triton and without the rest of the package, which needs further
     packages.
     """
-    if importlib.util.find_spec("triton") is None:
-        for name in ("triton", "triton.language"):
-            stub: Any = types.ModuleType(name)
-            stub.__spec__ = importlib.machinery.ModuleSpec(name, None)
-            stub.jit, stub.constexpr = (lambda function: function), int
-            sys.modules[name] = stub
-        sys.modules["triton"].language = sys.modules["triton.language"]  # type: ignore[attr-defined]  # a stub
     spec = importlib.util.find_spec("axolotl")
     assert spec is not None and spec.submodule_search_locations is not None
     callbacks = types.ModuleType("axolotl.utils.callbacks")
     callbacks.__path__ = [str(Path(spec.submodule_search_locations[0], "utils", "callbacks"))]
     sys.modules.setdefault(callbacks.__name__, callbacks)
-    return importlib.import_module("axolotl.monkeypatch.lora_kernels")
+    with _triton():
+        return importlib.import_module("axolotl.monkeypatch.lora_kernels")
+
+
+@contextlib.contextmanager
+def _triton() -> Iterator[None]:
+    """Context in which Triton can be imported, by a stub if it is not installed. Other code must not find the stub afterwards."""
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    stubs = {name: types.ModuleType(name) for name in ("triton", "triton.language")}
+    for name, stub in stubs.items():
+        stub.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(stub).update(jit=lambda function: function, constexpr=int)
+    vars(stubs["triton"])["language"] = stubs["triton.language"]
+    sys.modules.update(stubs)
+    try:
+        yield
+    finally:
+        for name in stubs:
+            del sys.modules[name]
 
 
 @contextlib.contextmanager
