@@ -162,15 +162,9 @@ MORE_COPIES: tuple[dict[str, str], ...] = (
 def check_accelerates_phases(config: Path, options: dict[str, str]) -> None:
     """Assert that the peak of each phase is that of accelerate's FSDP2 on 4 ranks, but for accelerate's scalars."""
     usual = {"gpus": "4", "strategy": "zero3", "framework": "accelerate", "seq_len": "64"}
-    request = make_request({**usual, **options, "model": str(config)})
-    (plan,) = plans(request, seq_len=64)
-    model = resolve(request.model).adapted(adaptation_of(request))
-    profile = model.profile
-    assert profile is not None
-    step = peak_of_step(profile, tape_for(model, plan), plan)
-    found = simulate(source_of(profile.config, name=request.model, task=profile.task), plan)
-    for phase, n_bytes in found.phase_peaks.items():
-        assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
+    predicted, simulated = predicted_and_simulated(make_request({**usual, **options, "model": str(config)}))
+    for phase, n_bytes in simulated.items():
+        assert 0 <= n_bytes - predicted[phase] <= SCALARS_BYTES, (phase, n_bytes, predicted[phase])
 
 
 @in_turn(0, of=3)

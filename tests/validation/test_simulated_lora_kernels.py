@@ -21,7 +21,7 @@ pytest.importorskip("axolotl")
 pytest.importorskip("bitsandbytes")
 
 from axolotl_kernels import KEYS, axolotls_kernels, patches  # after the checks
-from compared_peaks import tape_for
+from compared_peaks import predicted_and_simulated, tape_for
 
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.job.adaptation import adaptation_of
@@ -29,8 +29,6 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.lora_kernels import OWN_CODE_TYPES, PATCHED_TYPES
 from fsdp_advisor.model.resolve import resolve
-from fsdp_advisor.recording import source_of
-from fsdp_advisor.step_figures import peak_of_step
 from fsdp_advisor.validation import frameworks
 from fsdp_advisor.validation import simulate as simulation
 
@@ -86,20 +84,15 @@ def test_a_step_with_axolotls_kernels_has_the_predicted_peaks(case: Case, tmp_pa
         "strategy": "ddp", "framework": "axolotl", "seq_len": 64, "use_peft": True, "lora_target_modules": "all-linear",
     }  # fmt: skip
     request = make_request({**usual, **options, "model": str(config)})
-    (plan,) = plans(request, seq_len=64)
-    model = resolve(request.model).adapted(adaptation_of(request))
-    profile = model.profile
-    assert profile is not None
-    step = peak_of_step(profile, tape_for(model, plan), plan)
     prepare = frameworks.transformers_trainer
-    on = {"auto": ("mlp", "qkv", "o", "embedding")}.get(plan.lora_kernels, plan.lora_kernels.split(","))
+    on = {"auto": ("mlp", "qkv", "o", "embedding")}.get(request.lora_kernels, request.lora_kernels.split(","))
     with axolotls_kernels() as use:
 
         def prepared(source: Any, module: Any, *rest: Any) -> Any:
             """As axolotl, which also lets the embedding's output require a gradient (loaders/adapter.py)."""
-            if plan.checkpointing == "full":
+            if request.activation_checkpointing == "full":
                 module.enable_input_require_grads()
-            if plan.lora_kernels != "none":
+            if request.lora_kernels != "none":
                 use(module, **{key: key.split("_")[1] in on for key in KEYS})
             return prepare(source, module, *rest)
 
@@ -107,9 +100,9 @@ def test_a_step_with_axolotls_kernels_has_the_predicted_peaks(case: Case, tmp_pa
             mock.patch.object(frameworks, "transformers_trainer", prepared),
             mock.patch.object(simulation, "use_lora_kernels", lambda *_: None),
         ):
-            found = simulation.simulate(source_of(profile.config, name=request.model, task=profile.task), plan)
-    for phase, n_bytes in found.phase_peaks.items():
-        assert 0 <= n_bytes - step.phase_peaks[phase] <= SCALARS_BYTES, (phase, n_bytes, step.phase_peaks[phase])
+            predicted, simulated = predicted_and_simulated(request)
+    for phase, n_bytes in simulated.items():
+        assert 0 <= n_bytes - predicted[phase] <= SCALARS_BYTES, (phase, n_bytes, predicted[phase])
 
 
 def test_axolotl_replaces_the_attention_of_the_listed_models() -> None:

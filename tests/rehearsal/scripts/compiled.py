@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from datasets import Dataset
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training import SteadyPeak, peak_of_steps, print_peaks, usual_arguments
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from training import peak_of_steps, peak_of_trainer, print_peaks
+from transformers import AutoConfig, AutoModelForCausalLM
 
 RANKS = 2
 
@@ -106,14 +105,9 @@ def trainers_peak(config: dict[str, Any], precision: str, checkpointing: str, ba
     """The peak of the Trainer's steps with `torch_compile`, which compiles the model as accelerate wraps it."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
-    rows = {"input_ids": [[token % 50 + 1 for token in range(length)]] * (4 * batch)}
-    found = SteadyPeak()
-    arguments = TrainingArguments(
-        **usual_arguments(batch, precision), gradient_checkpointing=checkpointing == "full", torch_compile=True
-    )
-    data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
-    Trainer(model, args=arguments, train_dataset=data, callbacks=[found]).train()
-    return found.peak
+    tokens = [token % 50 + 1 for token in range(length)]
+    checkpoints = checkpointing == "full"
+    return peak_of_trainer(model, tokens, batch, precision, gradient_checkpointing=checkpoints, torch_compile=True)
 
 
 def measured(job: list[Any]) -> int:

@@ -7,21 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from datasets import Dataset
-from training import SteadyPeak, print_peaks, usual_arguments
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from training import peak_of_trainer, print_peaks
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def peak_of(job: list[Any]) -> int:
     """The peak of the later steps. The first step differs, because it creates the optimizer's state."""
     config, implementation, precision, batch, length = job
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), experts_implementation=implementation)
-    rows = {"input_ids": [list(range(1, length + 1))] * (4 * batch)}
-    data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
-    found = SteadyPeak()
-    arguments = TrainingArguments(**usual_arguments(batch, precision))
-    Trainer(model, args=arguments, train_dataset=data, callbacks=[found]).train()
-    return found.peak
+    return peak_of_trainer(model, list(range(1, length + 1)), batch, precision)
 
 
 if __name__ == "__main__":

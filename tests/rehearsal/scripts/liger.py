@@ -15,10 +15,9 @@ from typing import Any  # after the switch above
 from unittest import mock
 
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from training import SteadyPeak, print_peaks, usual_arguments
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from training import peak_of_trainer, print_peaks
+from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
@@ -46,14 +45,9 @@ def peak_of(config: dict[str, Any], precision: str, checkpoints: bool, adapts: b
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
     if adapts:
         model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-    rows = {"input_ids": [list(range(1, length + 1))] * (4 * batch)}
-    data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
-    arguments = TrainingArguments(
-        **usual_arguments(batch, precision), use_liger_kernel=True, gradient_checkpointing=checkpoints
+    return peak_of_trainer(
+        model, list(range(1, length + 1)), batch, precision, use_liger_kernel=True, gradient_checkpointing=checkpoints
     )
-    found = SteadyPeak()
-    Trainer(model, args=arguments, train_dataset=data, callbacks=[found]).train()
-    return found.peak
 
 
 def measured(job: list[Any]) -> int:

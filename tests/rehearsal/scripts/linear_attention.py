@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from fla.ops.utils.cache import CachedAutotuner
-from training import SteadyPeak, usual_arguments
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from training import peak_of_trainer
+from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
@@ -35,12 +34,7 @@ def peak_of(config: dict[str, Any], precision: str, batch: int, length: int) -> 
     name, of_package = next((name, place) for name, place in CALLED.items() if hasattr(code, name))
     modules = {getattr(cell.cell_contents, "__module__", "") for cell in getattr(code, name).__closure__}
     assert of_package in modules, modules
-    rows = {"input_ids": [list(range(1, length + 1))] * (4 * batch)}
-    data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
-    found = SteadyPeak()
-    arguments = TrainingArguments(**usual_arguments(batch, precision))
-    Trainer(model, args=arguments, train_dataset=data, callbacks=[found]).train()
-    return found.peak
+    return peak_of_trainer(model, list(range(1, length + 1)), batch, precision)
 
 
 def main() -> None:

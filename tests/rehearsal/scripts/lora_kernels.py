@@ -16,10 +16,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from training import SteadyPeak, print_peaks, usual_arguments
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from training import SteadyPeak, peak_of_trainer, print_peaks
+from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime.jit import JITFunction
 
 KEYS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
@@ -81,12 +80,10 @@ def peak_of(
     module.apply_lora_kernel_patches(model, keys)
     if checkpoints:
         model.enable_input_require_grads()
-    rows = {"input_ids": [list(range(1, length + 1))] * (4 * batch)}
-    data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
-    arguments = TrainingArguments(**usual_arguments(batch, "bf16-mixed"), gradient_checkpointing=checkpoints)
-    found = RequestedPeak()
-    Trainer(model, args=arguments, train_dataset=data, callbacks=[found]).train()
-    return found.peak
+    tokens = list(range(1, length + 1))
+    return peak_of_trainer(
+        model, tokens, batch, "bf16-mixed", found=RequestedPeak(), gradient_checkpointing=checkpoints
+    )
 
 
 def measured(job: list[Any]) -> int:

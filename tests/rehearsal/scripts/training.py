@@ -10,7 +10,8 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from datasets import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 class SteadyPeak(TrainerCallback):
@@ -50,6 +51,18 @@ def usual_arguments(batch: int, precision: str) -> dict[str, Any]:
         "per_device_train_batch_size": batch, "max_steps": 3, "optim": "adamw_torch_fused", "output_dir": "out", "report_to": "none",
         "save_strategy": "no", "bf16": precision == "bf16-mixed", "disable_tqdm": True,
     }  # fmt: skip
+
+
+def peak_of_trainer(
+    model: Any, tokens: list[int], batch: int, precision: str, found: SteadyPeak | None = None, **arguments: Any
+) -> int:
+    """The peak that `found` sees of the Trainer's steps on micro-batches whose sequences are all `tokens`."""
+    found = found or SteadyPeak()
+    rows = {"input_ids": [tokens] * (4 * batch)}
+    data = Dataset.from_dict(rows | {"labels": rows["input_ids"]}).with_format("torch")
+    settings = TrainingArguments(**usual_arguments(batch, precision), **arguments)
+    Trainer(model, args=settings, train_dataset=data, callbacks=[found]).train()
+    return found.peak
 
 
 def tokenizer() -> Any:
