@@ -19,103 +19,129 @@ EXPANDABLE_SEGMENTS = "expandable_segments:True"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameworkFacts:
-    """The differences between an engine under a framework and the engine by itself. `backends`: the backends that the framework supports.
-
-    - `reduce_dtype`: the dtype in which FSDP1 and FSDP2 reduce gradients. Source: accelerate/utils/dataclasses.py,
-      FullyShardedDataParallelPlugin.set_mixed_precision: reduce_dtype = param_dtype; torchtitan 0.3.0, config/configs.py,
-      mixed_precision_reduce.
-    - `defers_reduction`: gradients stay whole until the last micro-batch (`no_sync`). Source: accelerate/accelerator.py,
-      `accumulate`.
-    - `splits_root_unit`: FSDP2's root unit is split: embedding, final norm and head are units. Source:
-      accelerate/utils/fsdp_utils.py, fsdp2_prepare_model (1.14 and later).
-    - `autocasts_fsdp1`: FSDP1's mixed precision also runs under autocast. Source: accelerate/accelerator.py, prepare_model.
-    - `converts_outputs`: the model returns fp32 outputs under mixed precision. Source: the same, convert_outputs_to_fp32.
-    - `fills_deepspeed_buckets`: "auto" bucket sizes are filled in from the hidden size. Source:
-      transformers/integrations/deepspeed.py, trainer_config_finalize; accelerate/utils/deepspeed.py.
-    - `finds_unused_parameters`: DDP searches for unused parameters unless the model checkpoints; `finds_unused_with_adapters`: it always
-      does if the model is PEFT's. Source: transformers/trainer.py, _build_accelerator_args.
-    - `clips_gradients`: gradients are clipped by default. Source: transformers/training_args.py, max_grad_norm = 1.
-    - `fsdp1_shards_fully`: FSDP1 always runs with FULL_SHARD. Source: transformers/training_args.py (5.23), fsdp_config.
-    - `uses_trainer`: transformers' Trainer runs the loop.
-    - `default_loss`: the loss if none is chosen. Source: trl 1.16, sft_trainer.py: `add_fused_lm_head`.
-    - `other_losses`: losses that the framework's own options can choose instead. Source: transformers 5.23, training_args.py,
-      use_liger_kernel.
-    - `takes_functions`: its checkpointing accepts a function that decides which outputs are kept. The Trainer's arguments cannot be
-      functions.
-    - `offloads_saved_tensors`: its activation offload moves the tensors that are saved for backward. Source: trl 1.16,
-      models/activation_offloading.py.
-    - `keeps_quantized_dtypes`: a quantized base is not prepared with `prepare_model_for_kbit_training`. Source: trl 1.16,
-      sft_trainer.py, `__init__`; axolotl 0.19.0, loaders/model.py, `_configure_embedding_dtypes`.
-    - `keeps_adapter_dtypes`: the adapters of a quantized base that is not prepared keep the fp32 that PEFT gives them. Source: axolotl
-      0.19.0, loaders/adapter.py, `load_lora`. TRL stores them in bf16.
-    - `trains_half`: under bf16-mixed the trained parameters are loaded and kept in bf16, even without adapters. Source: axolotl 0.19.0,
-      utils/config/__init__.py, `resolve_dtype`; monkeypatch/accelerate/fsdp2.py, `fsdp2_prepare_model`, which makes no fp32 masters. For
-      FSDP1 accelerate makes fp32 masters, and DeepSpeed makes its own.
-    - `wraps_adapters`: each matrix of LoRA is an FSDP2 unit. Source: the same, `_process_lora_module_for_fsdp`.
-    - `shards_integers`: FSDP2 also shards packed weights of an integer dtype. Source: axolotl 0.19.0, monkeypatch/fsdp2_qlora.py and
-      monkeypatch/accelerate/fsdp2_quantized.py, `nonfloat_param_guard`.
-    - `loads_fp32`: a model given by name is loaded in fp32. transformers' default is the dtype of its checkpoint. Source:
-      trl 1.16, trainer/utils.py, create_model_from_path, and trainer/model_config.py; transformers 5.23, modeling_utils.py,
-      `from_pretrained`.
-    - `keeps_attention_alone`: selective checkpointing keeps only the outputs of attention. Source: trl 1.16,
-      models/selective_activation_checkpointing.py.
-    - `checkpointing`: the default activation checkpointing. Source: trl 1.16, sft_config.py, gradient_checkpointing;
-      torchtitan 0.3.0, trainer.py, activation_checkpoint.
-    - `sums_gradients`: FSDP does not divide gradients, because the loss is divided by the tokens of all ranks. Source: torchtitan
-      0.3.0, distributed/fsdp.py, disable_fsdp_gradient_division.
-    - `threads`: the number of threads that run matrix products, each with a cuBLAS workspace. It is 2, because backward has its own
-      thread, or 1 if autograd's multithreading is off. Source: torchtitan 0.3.0, distributed/utils.py, init_distributed.
-    - `own_models`: it trains its own model classes, not transformers'.
-    - `allocator_conf`: the PYTORCH_ALLOC_CONF that its launcher sets. Source: torchtitan 0.3.0, run_train.sh; axolotl 0.19.0,
-      utils/__init__.py, `set_pytorch_cuda_alloc_conf`, which cli/main.py calls.
-    - `captures_graphs`: forward and backward can be captured as a CUDA graph, and gradients then stay from step to step. Source:
-      torchtitan 0.3.0, trainer.py, `zero_grad(set_to_none=...)`; distributed/cudagraph.py.
-    - `names_sequences`: a padding-free batch also contains the boundaries of its sequences. Source: trl 1.16, sft_trainer.py,
-      `DataCollatorForLanguageModeling`.
-    - `tasks`: the tasks that its trainers have. LLaMA-Factory's reward models, which keep all hidden states, are not modelled.
-    - `task_loss`: the loss of tasks other than sft.
-    - `precomputes_reference`: it can compute the reference's log-probabilities before training.
-    - `loads_reference_in_half`: the copy of the model that is the reference is loaded in the compute dtype. Source: LLaMA-Factory 0.9.5,
-      train/trainer_utils.py, `create_ref_model`; model/adapter.py, `init_adapter`.
-    - `adds_router_loss`: its trainers of language models add the loss of the routers. Source: trl 1.16, `aux_loss_enabled`.
-    """
+    """The differences between an engine under a framework and the engine by itself."""
 
     backends: tuple[Backend, ...] = ("ddp", "fsdp2", "fsdp1", "deepspeed")
+    """The backends that the framework supports."""
     uses_accelerate: bool = False
+    """accelerate prepares the model."""
     reduce_dtype: ReduceDtype = "masters"
+    """The dtype in which FSDP1 and FSDP2 reduce gradients. Source: accelerate/utils/dataclasses.py,
+    FullyShardedDataParallelPlugin.set_mixed_precision: reduce_dtype = param_dtype; torchtitan 0.3.0, config/configs.py,
+    mixed_precision_reduce.
+    """
     defers_reduction: bool = False
+    """Gradients stay whole until the last micro-batch (`no_sync`). Source: accelerate/accelerator.py, `accumulate`."""
     splits_root_unit: bool = False
+    """FSDP2's root unit is split: embedding, final norm and head are units. Source: accelerate/utils/fsdp_utils.py,
+    fsdp2_prepare_model (1.14 and later).
+    """
     autocasts_fsdp1: bool = False
+    """FSDP1's mixed precision also runs under autocast. Source: accelerate/accelerator.py, prepare_model."""
     converts_outputs: bool = False
+    """The model returns fp32 outputs under mixed precision. Source: accelerate/accelerator.py, prepare_model."""
     fills_deepspeed_buckets: bool = False
+    """Bucket sizes of "auto" are filled in from the hidden size. Source: transformers/integrations/deepspeed.py,
+    trainer_config_finalize; accelerate/utils/deepspeed.py.
+    """
     finds_unused_parameters: bool = False
+    """DDP searches for unused parameters unless the model checkpoints. Source: transformers/trainer.py,
+    _build_accelerator_args.
+    """
     finds_unused_with_adapters: bool = False
+    """DDP searches for unused parameters of PEFT's models even if they checkpoint. Source: transformers/trainer.py,
+    _build_accelerator_args.
+    """
     clips_gradients: bool = False
+    """Gradients are clipped by default. Source: transformers/training_args.py, max_grad_norm = 1."""
     fsdp1_shards_fully: bool = False
+    """FSDP1 always runs with FULL_SHARD. Source: transformers/training_args.py (5.23), fsdp_config."""
     uses_trainer: bool = False
+    """The Trainer of transformers runs the loop."""
     default_loss: Literal["full", "trl", "torchtitan"] = "full"
+    """The loss if none is chosen. Source: trl 1.16, sft_trainer.py: `add_fused_lm_head`."""
     other_losses: tuple[Literal["liger"], ...] = ()
+    """Losses that the framework's own options can choose instead. Source: transformers 5.23, training_args.py,
+    use_liger_kernel.
+    """
     takes_functions: bool = True
+    """Its checkpointing accepts a function that decides which outputs are kept. The Trainer's arguments cannot be
+    functions.
+    """
     checkpointing: Literal["none", "full", "selective"] = "none"
+    """The default activation checkpointing. Source: trl 1.16, sft_config.py, gradient_checkpointing; torchtitan 0.3.0,
+    trainer.py, activation_checkpoint.
+    """
     keeps_attention_alone: bool = False
+    """Selective checkpointing keeps only the outputs of attention. Source: trl 1.16,
+    models/selective_activation_checkpointing.py.
+    """
     offloads_saved_tensors: bool = False
+    """Its activation offload moves the tensors that are saved for backward. Source: trl 1.16,
+    models/activation_offloading.py.
+    """
     keeps_quantized_dtypes: bool = False
+    """A quantized base is not prepared with `prepare_model_for_kbit_training`. Source: trl 1.16, sft_trainer.py,
+    `__init__`; axolotl 0.19.0, loaders/model.py, `_configure_embedding_dtypes`.
+    """
     keeps_adapter_dtypes: bool = False
+    """The adapters of a quantized base that is not prepared keep the fp32 that PEFT gives them. Source: axolotl 0.19.0,
+    loaders/adapter.py, `load_lora`. TRL stores them in bf16.
+    """
     trains_half: bool = False
+    """Under bf16-mixed the trained parameters are loaded and kept in bf16, even without adapters. Source: axolotl
+    0.19.0, utils/config/__init__.py, `resolve_dtype`; monkeypatch/accelerate/fsdp2.py, `fsdp2_prepare_model`, which
+    makes no fp32 masters. For FSDP1 accelerate makes fp32 masters, and DeepSpeed makes its own.
+    """
     wraps_adapters: bool = False
+    """Each matrix of LoRA is an FSDP2 unit. Source: axolotl 0.19.0,
+    monkeypatch/accelerate/fsdp2.py, `_process_lora_module_for_fsdp`.
+    """
     shards_integers: bool = False
+    """FSDP2 also shards packed weights of an integer dtype. Source: axolotl 0.19.0, monkeypatch/fsdp2_qlora.py and
+    monkeypatch/accelerate/fsdp2_quantized.py, `nonfloat_param_guard`.
+    """
     loads_fp32: bool = False
+    """A model given by name is loaded in fp32. transformers' default is the dtype of its checkpoint. Source: trl 1.16,
+    trainer/utils.py, create_model_from_path, and trainer/model_config.py; transformers 5.23, modeling_utils.py,
+    `from_pretrained`.
+    """
     sums_gradients: bool = False
+    """FSDP does not divide gradients, because the loss is divided by the tokens of all ranks. Source: torchtitan 0.3.0,
+    distributed/fsdp.py, disable_fsdp_gradient_division.
+    """
     threads: int = 2
+    """The number of threads that run matrix products, each with a cuBLAS workspace. It is 2, because backward has its
+    own thread, or 1 if autograd's multithreading is off. Source: torchtitan 0.3.0, distributed/utils.py,
+    init_distributed.
+    """
     own_models: bool = False
+    """It trains its own model classes, not transformers'."""
     allocator_conf: str | None = None
+    """The PYTORCH_ALLOC_CONF that its launcher sets. Source: torchtitan 0.3.0, run_train.sh; axolotl 0.19.0,
+    utils/__init__.py, `set_pytorch_cuda_alloc_conf`, which cli/main.py calls.
+    """
     captures_graphs: bool = False
+    """Forward and backward can be captured as a CUDA graph, and gradients then stay from step to step. Source:
+    torchtitan 0.3.0, trainer.py, `zero_grad(set_to_none=...)`; distributed/cudagraph.py.
+    """
     names_sequences: bool = False
+    """A padding-free batch also contains the boundaries of its sequences. Source: trl 1.16, sft_trainer.py,
+    `DataCollatorForLanguageModeling`.
+    """
     tasks: tuple[TrainingTask, ...] = ("sft",)
+    """The tasks that its trainers have. LLaMA-Factory's reward models, which keep all hidden states, are not modelled.
+    """
     task_loss: Literal["chunked", "full"] = "chunked"
+    """The loss of tasks other than sft."""
     precomputes_reference: bool = True
+    """It can compute the reference's log-probabilities before training."""
     loads_reference_in_half: bool = False
+    """The copy of the model that is the reference is loaded in the compute dtype. Source: LLaMA-Factory 0.9.5,
+    train/trainer_utils.py, `create_ref_model`; model/adapter.py, `init_adapter`.
+    """
     adds_router_loss: bool = False
+    """Its trainers of language models add the loss of the routers. Source: trl 1.16, `aux_loss_enabled`."""
 
 
 _ACCELERATE = FrameworkFacts(

@@ -197,7 +197,7 @@ def matmul_s_per_flop(
     for it. If a token uses several experts, or an expert sees few tokens, the experts' rows are scaled to match the
     recorded work. `fp8`: the recipe with which linear layers multiply in fp8 if their dimensions suit it.
     `unpacked`: bytes of the copies of weights in 8 bits by which backward multiplies. The FLOPs of their forward are not recorded:
-    `in_8_bits`.
+    `work_in_8_bits`.
     """
     products = products_of(unit, is_root)
     if not (products.shapes and recorded_flops) and not products.in_8_bits:
@@ -241,7 +241,7 @@ def _multiplied_in_backward(
 
 
 @lru_cache(maxsize=4096)
-def in_8_bits(unit: Unit, tokens: int, device: Device, recorded_flops: int) -> tuple[float, float]:
+def work_in_8_bits(unit: Unit, tokens: int, device: Device, recorded_flops: int) -> tuple[float, float]:
     """FLOPs and seconds of a unit's products in 8 bits (LLM.int8) in forward. A tape has their traffic but not their FLOPs; the seconds
     are those by which their compute is longer than this traffic.
 

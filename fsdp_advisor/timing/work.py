@@ -27,7 +27,7 @@ from fsdp_advisor.model.tape import (
 )
 from fsdp_advisor.policies.dtypes import has_8_bit_weights
 from fsdp_advisor.timing.achieved import KERNEL_GAP_S, LAUNCH_S
-from fsdp_advisor.timing.operators import Device, attention_s, batched_s, head_dim, in_8_bits, matmul_s_per_flop
+from fsdp_advisor.timing.operators import Device, attention_s, batched_s, head_dim, matmul_s_per_flop, work_in_8_bits
 
 COMPUTE_CLASSES = ("matmul", "attention", "pointwise", "loss", "recomputation")
 
@@ -121,7 +121,8 @@ def tape_work(
         repeats = options.checkpointing if segment.recomputed is None else bool(segment.recomputed.operators)
         multiplies = repeats if backward else segment.phase != "routers"
         s_in_8_bits = unit.s_in_8_bits if multiplies else 0.0
-        work = _work(segment, b, t, device, unit[backward], head, masked, is_loss)
+        s_per_flop = unit.backward if backward else unit.forward
+        work = _work(segment, b, t, device, s_per_flop, head, masked, is_loss)
         work = work._replace(matmul=work.matmul + s_in_8_bits)
         if segment.stack != ROOT and segment.phase == "forward":
             forward[_unit_of(segment)] = work
@@ -193,7 +194,7 @@ def _rates(profile: Profile, tape: Tape, b: int, t: int, device: Device, options
         recorded = sum(value_at(own, b, t) for own in flops)
         fp8 = "none" if at_root and not options.head_in_fp8 else options.fp8
         per_flop = matmul_s_per_flop(unit, at_root, tokens, device, recorded, fp8=fp8, unpacked=copies)
-        return _Rates(*per_flop, *(() if at_root else in_8_bits(unit, tokens, device, recorded)))
+        return _Rates(*per_flop, *(() if at_root else work_in_8_bits(unit, tokens, device, recorded)))
 
     result = {AT_ROOT: rate(profile.root, True, *(s.matmul_flops for s in _root_forwards(tape)))}
     for segment in tape.segments:

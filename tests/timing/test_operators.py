@@ -12,11 +12,11 @@ from fsdp_advisor.model.profile import Parameter, Unit
 from fsdp_advisor.timing.operators import (
     attention_s,
     device_of,
-    in_8_bits,
     matmul_s_per_flop,
     product_s,
     products_of,
     tile_share,
+    work_in_8_bits,
 )
 
 A100 = device_of(find_gpu("A100"), "bf16-mixed")
@@ -84,7 +84,7 @@ EIGHT_BIT_LAYER = Unit("Layer", (Parameter("weight", (4096, 8192), role="quantiz
 
 
 def test_forward_in_8_bits_has_the_flops_of_its_weight_at_the_rate_of_16_bits() -> None:
-    flops, seconds = in_8_bits(EIGHT_BIT_LAYER, 16384, A100, 0)
+    flops, seconds = work_in_8_bits(EIGHT_BIT_LAYER, 16384, A100, 0)
     assert flops == 2 * 16384 * 4096 * 8192
     traffic = (16384 * 8192 + 4096 * 8192 + 4 * 16384 * 4096) / A100.eager_bytes_per_s
     assert seconds + traffic == pytest.approx(product_s(16384, 8192, 4096, A100))
