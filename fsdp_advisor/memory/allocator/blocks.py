@@ -62,8 +62,9 @@ class Driver:
 class FreeBlocks:
     """The free blocks. A `pool` number is twice the stream's number, plus one for the large pool.
 
-    `keys`: the sorted keys by pool. `edges`: the key of the block that begins or ends at an address. Two free blocks are never
-    adjacent, so each address has at most one key.
+    `keys`: the negated keys by pool, sorted: the largest block is the first. Free blocks that are larger than requests accumulate; in this
+    order an insertion or removal does not move them. `edges`: the key of the block that begins or ends at an address. Two free blocks
+    are never adjacent, so each address has at most one key.
     """
 
     def __init__(self) -> None:
@@ -72,6 +73,10 @@ class FreeBlocks:
         self.keeps_ages = False  # only garbage collection needs them
         self.ages: dict[int, int] = {}  # by address: `gc_count_base`
         self.searches = [0, 0]  # for the small and the large pool: `get_free_blocks_call_count`
+
+    def by_size(self, pool: int) -> list[int]:
+        """The keys of a pool's blocks, the smallest first."""
+        return [-key for key in reversed(self.keys[pool])]
 
     def starting_at(self, address: int) -> int:
         """Bytes of the free block that begins at an address; 0 if there is none."""
@@ -91,7 +96,7 @@ class FreeBlocks:
         """Insert a block that has no free neighbours, and return its key."""
         key = (end - start) << SHIFT | start
         self.edges[start] = self.edges[end] = key
-        insort(self.keys[pool], key)
+        insort(self.keys[pool], -key)
         if self.keeps_ages:
             self.age(pool, start)
         return key
@@ -99,20 +104,20 @@ class FreeBlocks:
     def take(self, pool: int, key: int) -> None:
         """Remove a block."""
         keys, start = self.keys[pool], key & ADDRESS
-        del keys[bisect_left(keys, key)], self.edges[start], self.edges[start + (key >> SHIFT)]
+        del keys[bisect_left(keys, -key)], self.edges[start], self.edges[start + (key >> SHIFT)]
 
     def give_back(self, pool: int, keys: list[int], start: int, end: int) -> None:
-        """Merge a block with its free neighbours and insert it into `keys`, the keys of its pool. Source: free_block, try_merge_blocks."""
+        """Merge a block with its free neighbours and insert it into `keys`, those of its pool. Source: free_block, try_merge_blocks."""
         edges = self.edges
         after = edges.pop(end, None)
         if after is not None:
-            del keys[bisect_left(keys, after)]
+            del keys[bisect_left(keys, -after)]
             end += after >> SHIFT
         before = edges.pop(start, None)
         if before is not None:
-            del keys[bisect_left(keys, before)]
+            del keys[bisect_left(keys, -before)]
             start = before & ADDRESS
         edges[start] = edges[end] = key = (end - start) << SHIFT | start
-        insort(keys, key)
+        insort(keys, -key)
         if self.keeps_ages:
             self.age(pool, start)

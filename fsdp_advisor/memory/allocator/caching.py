@@ -9,7 +9,7 @@ Not modelled: private pools other than those of one captured step (`keep_pools`)
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ class Segment:
 
 
 _Need = tuple[int, list[int], int, int, int]
-"""What a request needs: its pool, the keys of the pool's free blocks, its bytes, the least key of a block that is large enough,
+"""What a request needs: its pool, the pool's list in `FreeBlocks.keys`, its bytes, the least key of a block that is large enough,
 and the least key of a block that is split.
 """
 
@@ -202,10 +202,10 @@ class CachingAllocator:
         edges = blocks.edges
         if self._collects:
             blocks.searches[pool & 1] += 1
-        at = bisect_left(keys, least_key)  # the smallest block that is large enough, at the lowest address
-        if at == len(keys) or not (self._takes_first_fit or (at := self._choose(pool, at, need)) >= 0):
-            at = bisect_left(keys, self._new_block(number, pool, need))
-        key = keys[at]
+        at = bisect_right(keys, -least_key) - 1  # the smallest block that is large enough, at the lowest address
+        if at < 0 or not (self._takes_first_fit or (at := self._choose(pool, at, need)) >= 0):
+            at = bisect_left(keys, -self._new_block(number, pool, need))
+        key = -keys[at]
         start = key & ADDRESS
         n_bytes = key >> SHIFT
         del edges[start]
@@ -215,11 +215,11 @@ class CachingAllocator:
             rest = key - least_key + need
             edges[start + need] = edges[start + n_bytes] = rest
             n_bytes = need
-            if at and keys[at - 1] > rest:
+            if at + 1 < len(keys) and keys[at + 1] < -rest:
                 del keys[at]
-                insort(keys, rest, 0, at)
+                insort(keys, -rest, at)
             else:
-                keys[at] = rest
+                keys[at] = -rest
             if self._collects:
                 blocks.age(pool, start + need)
         self.address[number] = start
@@ -257,16 +257,13 @@ class CachingAllocator:
     # Cached blocks
 
     def _choose(self, pool: int, at: int, need: int) -> int:
-        """The index of the free block to use, from `at` on; -1 if none is suitable. Source: get_free_block."""
+        """The index of the free block to use: `at` or that of a larger one; -1 if none is suitable. Source: get_free_block."""
         cached, conf, expandable = self.free_blocks.keys[pool], self.conf, self._expandable
         if expandable is not None:
-            sizes = (expandable.size_with_space(pool, key & ADDRESS, key >> SHIFT) for key in cached[at:])
-            smallest = next(sizes)
-            for size in sizes:
-                if size >= smallest:
-                    break
-                smallest, at = size, at + 1
-        have = cached[at] >> SHIFT
+            smallest = expandable.size_with_space(pool, -cached[at])
+            while at and (size := expandable.size_with_space(pool, -cached[at - 1])) < smallest:
+                smallest, at = size, at - 1
+        have = -cached[at] >> SHIFT
         if need < conf.max_split_bytes <= have:
             return -1
         if need >= conf.max_split_bytes and have >= need + conf.non_split_rounding_bytes:
@@ -312,7 +309,7 @@ class CachingAllocator:
         """Release every segment that is entirely free, and every free page of expandable ones. Source: release_cached_blocks."""
         self.synchronize()
         for pool in sorted(self.free_blocks.keys, key=lambda pool: (not pool & 1, pool)):
-            for key in list(self.free_blocks.keys[pool]):
+            for key in self.free_blocks.by_size(pool):
                 if self._expandable is not None:
                     self._expandable.unmap(pool, key)
                 elif self._is_whole(key):
@@ -333,7 +330,7 @@ class CachingAllocator:
         conf = self.conf
         if conf.max_split_bytes == UNLIMITED or self._expandable is not None:
             return False
-        cached, target = self.free_blocks.keys[pool], max(need, conf.max_split_bytes)
+        cached, target = self.free_blocks.by_size(pool), max(need, conf.max_split_bytes)
         at = bisect_left(cached, target << SHIFT)
         if at < len(cached):
             self._release(pool, cached[at])
@@ -341,7 +338,7 @@ class CachingAllocator:
         released = 0
         while cached and released < target and cached[-1] >> SHIFT >= conf.max_split_bytes:
             released += cached[-1] >> SHIFT
-            self._release(pool, cached[-1])
+            self._release(pool, cached.pop())
         return released >= target
 
     def _collect_garbage(self) -> None:
@@ -354,7 +351,7 @@ class CachingAllocator:
         left = [
             (pool, key, self.free_blocks.searches[1] - ages[key & ADDRESS])
             for pool in sorted(self.free_blocks.keys)
-            for key in self.free_blocks.keys[pool]
+            for key in self.free_blocks.by_size(pool)
             if pool & 1 and self._is_whole(key)
         ]
         total_age, reclaimed, freed = sum(age for _, _, age in left), 0, True
@@ -373,7 +370,7 @@ class CachingAllocator:
     def keep_pools(self, stream: int) -> None:
         """Keep the free blocks of a stream for good: nothing can use or release the pools of a captured graph."""
         for pool in (2 * stream, 2 * stream + 1):
-            for key in list(self.free_blocks.keys[pool]):
+            for key in self.free_blocks.by_size(pool):
                 self.free_blocks.take(pool, key)
 
     # Snapshots

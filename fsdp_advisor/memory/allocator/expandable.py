@@ -26,9 +26,10 @@ class ExpandableSegments:
         """The page size of a pool. Source: find_expandable_block, segment_size."""
         return self._conf.large_segment_bytes if pool & 1 else SMALL_BUFFER
 
-    def size_with_space(self, pool: int, start: int, n_bytes: int) -> int:
+    def size_with_space(self, pool: int, key: int) -> int:
         """Bytes of a free block, with the unmapped space directly after it. Source: get_free_block, expandable_size."""
-        return n_bytes + self.unmapped[pool].get(start + n_bytes, 0)
+        n_bytes = key >> SHIFT
+        return n_bytes + self.unmapped[pool].get((key & ADDRESS) + n_bytes, 0)
 
     def allocate(self, pool: int, need: int) -> int | None:
         """The key of a free block with at least `need` bytes, mapped as needed; None if the driver refuses.
