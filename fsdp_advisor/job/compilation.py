@@ -51,11 +51,6 @@ def check_compile(request: EstimateRequest) -> None:
             "--memory-budget already recomputes within compiled code, so the layers cannot also be checkpointed",
             hint="leave --activation-checkpointing out",
         )
-    if request.task == "grpo" and request.compile == "model":
-        raise UsageError(
-            "GRPO is not modelled with the whole model compiled: its loss of a part of the tokens is compiled otherwise",
-            hint="use --compile layer (accelerate's dynamo_use_regional_compilation)",
-        )
     own_models = FRAMEWORKS[request.framework].own_models
     if own_models and request.compile == "model":
         raise UsageError(f"framework {request.framework} does not compile the whole model", hint="use --compile layer")

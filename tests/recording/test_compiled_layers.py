@@ -76,17 +76,6 @@ def test_layers_in_accelerates_checkpoints_are_not_compiled(tmp_path: Path) -> N
             {"framework": "trl", "task": "grpo", "gpus": 8, "num_generations": 8, "max_completion_length": 64},
             "--task grpo without --use-vllm",
         ),
-        (
-            {
-                "framework": "trl",
-                "task": "grpo",
-                "gpus": 8,
-                "max_completion_length": 64,
-                "use_vllm": True,
-                "compile": "model",
-            },
-            "GRPO is not modelled with the whole model compiled",
-        ),
         ({"attention": "eager"}, "--attention eager"),
         ({"activation_checkpointing": "every-2"}, "--activation-checkpointing every-2"),
         ({"activation_checkpointing": "selective"}, "--activation-checkpointing selective"),

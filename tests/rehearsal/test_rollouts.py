@@ -112,19 +112,35 @@ def test_steps_and_phases_need_what_is_predicted(
 
 COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
     taken(
-        [("regions, sharded", ({"regions": True, **FSDP2_SETTINGS}, {"compile": "layer", **FSDP2_OPTIONS}))],
         [
-            ("regions", ({"regions": True}, {"compile": "layer"})),
-            ("regions on every rank", ({"regions": True}, {"compile": "layer", "gpus": 2})),
+            ("regions, sharded", ({"compiled": "regions", **FSDP2_SETTINGS}, {"compile": "layer", **FSDP2_OPTIONS})),
+            ("the model, sharded", ({"compiled": "model", **FSDP2_SETTINGS}, {"compile": "model", **FSDP2_OPTIONS})),
+            ("the model", ({"compiled": "model"}, {"compile": "model"})),
+        ],
+        [
+            ("regions", ({"compiled": "regions"}, {"compile": "layer"})),
+            ("regions on every rank", ({"compiled": "regions"}, {"compile": "layer", "gpus": 2})),
             (
                 "regions, sharded and checkpointed",
                 (
-                    {"regions": True, "gradient_checkpointing": True, **FSDP2_SETTINGS},
+                    {"compiled": "regions", "gradient_checkpointing": True, **FSDP2_SETTINGS},
                     {"compile": "layer", "activation_checkpointing": "full", **FSDP2_OPTIONS},
                 ),
             ),
+            ("the model on every rank", ({"compiled": "model"}, {"compile": "model", "gpus": 2})),
+            (
+                "the model, sharded and checkpointed",
+                (
+                    {"compiled": "model", "gradient_checkpointing": True, **FSDP2_SETTINGS},
+                    {"compile": "model", "activation_checkpointing": "full", **FSDP2_OPTIONS},
+                ),
+            ),
+            (
+                "the model in half precision",
+                ({"compiled": "model", "precision": "bf16"}, {"compile": "model", "precision": "bf16"}),
+            ),
         ],
-        days=2,
+        days=3,
     )
 )
 

@@ -55,8 +55,11 @@ def of_trainer(model: Any, job: dict[str, Any]) -> int:
     return found.peak
 
 
-def label_all_tokens() -> None:
-    """Set masks that compiled code computes, because kernels do nothing here and TRL's loss selects tokens by such a mask."""
+def label_tokens(last: int = 0) -> None:
+    """Set masks that compiled code computes, because kernels do nothing here and TRL's loss selects tokens by such a mask.
+
+    `last`: how many tokens at the end of a sequence have labels; 0: all.
+    """
     from torch._dynamo import trace_rules
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -65,7 +68,8 @@ def label_all_tokens() -> None:
     def run(self: Any, *values: Any, **_: Any) -> None:
         for value in values:
             if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
-                value.data.fill_(True)  # not counted as a change of the tensor
+                value.data.zero_()  # `data`: not counted as a change of the tensor
+                value.data[..., -last:] = True
 
     CachingAutotuner.run = run
     trace_rules.SKIP_DIRS.append(str(Path(values.__file__).parent))
@@ -138,7 +142,7 @@ def main() -> None:
     config, job = map(json.loads, sys.argv[1:])
     launch_nothing()
     if job["library"] == "trl":
-        label_all_tokens()
+        label_tokens()
     os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(job["regions"])  # as accelerate's launcher does
     settings = AutoConfig.for_model(**config)
     if job["task"] == "reward":

@@ -1,8 +1,8 @@
 """The peaks of training steps of TRL's GRPOTrainer, and of their phases, after the first step on each rank.
 
 Arguments: the model's configuration and the job, as JSON: precision, micro-batch, sequence length, and more settings of GRPOConfig;
-`lora` for adapters of queries and values, or of the modules that it names; `regions`: whether accelerate's regions are
-compiled. The model generates with transformers, unless it is compiled. Kernels compute nothing, so its completions are replaced.
+`lora` for adapters of queries and values, or of the modules that it names; `compiled`: `model`, or `regions` for accelerate's. The model
+generates with transformers, unless it is compiled. Kernels compute nothing, so its completions are replaced.
 """
 
 from __future__ import annotations
@@ -73,14 +73,15 @@ class Trainer(GRPOTrainer):  # type: ignore[misc]  # likewise
 def main() -> None:
     config, job = (json.loads(word) for word in sys.argv[1:])
     length, lora, precision = job.pop("length"), job.pop("lora", False), job.pop("precision")
-    compiles = job.pop("regions", False)
-    if compiles:
+    compiled = job.pop("compiled", "")
+    if compiled:
         from compiled import launch_nothing
-        from compiled_trainers import label_all_tokens
+        from compiled_trainers import label_tokens
 
         launch_nothing()
-        label_all_tokens()
-        os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"  # as accelerate's launcher does
+        label_tokens(job["max_completion_length"])
+        # as accelerate's launcher does
+        os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(compiled == "regions")
     settings = AutoConfig.for_model(**config)
 
     def model() -> Any:
@@ -91,7 +92,7 @@ def main() -> None:
     arguments = GRPOConfig(
         max_steps=3, optim="adamw_torch_fused", output_dir="out", report_to="none", save_strategy="no",
         bf16=precision == "bf16-mixed", disable_tqdm=True, generation_kwargs={"eos_token_id": NO_TOKEN},
-        torch_compile=compiles, **job,
+        torch_compile=bool(compiled), **job,
     )  # fmt: skip
     Trainer.prompt_length = length - arguments.max_completion_length
     evaluated = Dataset.from_dict({"prompt": ["a"] * 24})
