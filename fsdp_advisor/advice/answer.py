@@ -22,7 +22,7 @@ from fsdp_advisor.advice.search import Rejection, Search, SearchResult
 from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice, base_plan
 from fsdp_advisor.advice.sweeps import Sweep, SweepResult
 from fsdp_advisor.assumptions import gpu_of, settled
-from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, UsageError
+from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, UsageError, assert_never
 from fsdp_advisor.estimator import lazy_report, requested
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.fields import dashed
@@ -218,8 +218,10 @@ def _search_of_answer(sweep: Sweep, found: SweepResult | None) -> Search:
             return sweep.on_gpu(found.winner.gpu)
         case "sequence":
             return replace(sweep.search, base=replace(sweep.search.base, seq_len=found.winner.plan.seq_len))
-        case _:
+        case "batch":
             return sweep.search
+        case _:
+            assert_never(found.what)
 
 
 def _around(found: SweepResult, search: Search) -> SearchResult:

@@ -16,7 +16,7 @@ from fsdp_advisor.advice.search_space import StrategyChoice, on_ranks, search_sp
 from fsdp_advisor.assumptions import check_gpu, gpu_of
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, list_gpus, usual_gpus_per_node
-from fsdp_advisor.job.choices import MAX_GPUS, MAX_SEQ_LEN
+from fsdp_advisor.job.choices import MAX_GPUS, MAX_SEQ_LEN, Find
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.json_fields import json_fields
@@ -38,7 +38,7 @@ class SweepResult:
     around the answer, ascending in both.
     """
 
-    what: str
+    what: Find
     answer: int | str | None
     because: str
     winner: Candidate | None

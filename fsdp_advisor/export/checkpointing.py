@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.checkpointing import CheckpointingCode, OffloadCode, every_nth_layer
 
@@ -57,8 +58,10 @@ def is_of_model(job: Job) -> bool:
             by_plugin = not job.adaptation.peft
         case "fsdp2":
             by_plugin = plan.framework == "accelerate" or not differs
-        case _:
+        case "ddp" | "deepspeed":
             by_plugin = False
+        case _:
+            assert_never(plan.backend)
     return plan.checkpointing != "none" and not (plain and by_plugin)
 
 

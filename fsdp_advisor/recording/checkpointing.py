@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.model.tape_key import TapeCheckpointing
 
 _ATTENTION = (
@@ -54,8 +55,10 @@ def arguments(checkpointing: TapeCheckpointing, attention: str) -> dict[str, Any
             return {"use_reentrant": True}
         case "every":
             return {"use_reentrant": False, "context_fn": _plain_contexts}
-        case _:
+        case "none" | "full" | "full-accelerate":
             return {"use_reentrant": False}
+        case _:
+            assert_never(checkpointing)
 
 
 # Policies

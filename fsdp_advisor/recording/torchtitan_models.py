@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from fsdp_advisor.errors import MissingExtra, NoSuchAttention, NotRecordable
+from fsdp_advisor.errors import MissingExtra, NoSuchAttention, NotRecordable, assert_never
 from fsdp_advisor.job.adaptation import CONFIG_KEY
 from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
 from fsdp_advisor.model.tape_key import TapeCheckpointing
@@ -148,15 +148,22 @@ class TorchtitanSource:
         for inner in module.modules():
             if isinstance(inner, FlexAttention):
                 inner.forward = _flex_attention
-        if checkpointing == "full":
-            FullAC.Config().build().apply(module)
-        elif checkpointing == "selective":
-            policy = SelectiveAC.Config().build()
-            # FlexAttention is a compiled graph, which returns its output and the tensors saved for backward, among them its inputs
-            flex_attention = {torch.ops.fsdp_advisor.flash_attention.default, torch.ops.aten.alias.default}
-            kept = {*policy.get_save_ops(), *flex_attention}
-            policy.get_save_ops = lambda: kept
-            policy.apply(module)
+        match checkpointing:
+            case "none":
+                pass
+            case "full":
+                FullAC.Config().build().apply(module)
+            case "selective":
+                policy = SelectiveAC.Config().build()
+                # FlexAttention is a compiled graph, which returns its output and the tensors saved for backward, among them its inputs
+                flex_attention = {torch.ops.fsdp_advisor.flash_attention.default, torch.ops.aten.alias.default}
+                kept = {*policy.get_save_ops(), *flex_attention}
+                policy.get_save_ops = lambda: kept
+                policy.apply(module)
+            case "full-accelerate" | "reentrant" | "every" | "selective-trl":
+                raise AssertionError(f"torchtitan has no checkpointing {checkpointing}")
+            case _:
+                assert_never(checkpointing)
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The loss of whole logits. Source: torchtitan 0.3.0, trainer.py, `_forward_backward_body`; components/loss.py."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import wrap
 
-from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.errors import NotRecordable, assert_never
 from fsdp_advisor.job.wrap_policy import wrap_policy
 from fsdp_advisor.model.fsdp_units import AT_ROOT, FIRST_OF_ROOT, UnitId, Units, units_of
 from fsdp_advisor.model.profile import Profile
@@ -76,21 +76,24 @@ def units_to_record(source: Source, profile: Profile, key: TapeKey) -> Units | N
             f"{units_within} within checkpointed layers, whose recomputation is not modelled",
             hint=f"use {'' if of_adapters else '--wrap layer or '}--activation-checkpointing none",
         )
-    if policy.kind == "size" or of_adapters:
-        model = source.build(torch.float32)
-        names = {module: name for name, module in model.named_modules()}
-        match policy.kind:
-            case "size":
-                selected = modules_by_size(model, policy.number)
-            case "lora":
-                selected = modules_of_lora(source, model)
-            case _:
-                selected = modules_by_peft(source, model)
-        if {names[module] for module in selected} != _names(source, profile, model, units):
-            raise NotRecordable(
-                f"{source.name}: --wrap {key.wrap} selects other modules than the names of its parameters show",
-                hint="use --wrap layer",
-            )
+    match policy.kind:
+        case "layer" | "none" | "class" | "every":
+            return units
+        case "size":
+            select = partial(modules_by_size, least=policy.number)
+        case "lora":
+            select = partial(modules_of_lora, source)
+        case "peft":
+            select = partial(modules_by_peft, source)
+        case _:
+            assert_never(policy.kind)
+    model = source.build(torch.float32)
+    names = {module: name for name, module in model.named_modules()}
+    if {names[module] for module in select(model)} != _names(source, profile, model, units):
+        raise NotRecordable(
+            f"{source.name}: --wrap {key.wrap} selects other modules than the names of its parameters show",
+            hint="use --wrap layer",
+        )
     return units
 
 
