@@ -15,7 +15,7 @@ from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import deepspeed
 from fsdp_advisor.export.adapters import weights
 from fsdp_advisor.export.batches import script_batch_limit
-from fsdp_advisor.export.checkpointing import checkpointing_limit, checkpointing_note, is_of_model
+from fsdp_advisor.export.checkpointing import checkpointing_note, is_of_model, script_checkpointing_limit
 from fsdp_advisor.export.constants import (
     ACCELERATE_FILE,
     ACCELERATE_PORT,
@@ -51,7 +51,7 @@ def unsupported(job: Job, framework: Framework = "accelerate") -> str | None:
 
 def config_unsupported(job: Job) -> str | None:
     """Why a script under `accelerate launch` cannot train the job."""
-    limit = checkpointing_limit(job, "reentrant", "every", "selective", offloads=("inputs", "saved"))
+    limit = script_checkpointing_limit(job)
     return script_loss_limit(job) or script_batch_limit(job) or limit or unsupported(job)
 
 

@@ -37,6 +37,11 @@ def checkpointing_limit(job: Job, *possible: CheckpointingCode, offloads: tuple[
     return f"it has no activation checkpointing {plan.activation_checkpointing}; use --activation-checkpointing full"
 
 
+def script_checkpointing_limit(job: Job) -> str | None:
+    """Why a training script in plain PyTorch cannot checkpoint as the job does. None if it can."""
+    return checkpointing_limit(job, "reentrant", "every", "selective", offloads=("inputs", "saved"))
+
+
 def checkpointing_note(job: Job) -> str:
     """A note on what the user's own script has to do, because the configuration cannot."""
     where = "; a bundle (-o DIR/) has this function" if job.plan.checkpointing == "selective" else ""

@@ -15,7 +15,7 @@ from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import settings_for, stage
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export.batches import script_batch_limit
-from fsdp_advisor.export.checkpointing import checkpointing_limit, checkpointing_note, is_of_model
+from fsdp_advisor.export.checkpointing import checkpointing_note, is_of_model, script_checkpointing_limit
 from fsdp_advisor.export.constants import (
     DEEPSPEED_FILE,
     HOST_FILE,
@@ -45,7 +45,7 @@ def unsupported(job: Job) -> str | None:
     return (
         script_loss_limit(job)
         or script_batch_limit(job)
-        or checkpointing_limit(job, "reentrant", "every", "selective", offloads=("inputs", "saved"))
+        or script_checkpointing_limit(job)
         or host_optimizer_limit(plan)
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from fsdp_advisor.export.adapters import packages as adapting_packages
 from fsdp_advisor.export.adapters import template_values, weights
 from fsdp_advisor.export.batches import batch_limit
-from fsdp_advisor.export.checkpointing import checkpointing_call, checkpointing_limit, saves_on_host
+from fsdp_advisor.export.checkpointing import checkpointing_call, saves_on_host, script_checkpointing_limit
 from fsdp_advisor.export.constants import HEAD_NODE, RENDEZVOUS_PORT, SCRIPT
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
@@ -42,7 +42,7 @@ def _unsupported(job: Job, backend: str) -> str | None:
     return (
         loss_limit(job, "liger")
         or batch_limit(job)
-        or checkpointing_limit(job, "reentrant", "every", "selective", offloads=("inputs", "saved"))
+        or script_checkpointing_limit(job)
         or optimizer_limit(job.plan, "torch")
     )
 

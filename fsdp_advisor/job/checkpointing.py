@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 CHECKPOINTING_EXAMPLE = "none, full, reentrant, selective or every-2"
@@ -41,7 +40,6 @@ class CheckpointingPolicy:
         return f"every-{self.number}" if self.kind == "every" else self.kind
 
 
-@lru_cache(maxsize=256)
 def checkpointing_policy(text: str) -> CheckpointingPolicy | None:
     """Parse a policy; None if the text is not one. Case, blanks, dashes and underscores do not matter.
 
@@ -50,8 +48,9 @@ def checkpointing_policy(text: str) -> CheckpointingPolicy | None:
     """
     word = re.sub(r"[\s_-]", "", text.lower())
     word = SYNONYMS.get(word, word)
-    if word in ("none", "full", "reentrant", "selective"):
-        return CheckpointingPolicy(word)  # type: ignore[arg-type]  # mypy does not narrow a text to these words
+    match word:
+        case "none" | "full" | "reentrant" | "selective" as kind:
+            return CheckpointingPolicy(kind)
     every = re.fullmatch(r"every0*(\d{1,4})", word, re.ASCII)
     if every is None or not 1 <= int(every[1]) <= MAX_NUMBER:
         return None
@@ -67,6 +66,11 @@ def read_checkpointing(text: str) -> str | None:
 def read_searched_checkpointing(text: str) -> str | None:
     """As `read_checkpointing`, but also accepts `auto`, with which a search chooses the policy."""
     return "auto" if text.strip().lower() == "auto" else read_checkpointing(text)
+
+
+def policies_of_changed_layers(*, own_models: bool) -> tuple[str, ...]:
+    """The policies that are modelled with compiled layers and with layers in fp8. `own_models`: those of torchtitan."""
+    return ("none", "full", "selective") if own_models else ("none", "full")
 
 
 def every_nth_layer(text: str) -> int:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.checkpointing import policies_of_changed_layers
 from fsdp_advisor.job.choices import Backend, Framework
 from fsdp_advisor.job.conflicts import check_conflicts
 from fsdp_advisor.job.frameworks import FRAMEWORKS
@@ -54,7 +55,7 @@ def check_compile(request: EstimateRequest) -> None:
     own_models = FRAMEWORKS[request.framework].own_models
     if own_models and request.compile == "model":
         raise UsageError(f"framework {request.framework} does not compile the whole model", hint="use --compile layer")
-    policies = ("none", "full", "selective") if own_models else ("none", "full")
+    policies = policies_of_changed_layers(own_models=own_models)
     others = {
         f"--framework {request.framework}": request.framework not in COMPILING_FRAMEWORKS,
         "--task grpo without --use-vllm, whose generation would be compiled": request.task == "grpo" and not request.use_vllm,

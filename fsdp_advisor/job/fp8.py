@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import may_adapt
+from fsdp_advisor.job.checkpointing import policies_of_changed_layers
 from fsdp_advisor.job.choices import Backend, Fp8
 from fsdp_advisor.job.conflicts import check_conflicts
 from fsdp_advisor.job.frameworks import FRAMEWORKS, TORCHTITAN_CHUNKS
@@ -78,7 +79,7 @@ def check_fp8(request: EstimateRequest) -> None:
             "DeepSpeed 0.19 has none",
             hint="use --framework torch or torchtitan",
         )
-    policies = ("none", "full", "selective") if own_models else ("none", "full")
+    policies = policies_of_changed_layers(own_models=own_models)
     others = {
         f"--framework {request.framework}": not switches_on,
         f"--activation-checkpointing {request.activation_checkpointing}": request.activation_checkpointing not in policies,

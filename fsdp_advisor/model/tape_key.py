@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.batch_layout import BatchLayout
 from fsdp_advisor.job.checkpointing import OffloadCode
 from fsdp_advisor.job.choices import ExpertsImplementation, Fp8, TrainingTask
@@ -35,6 +36,18 @@ TapeCheckpointing = Literal["none", "full", "full-accelerate", "reentrant", "eve
 accelerate's FSDP2 and not checkpointed by the model, which would make the output of a frozen embedding require a gradient; they are
 not compiled then. ``every``: some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``: torchtitan's policy.
 """
+
+
+def repeats_each_forward(checkpointing: TapeCheckpointing) -> bool:
+    """Whether the backward of every layer repeats its whole forward. Otherwise a tape lists what the backward repeats."""
+    match checkpointing:
+        case "full" | "full-accelerate" | "reentrant":
+            return True
+        case "none" | "every" | "selective" | "selective-trl":
+            return False
+        case _:
+            assert_never(checkpointing)
+
 
 TapeCompile = Literal["none", "layer", "layer-ddp", "regions", "regions-ddp", "model", "model-ddp", "model-units"]
 """``layer``: each layer is compiled; ``regions``: accelerate's regional compilation, of each layer and of the modules around them;

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from fsdp_advisor.model.fsdp_units import Units
 from fsdp_advisor.model.tape import ROOT, Category, MarkedUnit, Op
-from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.model.tape_key import TapeKey, repeats_each_forward
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.recording.checkpointing import is_recomputing
 from fsdp_advisor.recording.engines import FlatUnit, cast_floating, watch_input_gradients
@@ -61,7 +61,7 @@ class Step:
         self._sums_in_place = sums_in_place
         self._records = False
         self._events = StepEvents(
-            lists_recomputed=key.checkpointing not in ("none", "full", "full-accelerate", "reentrant")
+            lists_recomputed=key.checkpointing != "none" and not repeats_each_forward(key.checkpointing)
         )
         stacks = source.stacks(model)
         all_hooked = hooked_modules(model, stacks, units)

@@ -13,6 +13,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import GENERATION_PHASES, Tiled
+from fsdp_advisor.model.tape_key import repeats_each_forward
 from fsdp_advisor.policies.dtypes import compute_bytes, stored_bytes
 from fsdp_advisor.program.instructions import MicroBatch, StepProgram
 from fsdp_advisor.timing.achieved import RETRY_S, STOLEN_BY_NCCL, host_bytes_per_s
@@ -192,7 +193,7 @@ def work_of(profile: Profile, program: StepProgram, plan: Plan, device: Device, 
     """The compute of the tape's segments at the plan's batch."""
     b, t = plan.tape_shape
     options = WorkOptions(
-        checkpointing=plan.checkpointing in ("full", "reentrant"),
+        checkpointing=repeats_each_forward(plan.checkpointing),
         sequences=b * sequences_per_example(plan.task),
         masked=plan.batch_layout != "full" and plan.attention != "flash_attention_2",
         fp8=plan.fp8,
