@@ -100,7 +100,7 @@ class StrategyEstimate:
     searches_unused: bool = False
     lora_kernels: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    lacks: tuple[NotModelled, ...] = ()
+    omissions: tuple[NotModelled, ...] = ()
     simulate_peak: Callable[[], int | None] | None = field(default=None, repr=False, compare=False)
     replay_timeline: Callable[[], tuple[TimelinePoint, ...]] | None = field(default=None, repr=False, compare=False)
 
@@ -118,8 +118,8 @@ class StrategyEstimate:
 
     @property
     def not_modelled(self) -> tuple[str, ...]:
-        """`lacks` as text."""
-        return tuple(map(str, self.lacks))
+        """`omissions` as text."""
+        return tuple(map(str, self.omissions))
 
     @property
     def step_seconds(self) -> float | None:

@@ -103,7 +103,7 @@ def estimate_plan(
         figures = PEAKS_UNKNOWN if why_unknown(plan, gpu) else f"{PEAKS_UNKNOWN}, {TIME_UNKNOWN}"
         hint = f"; {error.hint}" if isinstance(error, MissingExtra | NotRecordable) else ""
         unknown = NotModelled(f"{error.message}{hint}", figures, hides_needed=True)
-        return replace(base, lacks=(unknown, *base.lacks))
+        return replace(base, omissions=(unknown, *base.omissions))
     step = step_input(model, gpu_tape(model.profile, selected, plan, gpu), plan, gpu)
     row = _with_step(model, selected, step, conf, host_memory_bytes, searched=searched)
     if not explain:
@@ -142,9 +142,9 @@ def _base_row(
         profile = learned(profile, step.tape, plan)
     states = states_of(profile, plan)
     host = None if plan.offloads_to_nvme else host_memory(profile, plan, step.tape if step else None).steady
-    lacks = list(map(NotModelled, not_modelled(profile, plan)))
+    omissions = list(map(NotModelled, not_modelled(profile, plan)))
     if (why := why_unknown(plan, gpu)) is not None:
-        lacks.append(NotModelled(why, TIME_UNKNOWN))
+        omissions.append(NotModelled(why, TIME_UNKNOWN))
     copy = one_copy_bytes(profile, plan)
     overhead = device_overhead(gpu, plan)
     job = job_peaks(
@@ -177,7 +177,7 @@ def _base_row(
             *saving_warnings(profile, plan),
             *wrap_warnings(profile, plan),
         ),
-        lacks=tuple(lacks),
+        omissions=tuple(omissions),
     )
 
 
@@ -237,9 +237,9 @@ def _with_step(
         step=time,
         searches_unused=searches_unused(learned(profile, on_gpu, plan), plan),
         warnings=warnings + _allocator_warnings(allocator) + (time.warnings if time else ()),
-        lacks=(
+        omissions=(
             *unknown,
-            *base.lacks,
+            *base.omissions,
             *_missing_in_tape(profile, plan, key, gpu_tape_key_of(profile, key, plan, gpu)),
         ),
         simulate_peak=partial(_simulated_peak_bytes, model, selected, plan, searched),
@@ -310,7 +310,7 @@ def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:
         fits=False if states.total + states.gathered > gpu.memory_bytes else None,
         states={"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer},
         host_bytes_per_node=None if plan.offloads_to_nvme else states.host_per_node,
-        lacks=(
+        omissions=(
             NotModelled(
                 "a bare parameter count does not tell the sizes of activations, logits, gathered units and buckets",
                 PEAKS_UNKNOWN,

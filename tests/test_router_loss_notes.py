@@ -24,7 +24,7 @@ def notes(folder: Path, config: dict[str, Any], **options: Any) -> str:
     path = folder / "config.json"
     path.write_text(json.dumps({**MOE, **config}))
     (row,) = estimate(model=str(path), strategy="ddp", gpu="H100-80GB", seq_len=64, **options).estimates
-    return " ".join(each.reason for each in row.lacks)
+    return " ".join(each.reason for each in row.omissions)
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_trl_says_which_models_fail_with_their_routers_loss(framework: str) -> N
     (row,) = estimate(
         model="ibm-granite/granite-3.1-1b-a400m-base", framework=framework, strategy="ddp", gpu="H100-80GB"
     ).estimates
-    assert any("router_aux_loss_coef to 0.0" in each.reason for each in row.lacks) == (framework == "trl")
+    assert any("router_aux_loss_coef to 0.0" in each.reason for each in row.omissions) == (framework == "trl")
 
 
 def test_a_routers_loss_that_is_switched_off_does_not_fail() -> None:
@@ -65,7 +65,7 @@ def test_a_routers_loss_that_is_switched_off_does_not_fail() -> None:
         gpu="H100-80GB",
         router_aux_loss_coef=0.0,
     ).estimates
-    assert "router" not in " ".join(each.reason for each in row.lacks)
+    assert "router" not in " ".join(each.reason for each in row.omissions)
 
 
 @pytest.mark.parametrize("model_type", [*WITHOUT_NUM_EXPERTS, "mixtral"])

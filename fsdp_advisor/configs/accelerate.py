@@ -103,8 +103,8 @@ def _parallelism(found: Collector) -> None:
     replicas, shards = (found.number(f"{prefix}dp_{name}_size") for name in ("replicate", "shard"))
     if replicas is not None or shards is not None:
         read_replicas(found, replicas, shards)
-    found.lacks_active("tensor parallelism", f"{prefix}tp_size")
-    found.lacks_active("context and sequence parallelism", f"{prefix}cp_size", f"{prefix}sp_size")
+    found.omits_active("tensor parallelism", f"{prefix}tp_size")
+    found.omits_active("context and sequence parallelism", f"{prefix}cp_size", f"{prefix}sp_size")
 
 
 def _deepspeed(found: Collector) -> None:

@@ -67,7 +67,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     set_optimizer(found, "optimizer", found.peek("optim_args"))
     found.take("optim_args")
     if found.peek("gradient_checkpointing") == "offload":
-        found.lacks("gradient_checkpointing", "activation offload; the estimate keeps checkpoints on the GPU")
+        found.omits_key("gradient_checkpointing", "activation offload; the estimate keeps checkpoints on the GPU")
         options["activation_checkpointing"] = "full"
     elif found.flag("gradient_checkpointing"):
         options["activation_checkpointing"] = "full"
@@ -87,7 +87,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     _tiled_mlp(found)
     read_torch_compile(found)
     for topic, names in _TOPICS.items():
-        found.lacks_active(topic, *names)
+        found.omits_active(topic, *names)
     for key in ("rl", "reward_model", "process_reward_model"):
         if active(found.peek(key)):
             found.refuses(f"{key}: {found.take(key)} (preference and reinforcement learning)", TASKS_OF_TRL)
@@ -106,7 +106,7 @@ def read_overrides(file: str, keys: Mapping[str, Any]) -> Collector:
         found.options["activation_checkpointing"] = "full" if checkpoints else "none"
     for key in keys:
         if key not in _WITHOUT_EFFECT:
-            found.lacks(key, "write it into the file")
+            found.omits_key(key, "write it into the file")
     return found
 
 
@@ -189,7 +189,7 @@ def _tiled_mlp(found: Collector) -> None:
     if not active(found.peek("tiled_mlp")):
         return
     if found.options.get("backend") == "fsdp2":
-        found.lacks("tiled_mlp", AXOLOTL_WITH_FSDP2)
+        found.omits_key("tiled_mlp", AXOLOTL_WITH_FSDP2)
         return
     found.take("tiled_mlp")
     shards = found.number("tiled_mlp_num_shards")
@@ -246,7 +246,7 @@ def _adapters(found: Collector) -> None:
     if adapter in (None, "", False):
         return
     if adapter not in ("lora", "qlora"):
-        found.lacks("adapter", "an adapter that is not modelled; the estimate trains every parameter")
+        found.omits_key("adapter", "an adapter that is not modelled; the estimate trains every parameter")
         return
     found.take("adapter")
     config = {
@@ -272,7 +272,7 @@ def _adapters(found: Collector) -> None:
     if active(found.peek("peft_autocast_adapter_dtype")):
         found.take("peft_autocast_adapter_dtype")  # PEFT's default
     else:
-        found.lacks("peft_autocast_adapter_dtype", "adapters in the base's dtype; the estimate has them in fp32")
+        found.omits_key("peft_autocast_adapter_dtype", "adapters in the base's dtype; the estimate has them in fp32")
     if found.flag("lora_target_linear"):
         config["target_modules"] = "all-linear"
     set_lora(found, config)

@@ -145,7 +145,7 @@ class Collector:
         """Assume a value for an option that no file sets and for which no reader has a default."""
         self.guesses.setdefault(option, (value, why))
 
-    def lacks(self, key: str, what: str) -> None:
+    def omits_key(self, key: str, what: str) -> None:
         """Report a key as not modelled if the file has it. `what` names the key's subject in the message."""
         if key in self._pending:
             value = self._pending.pop(key)
@@ -159,11 +159,11 @@ class Collector:
         self._not_modelled.append(sentence)
         self._refused[sentence] = hint
 
-    def lacks_active(self, what: str, *keys: str) -> None:
+    def omits_active(self, what: str, *keys: str) -> None:
         """Report those of the keys as not modelled that the file switches on. `what` names their subject in the message."""
         for key in keys:
             if key in self._pending and active(self._pending[key]):
-                self.lacks(key, what)
+                self.omits_key(key, what)
 
     def omits(self, sentence: str) -> None:
         """Report an effect that is not modelled, whichever key causes it."""

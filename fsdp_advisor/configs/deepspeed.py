@@ -60,14 +60,16 @@ def read_into(found: Collector) -> None:
     if section:
         arguments = section.get("optimizer.params")
         if str(found.peek("optimizer.type")).lower() == "muon":
-            found.lacks("optimizer.type", "DeepSpeed's Muon is not modelled; the estimate assumes adamw_torch_fused")
+            found.omits_key(
+                "optimizer.type", "DeepSpeed's Muon is not modelled; the estimate assumes adamw_torch_fused"
+            )
         else:
             set_optimizer(found, "optimizer.type", arguments if isinstance(arguments, Mapping) else None)
         found.take("optimizer.params")
         _fused(found, arguments)
     _checkpoints(found)
     for key, topic in _TOPICS.items():
-        found.lacks_active(topic, key)
+        found.omits_active(topic, key)
 
 
 def _checkpoints(found: Collector) -> None:
@@ -141,7 +143,7 @@ def _zero(found: Collector) -> None:
             found.omits(f"{name}.ratio: {place['ratio']} (partial offload)")
     set_offload(found, devices[0], devices[1])
     _buckets(found, section)
-    found.lacks_active("hierarchical or quantized ZeRO", *(f"zero_optimization.{key}" for key in _HIERARCHIES))
+    found.omits_active("hierarchical or quantized ZeRO", *(f"zero_optimization.{key}" for key in _HIERARCHIES))
 
 
 def _buckets(found: Collector, section: Mapping[str, Any]) -> None:
@@ -161,7 +163,7 @@ def _buckets(found: Collector, section: Mapping[str, Any]) -> None:
         if value == "auto" or int(float(value)) in (default, by_transformers.get(name)):
             found.take(key)
         else:
-            found.lacks(key, f"the estimate assumes {default}, or what the framework fills in")
+            found.omits_key(key, f"the estimate assumes {default}, or what the framework fills in")
     buffer = section.get("zero_optimization.allgather_bucket_size")
     if buffer is not None and active(buffer):
         found.take("zero_optimization.allgather_bucket_size")

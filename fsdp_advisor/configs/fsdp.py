@@ -92,11 +92,11 @@ def _checkpoints(found: Collector, prefix: str, version: int) -> None:
         if found.flag(offload):
             found.options["activation_offload"] = True
     elif prefix == OF_ACCELERATE:
-        found.lacks_active(
+        found.omits_active(
             "accelerate refuses it without FSDP2 and activation checkpointing; the estimate leaves it out", offload
         )
     else:
-        found.lacks_active("the Trainer does not pass it on; the estimate keeps checkpoints on the GPU", offload)
+        found.omits_active("the Trainer does not pass it on; the estimate keeps checkpoints on the GPU", offload)
 
 
 def _prefetch(found: Collector, prefix: str, version: int) -> None:
@@ -108,7 +108,7 @@ def _prefetch(found: Collector, prefix: str, version: int) -> None:
         found.take(f"{prefix}backward_prefetch")
         found.options["backward_prefetch"] = PREFETCH[name]
     else:
-        found.lacks_active("the estimate has no prefetching", f"{prefix}backward_prefetch")
+        found.omits_active("the estimate has no prefetching", f"{prefix}backward_prefetch")
         found.default("backward_prefetch", "none", "no backward prefetching, the default of accelerate and the Trainer")
     if found.flag(f"{prefix}forward_prefetch"):
         found.options["forward_prefetch"] = True
@@ -134,18 +134,18 @@ def _strategy_1(found: Collector, name_key: str, reshard_key: str) -> str | None
     name = str(found.peek(name_key) if name_key in found else "full_shard").lower()
     if str(found.peek(reshard_key)).lower() in ("none", "true", "1", name):
         found.take(reshard_key)
-    found.lacks(reshard_key, f"with FSDP1 it has no effect: {name} decides")
+    found.omits_key(reshard_key, f"with FSDP1 it has no effect: {name} decides")
     if name in SHARDING:
         found.take(name_key)
         if name in HYBRID_ZERO2:
             found.options["reshard_after_forward"] = "false"
         return SHARDING[name]
     if name in NO_SHARD:
-        found.lacks(name_key, "the estimate is of DDP, which keeps everything on each rank too")
+        found.omits_key(name_key, "the estimate is of DDP, which keeps everything on each rank too")
         return "ddp"
     near = difflib.get_close_matches(name, SHARDING, n=1)
     meant = f"did you mean {near[0].upper()}? " if near else ""
-    found.lacks(name_key, f"{meant}the estimate assumes full sharding")
+    found.omits_key(name_key, f"{meant}the estimate assumes full sharding")
     return None
 
 
@@ -156,14 +156,14 @@ def _strategy_2(found: Collector, name_key: str, reshard_key: str) -> str | None
     reshard = found.peek(reshard_key)
     if str(found.peek(name_key)).lower() in ("none", "full_shard", "1"):
         found.take(name_key)
-    found.lacks(name_key, "FSDP2 follows reshard_after_forward instead")
+    found.omits_key(name_key, "FSDP2 follows reshard_after_forward instead")
     if type(reshard) is int and reshard > 1:  # a number of ranks
         found.options["reshard_after_forward"] = str(found.take(reshard_key))
         return "zero3"
     if reshard is None:
         return None
     if str(reshard).lower() not in ("true", "false", "yes", "no", "1", "0", "on", "off"):
-        found.lacks(reshard_key, "with FSDP2 it must be true or false; the estimate assumes true")
+        found.omits_key(reshard_key, "with FSDP2 it must be true or false; the estimate assumes true")
         return None
     return "zero3" if truth(found.take(reshard_key)) else "zero2"
 
@@ -184,7 +184,7 @@ def _wrap(found: Collector, prefix: str, units: str) -> None:
         # accelerate ignores the policy without a number
         found.options["wrap"] = f"size:{least}" if least > 0 else "none"
     elif policy:
-        found.lacks(key, "the estimate assumes one unit per layer")
+        found.omits_key(key, "the estimate assumes one unit per layer")
     found.take(f"{prefix}transformer_layer_cls_to_wrap")
 
 

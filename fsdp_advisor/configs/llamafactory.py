@@ -68,7 +68,7 @@ def read(file: str, keys: Mapping[str, Any], *, replaces: bool = False) -> Colle
         found.take("pure_bf16")
         found.options["precision"] = "bf16"
     for topic, names in _TOPICS.items():
-        found.lacks_active(topic, *names)
+        found.omits_active(topic, *names)
     neat = found.flag("neat_packing")
     if neat or found.flag("packing"):
         found.options["packing"] = "bfd" if neat else "wrapped"
@@ -78,7 +78,7 @@ def read(file: str, keys: Mapping[str, Any], *, replaces: bool = False) -> Colle
             "neat_packing without flash attention passes a mask of numbers; the estimate has transformers' own mask"
         )
     if "task" in found.options:
-        found.lacks_active("Liger's kernels with preferences", "enable_liger_kernel")
+        found.omits_active("Liger's kernels with preferences", "enable_liger_kernel")
     elif found.flag("enable_liger_kernel"):
         found.options["use_liger_kernel"] = True
     has_images = _images(found)
@@ -111,10 +111,10 @@ def _stage(found: Collector) -> None:
         found.options["task"] = stage
         for key in _OF_PREFERENCES:
             found.take(key)
-        found.lacks_active(
+        found.omits_active(
             "a reference model other than the trained model before training", "ref_model", "ref_model_adapters"
         )
-        found.lacks_active("weights of log-probabilities, small tensors", "ld_alpha")
+        found.omits_active("weights of log-probabilities, small tensors", "ld_alpha")
 
 
 def _images(found: Collector) -> bool:
@@ -178,7 +178,7 @@ def _adapters(found: Collector, frozen: Frozen) -> None:
     """Read LLaMA-Factory's `finetuning_type`, and its keys of LoRA and quantization."""
     kind = found.peek("finetuning_type")
     if kind not in (None, "lora", "full"):
-        found.lacks(
+        found.omits_key(
             "finetuning_type", "the trained layers depend on the number of layers: name the frozen ones with freeze"
         )
     elif kind == "full":

@@ -84,7 +84,7 @@ def set_optimizer(found: Collector, key: str, arguments: Mapping[str, Any] | str
         return
     optim = optimizer_called(name, arguments)
     if optim is None:
-        found.lacks(key, "the optimizer is not modelled; the estimate assumes adamw_torch_fused")
+        found.omits_key(key, "the optimizer is not modelled; the estimate assumes adamw_torch_fused")
         return
     found.take(key)
     found.options["optim"] = optim
@@ -106,7 +106,7 @@ def _set_projection(found: Collector, optim: OptimizerName, arguments: Mapping[s
     if isinstance(listed, str) and (known := read_target_modules(listed)) is not None:
         found.take("optim_target_modules")
         found.options["optim_target_modules"] = known
-    found.lacks("optim_target_modules", "the estimate projects all linear layers")
+    found.omits_key("optim_target_modules", "the estimate projects all linear layers")
 
 
 def optimizer_called(name: str, arguments: Mapping[str, Any] | str | None = None) -> OptimizerName | None:
@@ -164,7 +164,9 @@ def set_experts(found: Collector) -> None:
     if name in get_args(ExpertsImplementation):
         found.options["experts_implementation"] = found.take("experts_implementation")
     elif isinstance(name, str):
-        found.lacks("experts_implementation", "the code for experts is not modelled; the estimate assumes grouped_mm")
+        found.omits_key(
+            "experts_implementation", "the code for experts is not modelled; the estimate assumes grouped_mm"
+        )
 
 
 def set_attention(found: Collector, key: str) -> None:
@@ -174,7 +176,7 @@ def set_attention(found: Collector, key: str) -> None:
         return
     known = _ATTENTION.get(name.lower())
     if known is None:
-        found.lacks(key, "the attention implementation is not modelled; the estimate assumes sdpa")
+        found.omits_key(key, "the attention implementation is not modelled; the estimate assumes sdpa")
         return
     found.take(key)
     found.options["attention"] = known

@@ -86,7 +86,7 @@ def _per_node(found: Collector, launch: Launch, visible: int | None) -> int | No
         if found.peek(key) not in _EVERY and not found.is_unknown(key):
             return found.number(key)
         if visible is None:
-            found.lacks(key, "the number of ranks is not known: give --gpus")
+            found.omits_key(key, "the number of ranks is not known: give --gpus")
         else:
             found.replace(key, visible)
             found.take(key)
@@ -110,7 +110,7 @@ def _nodes(found: Collector, allocation: Allocation | None) -> int | None:
     if found.is_unknown(key):
         nodes = allocation.nodes if allocation else None
         if nodes is None:
-            found.lacks(key, "the number of nodes is not known")
+            found.omits_key(key, "the number of nodes is not known")
         else:
             found.replace(key, nodes)
             found.take(key)

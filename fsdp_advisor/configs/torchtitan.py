@@ -109,7 +109,7 @@ def _sections(file: str, keys: Mapping[str, Any], selective_option: str = "op") 
     _optimizer(found)
     _parallelism(found)
     for topic, names in _TOPICS.items():
-        found.lacks_active(topic, *names)
+        found.omits_active(topic, *names)
     return found
 
 
@@ -172,7 +172,7 @@ def _training(found: Collector) -> None:
         found.number(key, "micro_batch_size")
     found.number("training.seq_len", "seq_len")
     if (found.peek("training.global_batch_size") or -1) != -1:
-        found.lacks("training.global_batch_size", "give --gradient-accumulation-steps")
+        found.omits_key("training.global_batch_size", "give --gradient-accumulation-steps")
     computes, weights = (str(found.take(f"training.{key}") or "") for key in ("mixed_precision_param", "dtype"))
     if weights == "bfloat16":
         options["precision"] = "bf16"
@@ -191,7 +191,7 @@ def _loss(found: Collector) -> None:
     if "Chunked" in words:
         chunks = re.search(r"num_chunks=(\d+)", words)
         if chunks is not None and int(chunks[1]) != TORCHTITAN_CHUNKS:
-            found.lacks("loss", f"the estimate assumes {TORCHTITAN_CHUNKS} chunks of the loss")
+            found.omits_key("loss", f"the estimate assumes {TORCHTITAN_CHUNKS} chunks of the loss")
         else:
             found.take("loss")
     elif words:
@@ -277,7 +277,7 @@ def _fp8(found: Collector) -> None:
         return
     recipe = str(found.peek(f"{section}.recipe_name") or "tensorwise")
     if recipe not in get_args(Fp8):
-        found.lacks(f"{section}.recipe_name", "this recipe; the estimate assumes no fp8")
+        found.omits_key(f"{section}.recipe_name", "this recipe; the estimate assumes no fp8")
         return
     found.take(f"{section}.recipe_name")
     found.options["fp8"] = recipe
@@ -296,7 +296,7 @@ def _mxfp8(found: Collector) -> None:
     """
     recipe = found.peek(f"{_MX}.recipe_name") or "mxfp8_cublas"
     if not str(recipe).startswith("mxfp8_cublas"):
-        found.lacks(f"{_MX}.recipe_name", "this recipe; the estimate assumes no fp8")
+        found.omits_key(f"{_MX}.recipe_name", "this recipe; the estimate assumes no fp8")
         return
     for key in ("recipe_name", "mxfp8_dim1_cast_kernel_choice"):
         found.take(f"{_MX}.{key}")
@@ -325,7 +325,7 @@ def _optimizer(found: Collector) -> None:
         if implementation is not None or name is not None:
             found.options["optim"] = "adamw_torch_fused" if implementation in (None, "fused") else "adamw_torch"
     else:
-        found.lacks("optimizer.name", "the optimizer is not modelled; the estimate assumes adamw_torch_fused")
+        found.omits_key("optimizer.name", "the optimizer is not modelled; the estimate assumes adamw_torch_fused")
 
 
 def _parallelism(found: Collector) -> None:

@@ -78,11 +78,11 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     if found.flag("enable_activation_checkpointing"):
         options["activation_checkpointing"] = "full"
     if "chunked" in brief(found.peek("loss._component_")).lower():
-        found.lacks("loss._component_", "chunked loss; the estimate assumes that all logits are in memory at once")
+        found.omits_key("loss._component_", "chunked loss; the estimate assumes that all logits are in memory at once")
     _sharding(found)
-    found.lacks("custom_sharded_layers", "separate units; the estimate assumes that they are in the root unit")
+    found.omits_key("custom_sharded_layers", "separate units; the estimate assumes that they are in the root unit")
     for topic, names in _TOPICS.items():
-        found.lacks_active(topic, *names)
+        found.omits_active(topic, *names)
     return found
 
 
@@ -101,7 +101,7 @@ def read_command(file: str, recipe: str, keys: Mapping[str, Any]) -> Collector:
         found.options["offload"] = "parameters"
     for key in keys:
         if not key.startswith(_WITHOUT_EFFECT):
-            found.lacks(key, "give the configuration file with this value in it")
+            found.omits_key(key, "give the configuration file with this value in it")
     if isinstance(name, str):
         found.missing.append(f"{name}, which `tune cp {name} .` copies")
         size = re.match(r"(\w+)/(\d+(?:_\d+)?[bB])", name)

@@ -104,7 +104,7 @@ def _generation(found: Collector) -> None:
         value = found.take(name)
         if value is not None and not (name.startswith("vllm_") and unused):
             found.options[name] = value
-    found.lacks("generation_batch_size", "batches of completions other than --steps-per-generation")
+    found.omits_key("generation_batch_size", "batches of completions other than --steps-per-generation")
     completion = int(found.options.get("max_completion_length", 512))
     prompt = found.number("max_prompt_length")
     if prompt is None:
@@ -149,7 +149,7 @@ def read_into(found: Collector, *, trl: bool = False, task: str | None = None) -
     _checkpointing(found, trl)
     _sharding(found)
     for topic, names in _TOPICS.items():
-        found.lacks_active(topic, *(name for name in names if found.peek(name) not in ("no", "1")))
+        found.omits_active(topic, *(name for name in names if found.peek(name) not in ("no", "1")))
 
 
 def _evaluation(found: Collector) -> None:
@@ -174,7 +174,7 @@ def _evaluation(found: Collector) -> None:
 def _batches(found: Collector) -> None:
     """Set TRL's packing and padding-free batches. Source: trl 1.16, trainer/sft_config.py: the default strategy is bfd."""
     if found.options.get("task", "sft") != "sft":
-        found.lacks_active("packed sequences", "padding_free")
+        found.omits_active("packed sequences", "padding_free")
         return
     strategy = found.take("packing_strategy")
     if found.flag("packing"):
@@ -204,7 +204,7 @@ def _precision(found: Collector, trl: bool) -> None:
 def _loss(found: Collector, trl: bool) -> None:
     """Set Liger's loss and its other kernels. TRL has its own loss, which uses whole logits if `loss_type` is dft."""
     if trl and found.peek("loss_type") not in (None, "nll", "chunked_nll"):
-        found.lacks("loss_type", "other losses of TRL; the estimate assumes its default loss")
+        found.omits_key("loss_type", "other losses of TRL; the estimate assumes its default loss")
     found.take("loss_type")
     names = [name for name in ("use_liger_kernel", "use_liger") if active(found.peek(name))]
     kernels = found.take("liger_kernel_config") or {}

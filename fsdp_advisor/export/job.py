@@ -86,7 +86,7 @@ class Job:
             adaptation=_adaptation(report),
             searches_unused=estimate.searches_unused,
             lora_kernels=estimate.lora_kernels,
-            not_modelled=tuple(item.reason for item in estimate.lacks),
+            not_modelled=tuple(item.reason for item in estimate.omissions),
         )
 
     @property

@@ -289,12 +289,12 @@ def merge_warnings(estimates: Sequence[StrategyEstimate]) -> tuple[str, ...]:
 
 def omitted_effects(estimate: StrategyEstimate) -> list[str]:
     """The effects that the row's figures lack, without the names of the JSON keys."""
-    return [item.reason for item in estimate.lacks]
+    return [item.reason for item in estimate.omissions]
 
 
 def why_unknown(estimate: StrategyEstimate) -> str:
     """Why a row has no `needed_bytes`: its step or evaluation is not recorded, or the model is only a parameter count."""
-    return next((item.reason for item in estimate.lacks if item.hides_needed), "its step is not recorded")
+    return next((item.reason for item in estimate.omissions if item.hides_needed), "its step is not recorded")
 
 
 def _omissions(estimates: Sequence[StrategyEstimate]) -> tuple[Omission, ...]:

@@ -276,8 +276,8 @@ def test_header_names_framework_and_notes_list_what_is_not_modelled() -> None:
 
 def test_a_note_on_what_the_prediction_lacks_is_whole() -> None:
     report = report_for("accelerate", make_request({"model": "openai-community/gpt2", "gpus": 4, "strategy": "zero3"}))
-    lacks = (NotModelled("the casts of autocast: no recording", figures="peak_allocated_bytes"),)
-    exported = export("accelerate", Job.of(report, replace(report.estimates[0], lacks=lacks)))
+    omissions = (NotModelled("the casts of autocast: no recording", figures="peak_allocated_bytes"),)
+    exported = export("accelerate", Job.of(report, replace(report.estimates[0], omissions=omissions)))
     assert "not in the prediction: the casts of autocast: no recording" in exported.notes
 
 

@@ -279,7 +279,7 @@ def test_the_fused_kernels_backward_allocates_its_scratch() -> None:
 def test_a_configuration_of_ones_own_has_it_too(home: Path) -> None:
     config = write(home / "own" / "config.json", LLAMA)
     (row,) = estimate(model=str(config), gpus=1, strategy="ddp", precision="fp32", seq_len=128, gpu="H100").estimates
-    assert NO_SCRATCH not in row.lacks
+    assert NO_SCRATCH not in row.omissions
     kept = cache.fetch(LLAMA, None)
     assert kept is not None and replace(GPU, batch_is_one=True, at=(1, 128)).name in kept.tapes
 
