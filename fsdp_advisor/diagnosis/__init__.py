@@ -5,6 +5,6 @@ It reads the text of an error, or a snapshot of PyTorch's caching allocator. It 
 
 from fsdp_advisor.diagnosis.diagnose import diagnose_file, diagnose_text
 from fsdp_advisor.diagnosis.facts import CATEGORIES, Diagnosis
-from fsdp_advisor.diagnosis.prediction import Job, job_of
+from fsdp_advisor.diagnosis.prediction import DiagnosedJob, job_of
 
-__all__ = ["CATEGORIES", "Diagnosis", "Job", "diagnose_file", "diagnose_text", "job_of"]
+__all__ = ["CATEGORIES", "DiagnosedJob", "Diagnosis", "diagnose_file", "diagnose_text", "job_of"]

@@ -15,7 +15,7 @@ from fsdp_advisor.advice import recommend_resolved
 from fsdp_advisor.assumptions import stores_frozen_base_in_fp32
 from fsdp_advisor.diagnosis.attribution import EARLIER_STEP
 from fsdp_advisor.diagnosis.facts import Category, Change, Holding, Moment, OutOfMemory
-from fsdp_advisor.diagnosis.prediction import Job
+from fsdp_advisor.diagnosis.prediction import DiagnosedJob
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.choices import half_dtype
@@ -55,7 +55,7 @@ class Facts:
         return max(error.requested_bytes - max(free, 0), self.lacking_in_estimate)
 
 
-def changes(facts: Facts, job: Job | None) -> tuple[Change, ...]:
+def changes(facts: Facts, job: DiagnosedJob | None) -> tuple[Change, ...]:
     """All changes to suggest: first freeing memory that is not needed, then changes of the job, then changes that are not enough alone."""
     if job is not None and (headroom := job.row.headroom_bytes) is not None and headroom < 0:
         facts = replace(facts, lacking_in_estimate=-headroom)
@@ -123,7 +123,7 @@ def _kept_by_mistake(facts: Facts) -> Iterator[Change]:
         )
 
 
-def _less(facts: Facts, job: Job | None) -> Iterator[Change]:
+def _less(facts: Facts, job: DiagnosedJob | None) -> Iterator[Change]:
     """Changes that reduce memory which training needs in its present form, for the largest categories first. For a known job the
     estimate decides instead.
     """
@@ -196,7 +196,7 @@ def _smaller_batch() -> Change:
     )
 
 
-def _of_job(job: Job, facts: Facts) -> Iterator[Change]:
+def _of_job(job: DiagnosedJob, facts: Facts) -> Iterator[Change]:
     """Changes of the job's options after which its estimate fits, together with what the job used beyond its estimate."""
     if job.row.needed_bytes is None:
         return
@@ -228,12 +228,12 @@ def _of_job(job: Job, facts: Facts) -> Iterator[Change]:
             yield Change(what=words or "change the loss", because=remedy.because, options=remedy.options)
 
 
-def _margin(job: Job, excess: int) -> float:
+def _margin(job: DiagnosedJob, excess: int) -> float:
     """The margin that leaves the excess free in addition to `recommend`'s usual margin, at most 90 %."""
     return min(RecommendRequest(model=job.request.model).margin + excess / job.report.gpu_memory_bytes, 0.9)
 
 
-def _excess(job: Job, error: OutOfMemory | None) -> int:
+def _excess(job: DiagnosedJob, error: OutOfMemory | None) -> int:
     """Bytes that the run needed when it failed, including the failed request, minus its estimate."""
     if error is None or error.requested_bytes is None or error.free_bytes is None or job.row.needed_bytes is None:
         return 0
@@ -241,7 +241,7 @@ def _excess(job: Job, error: OutOfMemory | None) -> int:
     return max(total - error.free_bytes + error.requested_bytes - job.row.needed_bytes, 0)
 
 
-def _attempts(job: Job) -> Iterator[tuple[dict[str, Any], str]]:
+def _attempts(job: DiagnosedJob) -> Iterator[tuple[dict[str, Any], str]]:
     """(options to try, description), ordered by their cost in time, the cheapest first."""
     plan, request = job.plan, job.request
     if not request.allocator_conf:
@@ -260,7 +260,7 @@ def _attempts(job: Job) -> Iterator[tuple[dict[str, Any], str]]:
         yield {"activation_checkpointing": "full"}, "--activation-checkpointing full"
 
 
-def _fixed(job: Job) -> dict[str, Any]:
+def _fixed(job: DiagnosedJob) -> dict[str, Any]:
     """The options of the job with the strategy of its row."""
     plan = job.plan
     values = {name: getattr(job.request, name) for name in fields_of(EstimateRequest)}
@@ -268,7 +268,7 @@ def _fixed(job: Job) -> dict[str, Any]:
     return values | {name: getattr(plan, name) for name in decided} | {"global_batch_size": None}
 
 
-def _needed(job: Job, options: Mapping[str, Any]) -> int | None:
+def _needed(job: DiagnosedJob, options: Mapping[str, Any]) -> int | None:
     """Bytes that the job needs with other options; None if it is impossible or unknown."""
     try:
         row = estimate_resolved(EstimateRequest(**(_fixed(job) | dict(options))), job.model).estimates[0]
@@ -277,7 +277,7 @@ def _needed(job: Job, options: Mapping[str, Any]) -> int | None:
     return row.needed_bytes
 
 
-def _remedies(job: Job) -> Sequence[Any]:
+def _remedies(job: DiagnosedJob) -> Sequence[Any]:
     """The remedies of `recommend` if all options of the job are fixed; empty if it cannot search this job."""
     request = RecommendRequest(**(_fixed(job) | {"activation_checkpointing": job.plan.activation_checkpointing}))
     try:

@@ -17,7 +17,7 @@ from fsdp_advisor.diagnosis.changes import Facts, changes
 from fsdp_advisor.diagnosis.error_text import errors_in, library_error_in
 from fsdp_advisor.diagnosis.facts import Category, Diagnosis, Moment, OutOfMemory
 from fsdp_advisor.diagnosis.pickle_reader import PickleRefused
-from fsdp_advisor.diagnosis.prediction import Job, on_gpu_of_error, predicted
+from fsdp_advisor.diagnosis.prediction import DiagnosedJob, on_gpu_of_error, predicted
 from fsdp_advisor.diagnosis.replay import Alive, alive_at, lifetimes, moment_of, rounded, segments_of
 from fsdp_advisor.diagnosis.snapshot import ALLOC, NO_STACK, OOM, NotASnapshot, Snapshot, Trace, read_snapshot
 from fsdp_advisor.diagnosis.stacks import classify, site_of
@@ -34,7 +34,7 @@ _RECORD = "call torch.cuda.memory._record_memory_history() at the start, and tor
 _HINT = f"give the text of an out-of-memory error, a log that has one, or a snapshot: {_RECORD}"
 
 
-def diagnose_file(path: str | Path, job: Job | None = None, *, device: int | None = None) -> Diagnosis:
+def diagnose_file(path: str | Path, job: DiagnosedJob | None = None, *, device: int | None = None) -> Diagnosis:
     """The diagnosis of a file, or of standard input for `-`. A gzip file is unpacked.
 
     `job` is the job, if it is known: the diagnosis then compares its estimate. `device` chooses the GPU of a snapshot that
@@ -50,7 +50,7 @@ def diagnose_file(path: str | Path, job: Job | None = None, *, device: int | Non
     return diagnose_text(text, job, name=name)
 
 
-def diagnose_text(text: str, job: Job | None = None, *, name: str = "text") -> Diagnosis:
+def diagnose_text(text: str, job: DiagnosedJob | None = None, *, name: str = "text") -> Diagnosis:
     """The diagnosis of a text: an error message, or a log of any length. Raises as `diagnose_file` does."""
     errors = errors_in(text)
     if not errors:
@@ -162,7 +162,7 @@ def _snapshot(name: str, data: mmap.mmap | bytes) -> Snapshot:
         raise UnreadableDiagnosis(f"{name}: {error}", hint=_HINT) from None
 
 
-def _of_snapshot(name: str, snapshot: Snapshot, job: Job | None, device: int | None) -> Diagnosis:
+def _of_snapshot(name: str, snapshot: Snapshot, job: DiagnosedJob | None, device: int | None) -> Diagnosis:
     chosen = _device(name, snapshot, device)
     trace = snapshot.traces[chosen] if chosen < len(snapshot.traces) else Trace()
     segments = segments_of(snapshot, chosen)
@@ -222,7 +222,7 @@ def _device(name: str, snapshot: Snapshot, wanted: int | None) -> int:
     return max(devices, key=weight)
 
 
-def _error_of(evidence: Evidence, device: int, job: Job | None) -> OutOfMemory:
+def _error_of(evidence: Evidence, device: int, job: DiagnosedJob | None) -> OutOfMemory:
     """The error as far as the trace contains it. `requested_bytes` are those that the allocator requested from the driver, as in
     PyTorch's message. The GPU's size is taken from the job, because a trace does not have it.
     """

@@ -41,7 +41,7 @@ _LOGITS_BYTES = (2, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class DiagnosedJob:
     """The job as it was meant to run, with its estimate. `row`: of the requested strategy; if none was requested, the best row."""
 
     request: EstimateRequest
@@ -62,14 +62,14 @@ class Job:
         )
 
 
-def job_of(request: EstimateRequest, model: Resolved | None = None) -> Job:
+def job_of(request: EstimateRequest, model: Resolved | None = None) -> DiagnosedJob:
     """The job of a request, whose model may be found already. Raises the errors of `estimate`."""
     request, model = settled(request), model or resolve(request.model)
     report = estimate_resolved(request, model)
-    return Job(request=request, model=model, report=report, row=best_row(report))
+    return DiagnosedJob(request=request, model=model, report=report, row=best_row(report))
 
 
-def on_gpu_of_error(job: Job, error: OutOfMemory) -> Job:
+def on_gpu_of_error(job: DiagnosedJob, error: OutOfMemory) -> DiagnosedJob:
     """The job on a GPU with the memory in the error, if its request names no GPU and the assumed one has other memory."""
     total = error.total_bytes
     if total is None or job.request.gpu is not None or _is_same_gpu(total, job.report.gpu_memory_bytes):
@@ -83,7 +83,7 @@ def _is_same_gpu(measured_bytes: int, gpu_bytes: int) -> bool:
 
 
 def predicted(
-    job: Job,
+    job: DiagnosedJob,
     moment: Moment,
     memory: Mapping[Category, int],
     holdings: Sequence[Holding],
@@ -107,7 +107,7 @@ def predicted(
     )
 
 
-def _at_moment(job: Job, moment: Moment) -> tuple[dict[Category, int], str]:
+def _at_moment(job: DiagnosedJob, moment: Moment) -> tuple[dict[Category, int], str]:
     """Predicted bytes by category at a moment, and the moment in words; empty if the job has no step."""
     model = job.model.adapted(adaptation_of(job.request))
     breakdown, profile = job.row.needed_breakdown, model.profile
@@ -190,7 +190,7 @@ def _because(category: Category, measured: int, expected: int, moment: Moment) -
     return ""
 
 
-def _contradictions(job: Job, error: OutOfMemory | None) -> Iterator[str]:
+def _contradictions(job: DiagnosedJob, error: OutOfMemory | None) -> Iterator[str]:
     """Sentences about facts of the error that contradict the estimated job."""
     if error is None:
         return
@@ -210,7 +210,7 @@ def _contradictions(job: Job, error: OutOfMemory | None) -> Iterator[str]:
         )
 
 
-def _notes(job: Job, moment: Moment, holdings: Sequence[Holding]) -> Iterator[str]:
+def _notes(job: DiagnosedJob, moment: Moment, holdings: Sequence[Holding]) -> Iterator[str]:
     if job.request.strategy == "all":
         yield f"the job leaves the strategy open; compared with {job.row.label} ({job.plan.backend})"
     if moment.layers is not None and job.model.profile is not None:
@@ -220,7 +220,7 @@ def _notes(job: Job, moment: Moment, holdings: Sequence[Holding]) -> Iterator[st
     yield from _tokens(job, holdings)
 
 
-def _tokens(job: Job, holdings: Sequence[Holding]) -> Iterator[str]:
+def _tokens(job: DiagnosedJob, holdings: Sequence[Holding]) -> Iterator[str]:
     """A sentence if the logits have another number of tokens than the job's micro-batch."""
     plan, vocabulary = job.plan, _vocabulary(job)
     largest = max((h.largest_bytes for h in holdings if h.category == "loss"), default=0)
@@ -237,7 +237,7 @@ def _tokens(job: Job, holdings: Sequence[Holding]) -> Iterator[str]:
         )
 
 
-def _vocabulary(job: Job) -> int | None:
+def _vocabulary(job: DiagnosedJob) -> int | None:
     """The rows of the language model's head; None if it has none."""
     profile = job.model.profile
     if profile is None:

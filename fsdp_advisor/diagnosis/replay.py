@@ -20,8 +20,8 @@ from fsdp_advisor.diagnosis.snapshot import (
     SEGMENT_MAP,
     SEGMENT_UNMAP,
     Block,
-    Segment,
     Snapshot,
+    SnapshotSegment,
     Trace,
 )
 
@@ -59,12 +59,12 @@ class Alive:
         return sum(item.n_bytes for item in self.live)
 
 
-def segments_of(snapshot: Snapshot, device: int) -> tuple[Segment, ...]:
+def segments_of(snapshot: Snapshot, device: int) -> tuple[SnapshotSegment, ...]:
     """The segments of one GPU."""
     return tuple(segment for segment in snapshot.segments if segment.device == device)
 
 
-def moment_of(trace: Trace, segments: Sequence[Segment]) -> int:
+def moment_of(trace: Trace, segments: Sequence[SnapshotSegment]) -> int:
     """The event to explain: the last out-of-memory error, else the one after the peak, else the end."""
     errors = [at for at, action in enumerate(trace.actions) if action == OOM]
     if errors:
@@ -85,7 +85,7 @@ def moment_of(trace: Trace, segments: Sequence[Segment]) -> int:
     return peak
 
 
-def alive_at(trace: Trace, segments: Sequence[Segment], moment: int) -> Alive:
+def alive_at(trace: Trace, segments: Sequence[SnapshotSegment], moment: int) -> Alive:
     """The storages that are alive before event `moment`."""
     earlier, freed = _earlier(trace, segments)
     live = [item for item in earlier if item.freed == NEVER or item.freed >= moment]
@@ -106,7 +106,7 @@ def alive_at(trace: Trace, segments: Sequence[Segment], moment: int) -> Alive:
     return Alive(at=moment, live=tuple(live), reserved_bytes=max(reserved, sum(item.n_bytes for item in live)))
 
 
-def _earlier(trace: Trace, segments: Sequence[Segment]) -> tuple[list[Live], dict[int, int]]:
+def _earlier(trace: Trace, segments: Sequence[SnapshotSegment]) -> tuple[list[Live], dict[int, int]]:
     """(the storages that were alive before the trace began, {index of an allocation in the trace: index of the event that frees it})."""
     earlier: list[Live] = []
     current: dict[int, int] = {}
@@ -129,7 +129,7 @@ def _earlier(trace: Trace, segments: Sequence[Segment]) -> tuple[list[Live], dic
     return earlier, freed
 
 
-def _active(segments: Sequence[Segment]) -> Iterator[Block]:
+def _active(segments: Sequence[SnapshotSegment]) -> Iterator[Block]:
     return (block for segment in segments for block in segment.blocks if block.state != "inactive")
 
 

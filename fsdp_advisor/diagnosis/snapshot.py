@@ -49,7 +49,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class SnapshotSegment:
     """Memory that the allocator got from the driver."""
 
     device: int
@@ -77,7 +77,7 @@ class Trace:
 class Snapshot:
     """Segments at the time of the dump, the events before it by device, and every stack that they name."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[SnapshotSegment, ...]
     traces: tuple[Trace, ...]
     stacks: Sequence[tuple[Frame, ...]]
 
@@ -181,14 +181,14 @@ def _text(value: Any) -> str:
     return value
 
 
-def _segment(segment: dict[str, Any]) -> Segment:
+def _segment(segment: dict[str, Any]) -> SnapshotSegment:
     address = int(segment.get("address", 0))
     blocks = []
     for block in segment["blocks"]:
         # torch 2.0 has no addresses of blocks
         blocks.append(block if block.address else block._replace(address=address))
         address += block.size
-    return Segment(
+    return SnapshotSegment(
         device=int(segment.get("device", 0)),
         total_bytes=int(segment["total_size"]),
         blocks=tuple(blocks),

@@ -107,7 +107,7 @@ def tape_work(
     profile: Profile, tape: Tape, b: int, t: int, device: Device, options: WorkOptions = WorkOptions()
 ) -> TapeWork:
     """The tape's work at micro-batch `b` and `t` tokens."""
-    head, causal = head_dim(profile), profile.task in ("causal-lm", "image-text-to-text") and not options.masked
+    head, decodes = head_dim(profile), profile.task in ("causal-lm", "image-text-to-text")
     rates = _rates(profile, tape, b, t, device, options)
     last_root = max((s.layer for s in _root_forwards(tape)), default=0)
     forward: dict[UnitId, Work] = {}
@@ -115,20 +115,20 @@ def tape_work(
     times = dict(options.runs)
     for segment in tape.segments:
         backward = segment.phase == "backward"
-        masked = causal and not _is_tower(profile, segment)
+        causal = decodes and not options.masked and not _is_tower(profile, segment)
         is_loss = segment.stack == ROOT and segment.layer == (0 if backward else last_root)
         unit = rates[_unit_of(segment)]
         repeats = options.checkpointing if segment.recomputed is None else bool(segment.recomputed.operators)
         multiplies = repeats if backward else segment.phase != "routers"
         s_in_8_bits = unit.s_in_8_bits if multiplies else 0.0
         s_per_flop = unit.backward if backward else unit.forward
-        work = _work(segment, b, t, device, s_per_flop, head, masked, is_loss)
+        work = _work(segment, b, t, device, s_per_flop, head, causal=causal, is_loss=is_loss)
         work = work._replace(matmul=work.matmul + s_in_8_bits)
         if segment.stack != ROOT and segment.phase == "forward":
             forward[_unit_of(segment)] = work
         elif segment.recomputed is not None:
             again = replace(segment, **segment.recomputed._asdict())
-            forward_again = _work(again, b, t, device, unit.forward, head, masked, False)
+            forward_again = _work(again, b, t, device, unit.forward, head, causal=causal)
             work = _split(work, forward_again._replace(matmul=forward_again.matmul + s_in_8_bits))
         elif segment.stack != ROOT and backward and options.checkpointing:
             work = _split(work, forward[_unit_of(segment)])
@@ -221,8 +221,17 @@ def _unpacked_in_backward(profile: Profile, tape: Tape) -> dict[UnitId, tuple[in
 
 
 def _work(
-    segment: Segment, b: int, t: int, device: Device, s_per_flop: float, head: int, causal: bool, is_loss: bool
+    segment: Segment,
+    b: int,
+    t: int,
+    device: Device,
+    s_per_flop: float,
+    head: int,
+    *,
+    causal: bool,
+    is_loss: bool = False,
 ) -> Work:
+    """The work of a segment. `head`: the width of a head of attention. `causal`: its kernel skips the half that is masked."""
     own = value_at(segment.matmul_flops, b, t)
     batched = min(own, _batched_flops(segment.matmul_flops, b, t))
     attention = value_at(segment.attention_flops, b, t)

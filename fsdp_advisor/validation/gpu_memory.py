@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fsdp_advisor.memory.allocator import Segment
+from fsdp_advisor.memory.allocator import AllocatorSegment
 from fsdp_advisor.validation.snapshots import compare_snapshot
 
 _HISTORY_ENTRIES = 1_000_000
@@ -53,7 +53,7 @@ def _in_use(index: int) -> int | None:
 
 
 def allocator_figures(
-    index: int, baseline: Baseline, peak_reserved_bytes: int, segments: Iterable[Segment] | None
+    index: int, baseline: Baseline, peak_reserved_bytes: int, segments: Iterable[AllocatorSegment] | None
 ) -> dict[str, Any]:
     """The device's peak, the allocator's retries, and its segments compared with the predicted `segments`.
 

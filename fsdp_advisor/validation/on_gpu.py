@@ -11,7 +11,13 @@ from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, OutOfMemory, Segment, step_operations
+from fsdp_advisor.memory.allocator import (
+    AllocatorConf,
+    AllocatorSegment,
+    CachingAllocator,
+    OutOfMemory,
+    step_operations,
+)
 from fsdp_advisor.memory.allocator.conf import conf_in
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.libraries import cublas_workspace_bytes
@@ -59,7 +65,7 @@ class GpuPrediction:
     fits: bool | None
     figures: dict[str, Any]
     timeline: tuple[TimelinePoint, ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[AllocatorSegment, ...]
 
 
 def effective_conf(request: EstimateRequest) -> str | None:
@@ -142,7 +148,7 @@ def _figures(run: GpuRun, phases: PhasePeaks) -> dict[str, Any]:
     return figures
 
 
-def simulate_allocator_over_run(run: GpuRun, *, limited: bool) -> tuple[PhasePeaks, Iterator[Segment]]:
+def simulate_allocator_over_run(run: GpuRun, *, limited: bool) -> tuple[PhasePeaks, Iterator[AllocatorSegment]]:
     """The peaks of each phase over the steps after warm-up, and the segments at the end of the run. All steps use the same batch.
 
     `limited`: the allocator has only the memory that the GPU's overhead leaves. Raises OutOfMemory then.

@@ -13,7 +13,7 @@ from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.memory.allocator import AllocatorConf, Segment
+from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorSegment
 from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.model import cache
 from fsdp_advisor.model.resolve import resolve
@@ -54,7 +54,7 @@ class Prediction:
     gpu_memory_bytes: int
     config: dict[str, Any]
     task: str
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[AllocatorSegment, ...] = ()
 
     def source(self) -> Source:
         """The model to run. Imports torch."""
@@ -68,7 +68,9 @@ class Prediction:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Prediction:
         """The prediction from the values of `as_dict`, which may have gone through JSON."""
-        segments = tuple(Segment(**{**s, "blocks": tuple(map(tuple, s["blocks"]))}) for s in values["segments"])
+        segments = tuple(
+            AllocatorSegment(**{**s, "blocks": tuple(map(tuple, s["blocks"]))}) for s in values["segments"]
+        )
         return cls(
             **{
                 **values,

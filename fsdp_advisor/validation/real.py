@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
-from fsdp_advisor.memory.allocator import Segment
+from fsdp_advisor.memory.allocator import AllocatorSegment
 from fsdp_advisor.program.accounts import PHASES
 from fsdp_advisor.recording.fp8 import convert_linears
 from fsdp_advisor.recording.host import save_inputs_on_host
@@ -68,7 +68,7 @@ class RealRun:
     zero1: Zero1 = "deepspeed"
     snapshot: Path | None = None
     baseline: Baseline | None = None
-    segments: Iterable[Segment] | None = None
+    segments: Iterable[AllocatorSegment] | None = None
 
     @property
     def over_gloo(self) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_advisor.errors import MeasurementError
-from fsdp_advisor.memory.allocator import Segment
+from fsdp_advisor.memory.allocator import AllocatorSegment
 
 _NAMED_SEGMENTS = 5
 """Differing segments of each side that a record names."""
@@ -45,7 +45,7 @@ class SnapshotComparison:
 
 
 def compare_snapshot(
-    recorded: Sequence[Mapping[str, Any]] | Mapping[str, Any], modelled: Iterable[Segment]
+    recorded: Sequence[Mapping[str, Any]] | Mapping[str, Any], modelled: Iterable[AllocatorSegment]
 ) -> SnapshotComparison:
     """Compare the result of `torch.cuda.memory_snapshot()` or `torch.cuda.memory._snapshot()` with predicted segments."""
     segments = recorded.get("segments") if isinstance(recorded, Mapping) else recorded
@@ -67,7 +67,7 @@ def _recorded_layout(segment: Mapping[str, Any]) -> Layout:
     return segment["segment_type"], bool(segment.get("is_expandable", False)), blocks
 
 
-def _modelled_layout(segment: Segment) -> Layout:
+def _modelled_layout(segment: AllocatorSegment) -> Layout:
     return "large" if segment.is_large else "small", segment.is_expandable, segment.blocks
 
 

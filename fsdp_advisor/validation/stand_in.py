@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.allocator import Segment
+from fsdp_advisor.memory.allocator import AllocatorSegment
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation.choices import Device
 from fsdp_advisor.validation.engines import fake_process_group
@@ -29,7 +29,7 @@ def stand_in(
     device: Device = "cuda",
     snapshot: Path | None = None,
     baseline: Baseline | None = None,
-    segments: Iterable[Segment] | None = None,
+    segments: Iterable[AllocatorSegment] | None = None,
 ) -> dict[str, Any]:
     """Measured figures of a steady-state step of rank 0, on the first GPU or, counting live bytes, on the CPU.
 

@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_advisor.diagnosis import Diagnosis, diagnose_text, job_of
 from fsdp_advisor.diagnosis.error_text import errors_in
-from fsdp_advisor.diagnosis.prediction import Job
+from fsdp_advisor.diagnosis.prediction import DiagnosedJob
 from fsdp_advisor.errors import UnreadableDiagnosis
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
@@ -216,7 +216,7 @@ def test_a_job_adds_its_estimate_and_changes_that_make_it_fit() -> None:
     assert allocated.measured_bytes == 30 * GIB
 
 
-def job(**options: object) -> Job:
+def job(**options: object) -> DiagnosedJob:
     given = {"model": "meta-llama/Llama-3.2-1B", "gpu": "A100-40GB", "strategy": "ddp"} | options
     return job_of(make_request(given, EstimateRequest))
 

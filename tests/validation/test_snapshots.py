@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsdp_advisor.errors import MeasurementError
-from fsdp_advisor.memory.allocator import Segment
+from fsdp_advisor.memory.allocator import AllocatorSegment
 from fsdp_advisor.validation.snapshots import compare_snapshot
 
 MIB = 2**20
@@ -28,8 +28,8 @@ RECORDED = [
 ]
 
 
-def predicted_segment(is_large: bool, *blocks: tuple[int, bool]) -> Segment:
-    return Segment(stream=0, is_large=is_large, is_expandable=False, address=0, blocks=blocks)
+def predicted_segment(is_large: bool, *blocks: tuple[int, bool]) -> AllocatorSegment:
+    return AllocatorSegment(stream=0, is_large=is_large, is_expandable=False, address=0, blocks=blocks)
 
 
 PREDICTED = [

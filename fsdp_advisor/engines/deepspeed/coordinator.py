@@ -29,7 +29,7 @@ from fsdp_advisor.policies.dtypes import cast_bytes
 from fsdp_advisor.program.storages import round_up
 
 
-class Change(NamedTuple):
+class GatherChange(NamedTuple):
     """The allocation of a storage, or its free: then `n_bytes` is 0."""
 
     storage: int
@@ -44,8 +44,8 @@ class GatherVisit(NamedTuple):
     """
 
     unit: UnitId
-    rising: tuple[Change, ...] = ()
-    falling: tuple[Change, ...] = ()
+    rising: tuple[GatherChange, ...] = ()
+    falling: tuple[GatherChange, ...] = ()
     gathered_bytes: int = 0
 
 
@@ -56,7 +56,7 @@ class Gathered(NamedTuple):
 
     forward: tuple[GatherVisit, ...]
     backward: tuple[GatherVisit, ...]
-    end: tuple[Change, ...] = ()
+    end: tuple[GatherChange, ...] = ()
 
 
 class _Use(NamedTuple):
@@ -69,7 +69,7 @@ class _Use(NamedTuple):
 class _Group(NamedTuple):
     """An all-gather: the allocation of its buffer, and its parameters that no hook has waited for."""
 
-    buffer: Change
+    buffer: GatherChange
     unused: list[int]
 
 
@@ -95,11 +95,11 @@ class _Fetcher:
     live_bytes: int = 0
     peak_bytes: int = 0  # of this visit, as the next two are
     changes_to_peak: int = 0
-    changes: list[Change] = field(default_factory=list)
+    changes: list[GatherChange] = field(default_factory=list)
     storages: int = 0  # allocated so far
     available_elements: int = 0
     gathered_bytes: int = 0  # since the last `begin_visit`
-    available: dict[int, Change] = field(default_factory=dict)  # parameter -> its allocation
+    available: dict[int, GatherChange] = field(default_factory=dict)  # parameter -> its allocation
     under_way: dict[int, int] = field(default_factory=dict)  # parameter that is being gathered -> its group
     groups: dict[int, _Group] = field(default_factory=dict)
     fetched_for: dict[int, int] = field(default_factory=dict)  # parameter -> the last step that it was fetched for
@@ -110,8 +110,8 @@ class _Fetcher:
     def begin_visit(self) -> None:
         self.changes, self.changes_to_peak, self.peak_bytes, self.gathered_bytes = [], 0, self.live_bytes, 0
 
-    def _allocate(self, n_bytes: int) -> Change:
-        allocation = Change(self.storages, n_bytes)
+    def _allocate(self, n_bytes: int) -> GatherChange:
+        allocation = GatherChange(self.storages, n_bytes)
         self.storages += 1
         self.changes.append(allocation)
         self.live_bytes += n_bytes
@@ -119,8 +119,8 @@ class _Fetcher:
             self.peak_bytes, self.changes_to_peak = self.live_bytes, len(self.changes)
         return allocation
 
-    def _free(self, allocation: Change) -> None:
-        self.changes.append(Change(allocation.storage, 0))
+    def _free(self, allocation: GatherChange) -> None:
+        self.changes.append(GatherChange(allocation.storage, 0))
         self.live_bytes -= allocation.n_bytes
 
     def _gather(self, parameters: list[int]) -> None:
@@ -254,7 +254,7 @@ def gathered(
         rising, falling = tuple(changes[:to_peak]), tuple(changes[to_peak:])
         visits.append(GatherVisit(unit_id, rising, falling, fetcher.gathered_bytes))
     left = [*fetcher.available.values(), *(group.buffer for group in fetcher.groups.values())]
-    end = tuple(Change(allocation.storage, 0) for allocation in left)
+    end = tuple(GatherChange(allocation.storage, 0) for allocation in left)
     forwards = len(inventory.units)
     return Gathered(tuple(visits[:forwards]), tuple(visits[forwards:]), end)
 

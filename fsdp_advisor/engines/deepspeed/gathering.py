@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_advisor.engines.deepspeed.coordinator import Change, Gathered, GatherVisit
+from fsdp_advisor.engines.deepspeed.coordinator import GatherChange, Gathered, GatherVisit
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import StepBuilder
@@ -24,7 +24,7 @@ class Gathering:
     def __init__(self, gathered: Gathered) -> None:
         self._gathered = gathered
         self._buffers: dict[int, BufferId] = {}
-        self._falling: tuple[Change, ...] = ()  # changes of the last visit that are not applied yet
+        self._falling: tuple[GatherChange, ...] = ()  # changes of the last visit that are not applied yet
         self._visits = iter(gathered.forward)
         self._upcoming: GatherVisit | None = None
         self._current: GatherVisit | None = None
@@ -84,7 +84,7 @@ class Gathering:
         self._upcoming = next(self._visits, None)
         self._current = self._head = None
 
-    def _apply(self, step: StepBuilder, changes: tuple[Change, ...] = ()) -> None:
+    def _apply(self, step: StepBuilder, changes: tuple[GatherChange, ...] = ()) -> None:
         """Apply the remaining changes of the last visit, then `changes`."""
         for storage, n_bytes in (*self._falling, *changes):
             if n_bytes:

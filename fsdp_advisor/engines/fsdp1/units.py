@@ -106,7 +106,7 @@ class UnitBytes(NamedTuple):
     initial: Storages  # allocated before the first forward and freed immediately (`init_flat_param_attributes`)
 
 
-def _measure(unit: Unit, plan: Plan) -> UnitBytes:
+def _unit_bytes(unit: Unit, plan: Plan) -> UnitBytes:
     alone = plan.shard_degree == 1
     trains = unit.trainable_elements > 0
     stepping = optimizer_of(plan)
@@ -285,9 +285,9 @@ def fsdp1_units(profile: Profile, plan: Plan) -> tuple[Fsdp1Units, States]:
     """The units, and the states of rank 0."""
     wrapping = wrapping_for(profile, plan)
     if wrapping.units is None:
-        by_id = per_unit(profile, lambda unit: _measure(unit, plan))
+        by_id = per_unit(profile, lambda unit: _unit_bytes(unit, plan))
     else:
-        by_id = {unit_id: _measure(part.unit, plan) for unit_id, part in wrapping.parts.items()}
+        by_id = {unit_id: _unit_bytes(part.unit, plan) for unit_id, part in wrapping.parts.items()}
     units = Fsdp1Units(profile, wrapping.units, by_id)
     # MixedPrecision's buffer_dtype: FSDP1 casts floating-point buffers once, before the first forward (`_lazy_init`)
     states = States(buffers=buffers(profile, plan.param_bytes, plan.compute_bytes if plan.mixed else None))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from fsdp_advisor.engines.fsdp2.units import UnitBytes, measure
+from fsdp_advisor.engines.fsdp2.units import UnitBytes, unit_bytes
 from fsdp_advisor.engines.wrapping import HEAD, Wrapping
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
@@ -39,6 +39,6 @@ def loss_in_chunks(profile: Profile, plan: Plan, wrapping: Wrapping) -> LossInCh
     rest = tuple(parameters[i] for i in part.indices if i != head or parameters[i].tied)
     return LossInChunks(
         parameter=head,
-        head=measure(replace(part.unit, parameters=(parameters[head],)), plan),
-        rest=measure(replace(part.unit, parameters=rest), plan),
+        head=unit_bytes(replace(part.unit, parameters=(parameters[head],)), plan),
+        rest=unit_bytes(replace(part.unit, parameters=rest), plan),
     )

@@ -51,7 +51,7 @@ class UnitBytes(NamedTuple):
     trainable_elements: int  # elements that a collective reduces, with padding
 
 
-def measure(unit: Unit, plan: Plan) -> UnitBytes:
+def unit_bytes(unit: Unit, plan: Plan) -> UnitBytes:
     """A unit's storages on rank 0: each parameter is split along its first dimension over `shard_degree` ranks, with padding."""
     n, offload = plan.shard_degree, plan.offload == "parameters"
     stepping = optimizer_of(plan)
@@ -99,8 +99,8 @@ def measure(unit: Unit, plan: Plan) -> UnitBytes:
 def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId, UnitBytes], States]:
     """(the units that are not single layers, the bytes of every unit, the states of rank 0)."""
     wrapping = wrapping_for(profile, plan)
-    units = per_unit(profile, lambda unit: measure(unit, plan)) if wrapping.has_layers else {}
-    units |= {unit_id: measure(part.unit, plan) for unit_id, part in wrapping.parts.items()}
+    units = per_unit(profile, lambda unit: unit_bytes(unit, plan)) if wrapping.has_layers else {}
+    units |= {unit_id: unit_bytes(part.unit, plan) for unit_id, part in wrapping.parts.items()}
 
     states = States(buffers=buffers(profile, plan.param_bytes))
     if plan.offload == "parameters":
@@ -111,9 +111,9 @@ def fsdp2_units(profile: Profile, plan: Plan) -> tuple[Wrapping, Mapping[UnitId,
         if wrapping.units or (len(wrapping.parts) == 1 and wrapping.has_layers):
             # the root's parts are added in the model's order, because a tied weight belongs to two of them while it is loaded
             parts = root_parts(profile)
-            states_of = [measure(part, plan) for part in parts]
-            weights_of = [measure(part, plan) for part in _as_filled(parts)]
-            each = per_unit(profile, lambda unit: measure(unit, plan))
+            states_of = [unit_bytes(part, plan) for part in parts]
+            weights_of = [unit_bytes(part, plan) for part in _as_filled(parts)]
+            each = per_unit(profile, lambda unit: unit_bytes(unit, plan))
             parameters = summed(profile, each, lambda unit: unit.parameters, [part.parameters for part in weights_of])
             optimizer = summed(profile, each, lambda unit: unit.optimizer, [part.optimizer for part in states_of])
         states = replace(

@@ -4,7 +4,7 @@
 reads `PYTORCH_ALLOC_CONF`. May import `program`, `model` and `errors`.
 """
 
-from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory, Segment
+from fsdp_advisor.memory.allocator.caching import AllocatorSegment, CachingAllocator, OutOfMemory
 from fsdp_advisor.memory.allocator.conf import AllocatorConf
 from fsdp_advisor.memory.allocator.job_operations import (
     StepOperations,
@@ -18,9 +18,9 @@ from fsdp_advisor.memory.allocator.simulation import AllocatorResult, Verdict, c
 __all__ = [
     "AllocatorConf",
     "AllocatorResult",
+    "AllocatorSegment",
     "CachingAllocator",
     "OutOfMemory",
-    "Segment",
     "StepOperations",
     "Verdict",
     "completes",

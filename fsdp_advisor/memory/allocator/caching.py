@@ -87,7 +87,7 @@ class OutOfMemory(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class AllocatorSegment:
     """A segment as in `torch.cuda.memory_snapshot()`: its blocks in order, as (bytes, whether in use)."""
 
     stream: int
@@ -375,14 +375,14 @@ class CachingAllocator:
 
     # Snapshots
 
-    def segments(self) -> Iterator[Segment]:
+    def segments(self) -> Iterator[AllocatorSegment]:
         """Every segment, as in `snapshot`. An expandable segment yields each stretch of mapped memory."""
         in_use = {start: size for start, size in zip(self.address, self._block_bytes, strict=True) if size}
         expandable = self._expandable
         for start, (n_bytes, pool) in sorted((self._segments if expandable is None else expandable.segments).items()):
             unmapped = expandable.unmapped[pool] if expandable else {}
             for first, blocks in self._stretches(start, start + n_bytes, in_use, unmapped):
-                yield Segment(
+                yield AllocatorSegment(
                     stream=pool >> 1,
                     is_large=bool(pool & 1),
                     is_expandable=expandable is not None,
