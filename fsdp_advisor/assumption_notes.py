@@ -28,7 +28,7 @@ def memory_notes(gpu: Gpu) -> list[str]:
             f"{gpu.name} shares its memory with the processor: the operating system and the job's host memory need their part "
             f"of the {format_gib(gpu.memory_bytes)}, and offloading to the host saves nothing"
         )
-    if gpu.runtime == "other":
+    if not gpu.uses_torch_cuda:
         notes.append(
             f"for {gpu.name} memory is counted as on a GPU, against the advertised {format_gib(gpu.memory_bytes)}: the memory "
             "of its own runtime, compiler and communication library is not known"

@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect, usual_nodes
 from fsdp_advisor.job.adaptation import adaptation_of, may_store_half
 from fsdp_advisor.job.adapter_fields import QuantStorage
 from fsdp_advisor.job.choices import Precision, default_seq_len, half_dtype
 from fsdp_advisor.job.fields import fields_of
-from fsdp_advisor.job.fp8 import check_capability
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
-from fsdp_advisor.model.gpu_tape_key import FLASH_FROM
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tasks import task_of
 
@@ -49,7 +46,7 @@ def settled(request: AnyRequest) -> AnyRequest:
     facts = FRAMEWORKS[request.framework]
     if is_open and facts.checkpointing != "none":
         found["activation_checkpointing"] = facts.checkpointing
-    if "allocator_conf" not in request.given and facts.allocator_conf is not None:
+    if "allocator_conf" not in request.given and facts.allocator_conf is not None and gpu.uses_torch_cuda:
         found["allocator_conf"] = facts.allocator_conf
     return replace(request, **found, assumed=frozenset(found))
 
@@ -117,47 +114,6 @@ def gpu_of(request: EstimateRequest) -> tuple[Gpu, list[str]]:
     if request.interconnect is not None:
         gpu = replace(gpu, inter_node=find_interconnect(request.interconnect, gpu, request.gpus // request.nnodes))
     return gpu, notes
-
-
-def check_gpu(request: EstimateRequest, gpu: Gpu) -> None:
-    """Raises UsageError if the GPU lacks kernels that the request needs, or shares the host's memory and the request offloads to it.
-
-    Source for flash attention: flash-attn 2.8, README, and its checks in csrc/flash_attn/flash_api.cpp: Ampere or newer, in half precision.
-    """
-    able = gpu.compute_capability
-    before_ampere = able is not None and able < FLASH_FROM
-    if request.attention == "flash_attention_2" and request.precision == "fp32":
-        raise UsageError(
-            "flash_attention_2 computes only in bf16 and fp16, not in fp32",
-            hint="use --attention sdpa, or --precision bf16-mixed",
-        )
-    if request.attention == "flash_attention_2" and before_ampere:
-        raise UsageError(
-            f"flash-attn has no kernels for {gpu.name}",
-            hint="use --attention sdpa, or --gpu with a GPU of the Ampere generation or later",
-        )
-    if request.compile != "none" and before_ampere:
-        raise UsageError(
-            f"compiled layers are not modelled on {gpu.name}",
-            hint="leave --compile out, or use --gpu with a GPU of the Ampere generation or later",
-        )
-    if able is not None:
-        check_capability(request.fp8, gpu.name, able)
-    if gpu.unified_memory:
-        _check_nothing_is_offloaded(request, gpu)
-
-
-def _check_nothing_is_offloaded(request: EstimateRequest, gpu: Gpu) -> None:
-    """Raises UsageError if the request moves anything to the host, whose memory is the GPU's own."""
-    shares = f"{gpu.name} shares its memory with the processor"
-    if request.offload != "none" or request.activation_offload:
-        option = "--offload" if request.offload != "none" else "--activation-offload"
-        raise UsageError(f"{shares}: offloading to the host saves nothing", hint=f"leave {option} out")
-    if request.optim.startswith("paged_"):
-        raise UsageError(
-            f"{shares}: a paged optimizer saves nothing",
-            hint="use one that is not paged, such as --optim adamw_bnb_8bit",
-        )
 
 
 def choose_gpu(name: str | None) -> tuple[Gpu, list[str]]:

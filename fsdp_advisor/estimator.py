@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.assumption_notes import adapted_expert_notes, assumption_notes, batch_notes, image_notes, memory_notes
-from fsdp_advisor.assumptions import check_gpu, gpu_of, sequence_length, settled
+from fsdp_advisor.assumptions import gpu_of, sequence_length, settled
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.registry import model_refusal
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.gpu_support import backend_refusal, check_gpu, support_notes
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.adapter_fields import with_files_read
@@ -91,7 +92,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
     wanted, refused = plans_and_refusals(request, seq_len=seq_len)
     if gpu.unified_memory:
         wanted = [plan for plan in wanted if plan.offload == "none"]
-    possible, unable = _possible(wanted, profile)
+    possible, unable = _possible(wanted, profile, gpu)
 
     def row(plan: Plan) -> StrategyEstimate:
         return estimate_plan(model, plan, gpu, explain=explain, conf=conf, host_memory_bytes=request.host_memory)
@@ -147,6 +148,7 @@ def _notes(
         *(note for note in model.notes if not (images and note == text_note)),
         *of_gpu,
         *memory_notes(gpu),
+        *support_notes(request, gpu),
         *kernel_notes(profile),
         *expert_notes(request, profile),
         *adapted_expert_notes(profile),
@@ -179,9 +181,13 @@ def _check_layer_classes(request: EstimateRequest, profile: Profile | None) -> N
                 )
 
 
-def _possible(wanted: Sequence[Plan], profile: Profile | None) -> tuple[list[Plan], list[tuple[str, UsageError]]]:
-    """The plans that can train the model, and the labels of the others with the reasons. Raises UsageError if there is none."""
-    refusals = {plan: model_refusal(profile, plan) for plan in wanted} if profile else {}
+def _possible(
+    wanted: Sequence[Plan], profile: Profile | None, gpu: Gpu
+) -> tuple[list[Plan], list[tuple[str, UsageError]]]:
+    """The plans that can train the model on the GPU, and the labels of the others with the reasons. Raises UsageError if there is none."""
+    refusals = {
+        plan: backend_refusal(plan, gpu) or (model_refusal(profile, plan) if profile else None) for plan in wanted
+    }
     left_out = [(label(plan.strategy, plan.offload), error) for plan, error in refusals.items() if error is not None]
     if left_out and len(left_out) == len(wanted):
         raise left_out[-1][1]

@@ -34,6 +34,7 @@ LAYERS = (
     "verdict",
     "assumptions",
     "assumption_notes",
+    "gpu_support",
     "step_figures",
     "rows",
     "estimator",

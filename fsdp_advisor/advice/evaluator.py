@@ -11,6 +11,7 @@ from fsdp_advisor.advice.curves import PeakVsSize
 from fsdp_advisor.engines.host import host_memory
 from fsdp_advisor.engines.registry import model_refusal, states_of
 from fsdp_advisor.errors import AdvisorError, MissingExtra
+from fsdp_advisor.gpu_support import backend_refusal
 from fsdp_advisor.hardware import Gpu, usual_host_bytes
 from fsdp_advisor.job.compatibility import mesh_of
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
@@ -107,10 +108,10 @@ class Evaluator:
         return self.lower_bound(plan) > self.available_bytes
 
     def recording_error(self, plan: Plan) -> AdvisorError | None:
-        """Why the plan's engine refuses the model, or why no tape of the plan exists; None if one does."""
+        """Why the GPU or the engine refuses the plan, or why no tape of the plan exists; None if one does."""
         if self.model.profile is None:
-            return None
-        if (refused := model_refusal(self.model.profile, plan)) is not None:
+            return backend_refusal(plan, self.gpu)
+        if (refused := backend_refusal(plan, self.gpu) or model_refusal(self.model.profile, plan)) is not None:
             return refused
         try:
             tape_for_search(self.model, plan, self.gpu)
@@ -215,10 +216,15 @@ class Evaluator:
         conf = AllocatorConf.parse(found.allocator_conf) if found.allocator_conf else None
         return runs_in(self.model, found.estimate, self.gpu, self.available_bytes, conf)
 
+    @property
+    def _may_set_allocator(self) -> bool:
+        """Whether the GPU has PyTorch's caching allocator and the request leaves its settings open."""
+        return self.allocator_conf is None and self.gpu.uses_torch_cuda
+
     def _retries_without_need(self, found: Candidate) -> bool:
-        """Whether every step retries allocations, expandable segments end that, and the request leaves the setting open."""
+        """Whether every step retries allocations, expandable segments end that, and the setting is open."""
         allocator = found.estimate.allocator
-        if self.allocator_conf is not None or allocator is None or not allocator.retries_per_step:
+        if not self._may_set_allocator or allocator is None or not allocator.retries_per_step:
             return False
         return allocator.expandable_segments_help is True
 
@@ -226,7 +232,7 @@ class Evaluator:
         """Whether the plan would fit without fragmentation, and other allocator settings may be tried."""
         needed = found.estimate.needed_breakdown
         allocator = found.estimate.allocator
-        if self.allocator_conf is not None or needed is None or allocator is None or found.host_fits is False:
+        if not self._may_set_allocator or needed is None or allocator is None or found.host_fits is False:
             return False
         if allocator.expandable_segments_help is False:
             return False

@@ -13,6 +13,7 @@ from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.errors import AdvisorError, UsageError
+from fsdp_advisor.gpu_support import backend_refusal
 from fsdp_advisor.job.choices import Offload, Strategy
 from fsdp_advisor.job.compatibility import label, plan_of_row, row_refusal
 from fsdp_advisor.job.plan import Plan
@@ -126,7 +127,7 @@ def _plain(search: Search, request: EstimateRequest, strategy: Strategy, offload
         activations=search.activation_choices[0],
     )
     plan = search.plan(choice, search.batches.smallest)
-    if (refused := row_refusal(plan)) is not None:
+    if (refused := row_refusal(plan) or backend_refusal(plan, search.evaluator.gpu)) is not None:
         raise refused
     return plan
 

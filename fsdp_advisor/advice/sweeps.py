@@ -13,8 +13,9 @@ from fsdp_advisor.advice.curves import PeakVsSize, log_spaced
 from fsdp_advisor.advice.largest_size import Largest, Sizes, largest
 from fsdp_advisor.advice.search import FRONTIER_POINTS, Search
 from fsdp_advisor.advice.search_space import StrategyChoice, on_ranks, search_space
-from fsdp_advisor.assumptions import check_gpu, gpu_of
+from fsdp_advisor.assumptions import gpu_of
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.gpu_support import check_gpu
 from fsdp_advisor.hardware import Gpu, list_gpus, usual_gpus_per_node
 from fsdp_advisor.job.choices import MAX_GPUS, MAX_SEQ_LEN, Find
 from fsdp_advisor.job.plan import Plan

@@ -11,6 +11,7 @@ from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.compilation import resolve_regions
 from fsdp_advisor.configs.torchtitan import unmodelled
 from fsdp_advisor.errors import UsageError, assert_never
+from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.choices import Framework, half_dtype
 from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS, plans
 from fsdp_advisor.job.config_reading import ConfigReading
@@ -281,12 +282,14 @@ def _noted(
 
 
 def _uses_llamafactory_cli(readings: Sequence[ConfigReading], options: Mapping[str, Any]) -> bool:
-    """Whether LLaMA-Factory's command is assumed to start several ranks, for which it sets PYTORCH_ALLOC_CONF.
+    """Whether LLaMA-Factory's command is assumed to start several ranks, for which it sets PYTORCH_ALLOC_CONF, which the GPU reads.
 
     Source: LLaMA-Factory 0.9.5, launcher.py, OPTIM_TORCH.
     """
     of_llamafactory = any("LLaMA-Factory" in reading.format for reading in readings)
-    return of_llamafactory and options.get("gpus", 1) > 1 and "allocator_conf" not in options
+    gpu = options.get("gpu")
+    has_setting = gpu is None or find_gpu(gpu).uses_torch_cuda
+    return of_llamafactory and options.get("gpus", 1) > 1 and "allocator_conf" not in options and has_setting
 
 
 def _why_uncompiled(options: Mapping[str, Any]) -> str | None:

@@ -19,7 +19,6 @@ from fsdp_advisor.engines.optimizer_work import stepping_refusal
 from fsdp_advisor.engines.reference import EngineStep, ReferenceStep, Zero3Reference, frozen, reference_plan
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
-from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.kernels import fp16_notes
 from fsdp_advisor.model.lora_kernels import lora_kernels_failure
@@ -129,8 +128,6 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     """Notes on what the models of the plan's engine and framework leave out or assume."""
     notes = deepspeed_host.not_modelled(profile, plan) if plan.backend == "deepspeed" else []
     optimizer = optimizer_of(plan)
-    if (limit := limit_of(plan.optim, plan.backend, plan.framework)) is not None:
-        notes.append(limit.reason)
     notes += optimizer.notes
     if plan.precision == "fp16-mixed" and (
         plan.stores_half or plan.backend != "ddp"

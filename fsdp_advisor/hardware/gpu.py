@@ -7,6 +7,9 @@ from fsdp_advisor.hardware.links import Link
 
 Architecture = Literal["turing", "volta", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4"]
 
+Runtime = Literal["cuda", "rocm", "hpu", "tpu", "neuron"]
+"""What drives a device: NVIDIA's CUDA, AMD's ROCm, Intel's Gaudi software, PyTorch/XLA on a TPU, AWS Neuron."""
+
 _H100_MULTIPROCESSORS = 132
 _FP8_ARCHITECTURES = ("ada", "hopper", "blackwell", "cdna3", "cdna4")
 _MAX_THREADS = 2048
@@ -33,7 +36,7 @@ class Gpu:
     fp32_flops: float | None = None
     memory_bytes_per_s: float | None = None
     architecture: Architecture | None = None
-    runtime: Literal["cuda", "rocm", "other"] = "cuda"  # other: only tensors are modelled
+    runtime: Runtime = "cuda"
     unified_memory: bool = False  # the GPU has no memory of its own: it uses the processor's
     compute_capability: tuple[int, int] | None = None
     multiprocessors: int | None = None  # streaming multiprocessors; compute units on AMD
@@ -55,6 +58,11 @@ class Gpu:
         """
         multiplies = self.architecture in _FP8_ARCHITECTURES
         return 2 * self.bf16_flops if multiplies and self.bf16_flops is not None else None
+
+    @property
+    def uses_torch_cuda(self) -> bool:
+        """Whether PyTorch drives the device by `torch.cuda`, with its caching allocator. Of the others only tensors are modelled."""
+        return self.runtime in ("cuda", "rocm")
 
     @property
     def is_memory_size(self) -> bool:

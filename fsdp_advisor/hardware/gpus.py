@@ -13,7 +13,7 @@ is published.
 40GB) and can be extended. None: the machine is assumed, or the buyer chooses its memory.
 
 The memory of a row with `unified_memory` is shared with the processor: the operating system and the job's host memory use a part of it.
-For accelerators with another runtime (`runtime` "other") only the advertised memory size is known.
+For accelerators that `torch.cuda` does not drive only the advertised memory size is known.
 """
 
 from fsdp_advisor.hardware import links as via
@@ -611,17 +611,17 @@ GPUS: tuple[Gpu, ...] = (
     Gpu(
         name="Gaudi-3", full_name="Intel Gaudi 3", aliases=("Gaudi3", "HL-325L", "Gaudi 3 128GB"),
         memory_bytes=128 * GIB, nominal_memory_bytes=128 * GIB, memory_source=_NOMINAL,
-        runtime="other", gpus_per_node=8, source="Intel Gaudi 3 AI accelerator white paper: 128 GB of HBM2e",
+        runtime="hpu", gpus_per_node=8, source="Intel Gaudi 3 AI accelerator white paper: 128 GB of HBM2e",
     ),
     Gpu(
         name="Trainium-2", full_name="AWS Trainium 2", aliases=("Trainium2", "Trn2", "Trn2 96GB"),
         memory_bytes=96 * GIB, nominal_memory_bytes=96 * GIB, memory_source=_NOMINAL,
-        runtime="other", gpus_per_node=16, source="AWS Neuron documentation, Trainium2 architecture: 96 GiB, trn2.48xlarge",
+        runtime="neuron", gpus_per_node=16, source="AWS Neuron documentation, Trainium2 architecture: 96 GiB, trn2.48xlarge",
     ),
     Gpu(
         name="TPU-v6e", full_name="Google TPU v6e", aliases=("TPU v6e", "Trillium", "v6e"),
         memory_bytes=32 * GIB, nominal_memory_bytes=32 * GIB, memory_source=_NOMINAL,
-        runtime="other", gpus_per_node=8, source="Google Cloud TPU documentation, v6e: 32 GB of HBM per chip",
+        runtime="tpu", gpus_per_node=8, source="Google Cloud TPU documentation, v6e: 32 GB of HBM per chip",
     ),
 )
 # fmt: on

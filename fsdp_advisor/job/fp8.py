@@ -14,7 +14,9 @@ from fsdp_advisor.job.request import EstimateRequest
 CONVERTING: tuple[Backend, ...] = ("ddp", "fsdp2")
 """The backends whose steps in fp8 were compared with PyTorch's own."""
 
-_FROM: dict[Fp8, tuple[int, int]] = {"none": (0, 0), "tensorwise": (8, 9), "rowwise": (8, 9), "mxfp8": (10, 0)}
+FP8_FROM = (8, 9)
+"""The compute capability from which GPUs have instructions for fp8."""
+_FROM: dict[Fp8, tuple[int, int]] = {"none": (0, 0), "tensorwise": FP8_FROM, "rowwise": FP8_FROM, "mxfp8": (10, 0)}
 """The compute capability from which GPUs multiply in fp8, and from which torchao has its kernels of MXFP8. Source: torch 2.13,
 ATen/native/cuda/ScaledBlas.cpp, `_scaled_mm_allowed_device`; torchao 0.18, prototype/mx_formats/kernels.py, `is_sm_at_least_100`.
 """

@@ -16,22 +16,19 @@ from fsdp_advisor.job.frameworks import BACKEND_NAMES, FRAMEWORKS
 class Limit(NamedTuple):
     """Why an engine cannot step an optimizer, and what to use instead.
 
-    `is_estimated`: the memory is known although the step fails. A request that names the engine then gets an estimate, with the reason as
-    a note. `spares_trainer`: the limit does not apply to the Trainer, which steps its own implementation.
+    `spares_trainer`: the limit does not apply to the Trainer, which steps its own implementation.
     """
 
     reason: str
     hint: str
-    is_estimated: bool = False
     spares_trainer: bool = False
 
 
 _BITSANDBYTES: Mapping[Backend, Limit] = {
-    # its kernels have no strategy for DTensors: bitsandbytes issue 1633; axolotl refuses it too
+    # bitsandbytes 0.50.2 on a parameter of fully_shard (torch 2.13): its operators have no sharding strategy; axolotl refuses it too
     "fsdp2": Limit(
         "bitsandbytes' kernels do not accept DTensors, and FSDP2's parameters are DTensors",
         "--backend fsdp1, or another --optim",
-        is_estimated=True,
     ),
 }
 _SCHEDULE_FREE: Mapping[Backend, Limit] = {
@@ -99,7 +96,6 @@ LIMITS: Mapping[OptimizerName, Mapping[Backend, Limit]] = {
         "fsdp2": Limit(
             "torch.optim.Adafactor, as of torch 2.13, does not run on FSDP2's shards",
             "--backend fsdp1, another --optim, or --framework trainer",
-            is_estimated=True,
             spares_trainer=True,
         ),
     },
@@ -186,6 +182,15 @@ def optimizer_refusal(
 ) -> UsageError | None:
     """Why a plan of the optimizer, backend and offload has no estimate; None if it has one."""
     limit = limit_of(optim, backend, framework)
-    if (limit is None or limit.is_estimated) and offload != "none":
+    if limit is None and offload != "none":
         limit = OFFLOAD_LIMITS.get(optim)
-    return None if limit is None or limit.is_estimated else UsageError(limit.reason, hint=limit.hint)
+    return None if limit is None else UsageError(limit.reason, hint=limit.hint)
+
+
+def uses_bitsandbytes(optim: OptimizerName) -> bool:
+    """Whether the optimizer's step is an operator of bitsandbytes.
+
+    >>> uses_bitsandbytes("adamw_bnb_8bit"), uses_bitsandbytes("adamw_torch_8bit")
+    (True, False)
+    """
+    return LIMITS.get(optim) in (_BITSANDBYTES, _GALORE_8BIT)

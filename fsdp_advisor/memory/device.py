@@ -166,7 +166,7 @@ def device_overhead(gpu: Gpu, plan: Plan, *, lazy_loading: bool = True) -> Devic
 def _device_overhead(gpu: Gpu, plan: Plan, lazy_loading: bool) -> DeviceOverhead:
     if gpu.runtime == "rocm":
         return DeviceOverhead(_amd(plan))
-    if gpu.runtime == "other":
+    if not gpu.uses_torch_cuda:
         return DeviceOverhead(())  # unknown; a note of the report says so
     context = _context(gpu)
     kernels = LAZY_KERNEL_BYTES if lazy_loading else EAGER_KERNEL_BYTES

@@ -29,7 +29,7 @@ def test_gpu_names_are_unique() -> None:
 @each_gpu
 def test_memory_is_a_little_less_than_nominal(gpu: Gpu) -> None:
     kept = gpu.memory_bytes / gpu.nominal_memory_bytes
-    if gpu.runtime == "other":
+    if not gpu.uses_torch_cuda:
         assert kept == 1 and "as advertised" in gpu.memory_source
     elif gpu.unified_memory:  # drivers reserve a part of it for the processor by default
         assert 0.48 < kept < 0.96
@@ -66,11 +66,14 @@ def test_gpu_of_unknown_speed_gives_memory_and_says_what_is_unknown(gpu: Gpu) ->
     assert row.step is None
     assert any(f"the rates that {gpu.name} achieves are not known" in text for text in row.not_modelled)
     assert any("shares its memory with the processor" in note for note in report.notes) == gpu.unified_memory
-    assert any("counted as on a GPU" in note for note in report.notes) == (gpu.runtime == "other")
+    assert any("counted as on a GPU" in note for note in report.notes) == (not gpu.uses_torch_cuda)
     assert row.overhead is not None
     names = {part.name for part in row.overhead.parts}
-    expected: dict[str, set[str]] = {"cuda": {"CUDA context", "kernels"}, "other": set()}
-    assert names == expected.get(gpu.runtime, {"HIP context and RCCL", "further RCCL communicators"})
+    expected: dict[str, set[str]] = {
+        "cuda": {"CUDA context", "kernels"},
+        "rocm": {"HIP context and RCCL", "further RCCL communicators"},
+    }
+    assert names == expected.get(gpu.runtime, set())
 
 
 def test_card_with_two_sizes_is_found_by_its_size() -> None:

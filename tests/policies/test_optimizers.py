@@ -54,11 +54,14 @@ def test_the_trainer_steps_its_own_adafactor_under_fsdp2_and_torchs_fails() -> N
     assert backends == ["fsdp1", "fsdp2"]
 
 
-@pytest.mark.parametrize("name", ["adamw_bnb_8bit", "adafactor"])
-def test_an_engine_that_is_asked_for_is_estimated_with_the_reason_why_its_step_fails(name: OptimizerName) -> None:
-    (row,) = estimate(model="gpt2", gpus=8, strategy="zero3", backend="fsdp2", optim=name).estimates
+@pytest.mark.parametrize("name", ["adamw_bnb_8bit", "paged_lion_32bit", "adafactor"])
+def test_an_engine_that_cannot_step_the_optimizer_is_refused(name: OptimizerName) -> None:
     limit = limit_of(name, "fsdp2", "torch")
-    assert limit is not None and limit.reason in row.not_modelled
+    assert limit is not None
+    for strategy in ("zero3", "all"):
+        with pytest.raises(UsageError) as raised:
+            estimate(model="gpt2", gpus=8, strategy=strategy, backend="fsdp2", optim=name)
+        assert (raised.value.message, raised.value.hint) == (limit.reason, limit.hint)
 
 
 def test_a_name_without_an_optimizer_is_refused() -> None:

@@ -95,7 +95,6 @@ def _scales(elements: int) -> Storages:
 
 
 _NOT_NAMED = "transformers 5.23 has no name for torchao's fp8 AdamW: pass torchao.optim.AdamWFp8 to the Trainer"
-_NEW_GPUS = "torchao's fp8 AdamW needs a GPU of compute capability 8.9 or higher (Ada, Hopper, Blackwell)"
 
 
 def _torchao(name: OptimizerName, cls: str, bits: int, *, fp8: bool = False) -> TorchaoAdamW:
@@ -116,7 +115,6 @@ def _torchao(name: OptimizerName, cls: str, bits: int, *, fp8: bool = False) -> 
         deepspeed_notes=(
             "the states of torchao under DeepSpeed are counted from its source code and have not been run",
         ),
-        notes=(_NEW_GPUS,) if fp8 else (),
         bits=bits,
         fp8=fp8,
     )
