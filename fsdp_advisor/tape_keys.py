@@ -123,6 +123,11 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
         "lora_kernels": ""
         if profile is None
         else ",".join(kernels_of_model(plan, profile.config, profile.parameter_names())),
+        # axolotl 0.19.0, loaders/adapter.py, `load_adapter`, calls enable_input_require_grads; checkpointing does so itself
+        "input_gradients": plan.framework == "axolotl"
+        and plan.checkpointing == "none"
+        and profile is not None
+        and bool(profile.adapter_parameters),
         "saves_linear_inputs": zero3_linear and profile is not None and _freezes_weights(profile),
     }
     if plan.fp8 == "mxfp8":  # scales are padded to whole blocks of 128 rows

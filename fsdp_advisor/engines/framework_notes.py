@@ -113,8 +113,6 @@ def _axolotl_notes(profile: Profile, plan: Plan) -> list[str]:
             f"axolotl's kernels for adapters with {missing}: the estimate has PEFT's code, which keeps more for backward"
         )
     adapts = bool(profile.adapter_parameters)
-    if adapts and plan.checkpointing == "none":
-        notes.append("the gradient of the first layer's input: axolotl calls enable_input_require_grads")
     if plan.backend != "ddp" or not plan.stores_half:
         return notes
     if not adapts and plan.attention in ("sdpa", "eager") and plan.loss_code != "cce":

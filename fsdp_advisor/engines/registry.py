@@ -77,7 +77,13 @@ def _step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
     hooks = step_of_engine(profile, plan, tape)
     once = frozenset(ROLLOUT_PHASES if plan.generates_once else ())
     return build_program(
-        profile, tape, hooks, plan.gradient_accumulation_steps, only_first=once, trains=not plan.evaluates
+        profile,
+        tape,
+        hooks,
+        plan.gradient_accumulation_steps,
+        only_first=once,
+        trains=not plan.evaluates,
+        keeps_graph=not plan.facts.uses_trainer,  # Trainer.training_step (transformers 5.23) returns the loss without its graph
     )
 
 

@@ -15,6 +15,7 @@ from fsdp_advisor.program.instructions import (
     Alloc,
     Compute,
     DropBatch,
+    DropGraph,
     DropLoss,
     Free,
     Instruction,
@@ -27,12 +28,9 @@ from fsdp_advisor.program.spans import Span, changes_by_account, span_bytes, sto
 from fsdp_advisor.program.storages import round_up
 
 _INPUT_ACCOUNTS = (int(Account.OTHER),)
-_LEFT_OVER_ACCOUNTS = (
-    int(Account.ACTIVATIONS),
-    int(Account.LOSS),
-    int(Account.TEMPORARIES),
-    int(Account.DEQUANTIZATION),
-)
+_GRAPH_ACCOUNTS = (int(Account.ACTIVATIONS), int(Account.TEMPORARIES), int(Account.DEQUANTIZATION))
+_LOSS_ACCOUNTS = (int(Account.LOSS),)
+_Drop = DropBatch | DropGraph | DropLoss
 _WORKSPACE = frozenset({int(Account.WORKSPACE)})
 _WORKSPACE_AND_LOSS = frozenset({int(Account.WORKSPACE), int(Account.LOSS)})
 
@@ -134,7 +132,7 @@ class _Reader:
                 elif isinstance(instruction, Free):
                     total -= self._bytes(instruction)
                     continue
-                elif isinstance(instruction, (DropBatch, DropLoss)):
+                elif isinstance(instruction, _Drop):
                     total -= sum(self._dropped(instruction, before).values())
                     if highest_at < 0:
                         highest = total
@@ -155,7 +153,7 @@ class _Reader:
                 if other is visit and at >= index:
                     if index >= 0:
                         self._apply(live, instruction, before, to_highest=True)
-                    elif isinstance(instruction, (DropBatch, DropLoss)):
+                    elif isinstance(instruction, _Drop):
                         self._apply(live, instruction, before)
                         continue
                     return live
@@ -178,9 +176,15 @@ class _Reader:
             return round_up(value_at(instruction.per_batch, self._b, self._t))
         return instruction.storages.rounded if isinstance(instruction, Alloc) else instruction.n_bytes
 
-    def _dropped(self, instruction: DropBatch | DropLoss, before: MicroBatch | None) -> dict[int, int]:
-        """Bytes by account that the previous micro-batch left alive: its inputs, or its loss and other computed tensors."""
-        accounts = _INPUT_ACCOUNTS if isinstance(instruction, DropBatch) else _LEFT_OVER_ACCOUNTS
+    def _dropped(self, instruction: _Drop, before: MicroBatch | None) -> dict[int, int]:
+        """Bytes by account that the previous micro-batch left alive and the instruction frees."""
+        match instruction:
+            case DropBatch():
+                accounts: tuple[int, ...] = _INPUT_ACCOUNTS
+            case DropGraph():
+                accounts = _GRAPH_ACCOUNTS
+            case DropLoss(with_graph):
+                accounts = _LOSS_ACCOUNTS + (_GRAPH_ACCOUNTS if with_graph else ())
         left: defaultdict[int, int] = defaultdict(int)
         for visit in before.visits if before else ():
             for other in visit.instructions:
@@ -208,7 +212,7 @@ class _Reader:
             case Reclassify():
                 live[instruction.before] -= instruction.n_bytes
                 live[instruction.after] += instruction.n_bytes
-            case DropBatch() | DropLoss():
+            case DropBatch() | DropGraph() | DropLoss():
                 for account, n_bytes in self._dropped(instruction, before).items():
                     live[account] -= n_bytes
             case _:

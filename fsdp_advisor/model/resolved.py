@@ -309,6 +309,7 @@ def _described(key: TapeKey) -> str:
     kernels += f", --compile {key.compile.partition('-')[0]}" if key.compile != "none" else ""
     kernels += f", MLP in shards ({key.tiled_mlp})" if key.tiled_mlp else ""
     kernels += f", axolotl's kernels for adapters ({key.lora_kernels})" if key.lora_kernels else ""
+    kernels += ", gradients of the embedding's output" if key.input_gradients else ""
     what = "a forward without gradients" if key.evaluates else "a step"
     return f"{what} of {key.engine}, {key.precision}, {key.attention}{device}, {checkpointing}{wrap}{loss}{kernels}, {batch}"
 

@@ -138,6 +138,8 @@ class TapeKey:
     """
     saves_linear_inputs: bool = False
     """Whether linear layers save their input although their weight is frozen, as with DeepSpeed's ZeRO-3."""
+    input_gradients: bool = False
+    """Whether the embedding's output requires a gradient without activation checkpointing, as axolotl makes it with adapters."""
     lora_kernels: str = ""
     """The parts of a model whose adapters run in axolotl's kernels, separated by commas: ``mlp,qkv,o``."""
     at: tuple[int, int] | None = None
@@ -262,7 +264,7 @@ _OPTIONS = {
     "experts": "experts", "imbalance": "imbalance", "images": "images", "evaluates": "evaluates", "compile": "compile",
     "budget": "memory_budget", "fp8": "fp8",
     "tiled": "tiled_mlp", "flat": "flat_parameters", "inputs": "saves_linear_inputs",
-    "lora": "lora_kernels", "at": "at",
+    "embedded": "input_gradients", "lora": "lora_kernels", "at": "at",
 }  # fmt: skip
 """Word in a name -> field that it sets. A name has these words only if the field is not the default."""
 _ALLOWED = {

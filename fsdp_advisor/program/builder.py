@@ -18,6 +18,7 @@ from fsdp_advisor.program.instructions import (
     BufferId,
     Compute,
     DropBatch,
+    DropGraph,
     DropLoss,
     Free,
     HostWait,
@@ -39,11 +40,13 @@ def build_program(
     *,
     only_first: frozenset[str] = frozenset(),
     trains: bool = True,
+    keeps_graph: bool = True,
 ) -> StepProgram:
     """The program of one steady-state step of `accumulation` micro-batches.
 
     Walks the first, the last and one other micro-batch, which stands for all those between. `only_first`: the phases of the tape that
-    only the first micro-batch has. Without `trains` the program ends after the forwards, as an evaluation does.
+    only the first micro-batch has. Without `trains` the program ends after the forwards, as an evaluation does. `keeps_graph`: the
+    loop keeps a micro-batch's loss with its graph until the next loss.
     """
     layout = tape_layout(profile, tape, gradient_hooks=hooks.gradient_hooks, marked_units=hooks.marked_units)
     step = StepBuilder()
@@ -58,10 +61,12 @@ def build_program(
             if each is not None:
                 each.begin_micro_batch(is_first=is_first, is_last=is_last)
         left_out = frozenset() if is_first else only_first
-        walk = _MicroBatchWalk(profile, layout, hooks, step, left_out)
+        walk = _MicroBatchWalk(profile, layout, hooks, step, left_out, keeps_graph)
         visits = tuple(walk.visits(is_first) if trains else walk.forwards())
         micro_batches.append(MicroBatch(accumulation - 2 if not (is_first or is_last) else 1, visits))
     if trains:
+        if not keeps_graph:
+            step.add(DropGraph())
         hooks.optimizer_step(step)
     return StepProgram(
         layout=layout,
@@ -233,20 +238,28 @@ class _MicroBatchWalk:
     """Walks one micro-batch: every real layer, forward and backward."""
 
     def __init__(
-        self, profile: Profile, layout: TapeLayout, hooks: StepHooks, step: StepBuilder, left_out: frozenset[str]
+        self,
+        profile: Profile,
+        layout: TapeLayout,
+        hooks: StepHooks,
+        step: StepBuilder,
+        left_out: frozenset[str],
+        keeps_graph: bool,
     ) -> None:
         self._profile, self._layout, self._hooks, self._step = profile, layout, hooks, step
-        self._left_out = left_out
+        self._left_out, self._keeps_graph = left_out, keeps_graph
         self._ran: set[StepHooks] = set()
 
     def visits(self, is_first: bool) -> Iterator[Visit]:
         step = self._step
         if not is_first:
+            if not self._keeps_graph:
+                step.add(DropGraph())
             step.add(DropBatch())
         step.begin_forward()
         yield from self._direction("forward", self._layout.forward)
         if not is_first:
-            step.add(DropLoss())
+            step.add(DropLoss(self._keeps_graph))
         yield from self._direction("backward", self._layout.backward)
         self._hooks.end_backward(step)
         yield Visit("backward", AT_ROOT, "end of backward", step.take())

@@ -1,6 +1,6 @@
 """The instructions of a step program.
 
-Instructions on memory (`Alloc`, `Free`, `Reclassify`, `DropBatch`, `DropLoss`, `HostWait`, `CreateStates`) are read by live
+Instructions on memory (`Alloc`, `Free`, `Reclassify`, `DropBatch`, `DropGraph`, `DropLoss`, `HostWait`, `CreateStates`) are read by live
 memory and by the caching allocator; instructions on time (`AllGather`, `ReduceScatter`, `AllReduce`, `HostTransfer`,
 `Copy`, `PythonHooks`, `OptimizerStep`) by the timeline; `Compute` by all three.
 """
@@ -79,8 +79,16 @@ class DropBatch(NamedTuple):
     """Free the inputs of the previous micro-batch."""
 
 
+class DropGraph(NamedTuple):
+    """Free what the graph of the previous micro-batch keeps alive after its backward: leaves that are not parameters, as an embedding's
+    output that requires a gradient, and their gradients.
+    """
+
+
 class DropLoss(NamedTuple):
-    """Free the computed tensors that the previous micro-batch left alive, above all its loss."""
+    """Free the previous micro-batch's loss; `with_graph`: and its graph, as `DropGraph` does."""
+
+    with_graph: bool
 
 
 class HostWait(NamedTuple):
@@ -188,6 +196,7 @@ Instruction = (
     | Reclassify
     | Compute
     | DropBatch
+    | DropGraph
     | DropLoss
     | HostWait
     | PythonHooks

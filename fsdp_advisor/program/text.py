@@ -17,6 +17,7 @@ from fsdp_advisor.program.instructions import (
     Copy,
     CreateStates,
     DropBatch,
+    DropGraph,
     DropLoss,
     Free,
     HostTransfer,
@@ -122,6 +123,8 @@ def _instruction(instruction: Instruction, sizes: Sequence[Size]) -> str:
             return "; ".join([f"compute{written}", *_kept(span, sizes)])
         case DropBatch():
             return "free the inputs of the micro-batch before"
+        case DropGraph():
+            return "free what the graph of the micro-batch before keeps"
         case DropLoss():
             return "free the loss of the micro-batch before"
         case HostWait():

@@ -235,6 +235,8 @@ class Recorder:
             checkpointing="none" if by_accelerate else key.checkpointing,
             window_filled=key.window_filled if key.device == "gpu" and key.attention == "sdpa" else None,
         )
+        if key.input_gradients:
+            model.enable_input_require_grads()  # type: ignore[operator]  # of every PreTrainedModel
         if key.activation_offload == "inputs":
             save_inputs_on_host(model, RecordedOnHost)
         if by_accelerate:

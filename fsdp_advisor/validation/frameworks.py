@@ -98,10 +98,12 @@ class TransformersTrainer:
 
     def backward(self, loss: torch.Tensor) -> None:
         trainer = self.trainer
+        scaled = loss
         if not (trainer.model_accepts_loss_kwargs and self._items is not None):
-            loss = loss / trainer.current_gradient_accumulation_steps
-        trainer.accelerator.backward(loss)
+            scaled = loss / trainer.current_gradient_accumulation_steps
+        trainer.accelerator.backward(scaled)
         self._synced.close()
+        loss.detach_()  # training_step returns the loss without its graph
 
     def step(self) -> None:
         trainer = self.trainer
@@ -334,6 +336,9 @@ def transformers_trainer(
     if isinstance(optimizer, Refusal):
         raise MeasurementError(optimizer.reason, hint="try another --optim")
     _name_packed_weights(model)
+    # axolotl 0.19.0, loaders/adapter.py, `load_adapter`
+    if plan.framework == "axolotl" and hasattr(model, "peft_config"):
+        model.enable_input_require_grads()  # type: ignore[operator]  # of every PreTrainedModel
     by_plugin = plugin_checkpoints(model, plan)
     fsdp = _fsdp_config(plan, _layer_classes(source, model, plan), checkpointing=by_plugin)
     by_model = plan.checkpointing in ("full", "reentrant") and not by_plugin

@@ -16,6 +16,7 @@ from fsdp_advisor.program.instructions import (
     Compute,
     CreateStates,
     DropBatch,
+    DropGraph,
     DropLoss,
     Free,
     HostWait,
@@ -36,7 +37,8 @@ Source: about 1000, measured (forums.developer.nvidia.com/t/68937, stackoverflow
 _NEAR, _FAR, _ALLOC = range(3)
 _INPUT, _GRADIENT = int(Category.INPUT), int(Category.GRADIENT)
 _PARTIAL_GRADIENT, _WORKSPACE = int(Category.PARTIAL_GRADIENT), int(Category.SCRATCH)
-_TEMPORARY, _DEQUANTIZED = int(Category.TEMPORARY), int(Category.DEQUANTIZED)
+_TEMPORARY, _DEQUANTIZED, _LOSS = int(Category.TEMPORARY), int(Category.DEQUANTIZED), int(Category.LOSS)
+_Drop = DropBatch | DropGraph | DropLoss
 
 
 def step_operations(
@@ -81,8 +83,8 @@ class _Reader:
         self._roots: dict[int, list[int]] = {}  # by segment of the root: its storages, by birth
         self._compiled: dict[int, list[tuple[int, int, int, int]]] = {}
         self._inputs: list[int] = []
-        # alive storages of this micro-batch that are neither inputs nor gradients
-        self._left_over: dict[int, None] = {}
+        # alive storages of this micro-batch that are neither inputs nor gradients, with their categories
+        self._left_over: dict[int, int] = {}
         self._dropped_later: list[int] = []
         self._late = self._waited = self._launched = 0
         self._held_back: deque[tuple[int, int]] = deque()  # (kernels launched, late frees) at each late free
@@ -112,7 +114,7 @@ class _Reader:
 
     def _visit(self, visit: Visit) -> None:
         instructions = visit.instructions
-        while instructions and isinstance(instructions[0], (DropBatch, DropLoss)):  # before the visit begins
+        while instructions and isinstance(instructions[0], _Drop):  # before the visit begins
             self._drop(instructions[0])
             instructions = instructions[1:]
         self.visits.append((len(self.operations), visit.phase, visit.name))
@@ -133,7 +135,7 @@ class _Reader:
             self._free(instruction)
         elif isinstance(instruction, HostWait):
             self._wait(instruction.late_frees)
-        elif isinstance(instruction, (DropBatch, DropLoss)):
+        elif isinstance(instruction, _Drop):
             self._drop(instruction)
         elif isinstance(instruction, CreateStates):
             self.created_at[instruction.buffer] = len(self.operations)
@@ -192,7 +194,7 @@ class _Reader:
                         continue
                 operations.append(number * 4)
                 if c < _GRADIENT and c != _INPUT:
-                    self._left_over[number] = None
+                    self._left_over[number] = c
                 if c >= _PARTIAL_GRADIENT and c != _WORKSPACE and self.first_weight < 0:
                     self.first_weight = len(operations)
             elif kind == _NEAR:
@@ -257,8 +259,12 @@ class _Reader:
         layers = zip(recorded_layers, self._layers[born.phase, born.stack], strict=True)
         return [births[birth] for recorded, births in layers if recorded == born.layer]
 
-    def _drop(self, instruction: DropBatch | DropLoss) -> None:
-        """Free the tensors of the previous micro-batch: its inputs immediately, its loss when there is a new one."""
+    def _drop(self, instruction: _Drop) -> None:
+        """Free tensors of the previous micro-batch: what its graph keeps, its inputs, or, when there is a new loss, what is left."""
+        if isinstance(instruction, DropGraph):
+            for number in [number for number, category in self._left_over.items() if category != _LOSS]:
+                self._free_storage(number)
+            return
         if isinstance(instruction, DropLoss):
             self.operations += [number * 4 + FREE for number in self._dropped_later]
             return

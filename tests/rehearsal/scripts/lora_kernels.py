@@ -78,8 +78,7 @@ def peak_of(
     with mock.patch.object(module, "get_attention_cls_from_config", lambda _: attention):
         module.patch_self_attn_lora(keys)
     module.apply_lora_kernel_patches(model, keys)
-    if checkpoints:
-        model.enable_input_require_grads()
+    model.enable_input_require_grads()
     tokens = list(range(1, length + 1))
     return peak_of_trainer(
         model, tokens, batch, "bf16-mixed", found=RequestedPeak(), gradient_checkpointing=checkpoints
