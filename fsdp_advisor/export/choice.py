@@ -118,7 +118,7 @@ def _unrecorded(plan: Plan, request: EstimateRequest, model: Resolved) -> Job:
         plan=plan,
         label=label(plan.strategy, plan.offload),
         model_name=model.weights or model.name,
-        task=profile.task if profile else None,
+        task=model.task_after(adaptation),
         layer_classes=profile.layer_classes if profile else (),
         largest_parameter_elements=profile.largest_parameter_elements if profile else None,
         hidden_size=hidden_size(profile) if profile else None,

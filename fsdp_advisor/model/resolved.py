@@ -112,6 +112,18 @@ class Resolved:
         assert not self.adaptation
         return _adapted(self, adaptation)
 
+    def task_after(self, adaptation: Adaptation) -> str | None:
+        """The task of the adapted model; None for a bare parameter count. Raises UsageError if the model cannot become a reward model."""
+        task = self.profile.task if self.profile else None
+        if task is None or not adaptation.reward_head:
+            return task
+        if task not in ("causal-lm", "sequence-classification"):
+            raise UsageError(
+                f"{self.name} is for {task}; a reward model is made of a causal language model",
+                hint="name a causal language model, or use --task sft",
+            )
+        return "sequence-classification"
+
     def _is_refused(self, key: TapeKey) -> bool:
         """Whether an earlier attempt showed that the tape cannot be recorded with the installed versions."""
         from fsdp_advisor.model import cache
@@ -210,14 +222,7 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
         )
     versions = _adapter_versions(adaptation)
     config = {**model.profile.config, CONFIG_KEY: adaptation.as_dict() | {"versions": versions}}
-    task = model.profile.task
-    if adaptation.reward_head:
-        if task not in ("causal-lm", "sequence-classification"):
-            raise UsageError(
-                f"{model.name} is for {task}; a reward model is made of a causal language model",
-                hint="name a causal language model, or use --task sft",
-            )
-        task = "sequence-classification"
+    task = model.task_after(adaptation)
     what = "with adapters" if adaptation.peft else "with these changes"
     profile = adapted_profile(model.name, adaptation) if model.source == "catalog" else None
     profile = profile or cache.fetch(config, task)

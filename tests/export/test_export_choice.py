@@ -44,6 +44,16 @@ def test_axolotl_gets_pefts_modules() -> None:
     assert found["lora_target_modules"] == ["q_proj", "v_proj"]
 
 
+def test_trl_gets_a_reward_model_made_of_a_causal_language_model() -> None:
+    found, options = exported("trl", model="openai-community/gpt2", gpu="H100", task="reward", strategy="ddp")
+    assert "center_rewards_coefficient" in found and "--task reward" in options
+
+
+def test_a_reward_model_of_another_model_is_refused() -> None:
+    with pytest.raises(UsageError, match="made of a causal language model"):
+        exported("trl", model="google/flan-t5-small", gpu="H100", task="reward", strategy="ddp")
+
+
 def test_modules_are_those_of_pefts_mapping() -> None:
     """Source: PEFT 0.21.2, utils/constants.py, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING."""
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as MAPPING
