@@ -113,7 +113,10 @@ class Job:
 
     @property
     def learning_rate(self) -> float:
-        """A usual learning rate: of adapters, or of whole models. Source: LLaMA-Factory, examples/train_lora and examples/train_full."""
+        """A usual learning rate of supervised fine-tuning: of adapters, or of whole models.
+
+        Source: LLaMA-Factory, examples/train_lora and examples/train_full.
+        """
         return 1e-4 if self.adaptation.method else 1e-5
 
     @property

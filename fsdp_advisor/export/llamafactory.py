@@ -29,6 +29,14 @@ from fsdp_advisor.job.choices import TrainingTask
 _ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
 _DATA_SETS: dict[TrainingTask, str] = {"sft": "alpaca_en_demo", "dpo": "dpo_en_demo", "kto": "kto_en_demo"}
 """Task -> data set of LLaMA-Factory's own example. The task is its `stage`."""
+_LEARNING_RATES: dict[TrainingTask, tuple[float, float]] = {
+    "sft": (1e-5, 1e-4),
+    "dpo": (1e-6, 5e-6),
+    "kto": (1e-6, 5e-6),
+}
+"""Task -> learning rates of a whole model and of adapters. Source: LLaMA-Factory, examples/train_full and examples/train_lora. It has no
+example of a whole model and preferences, whose trainers derive from TRL's: the rate is TRL's default.
+"""
 _LORA = {
     "r": "lora_rank",
     "lora_alpha": "lora_alpha",
@@ -88,6 +96,9 @@ def notes(job: Job) -> list[str]:
         found.append(
             "template is LLaMA-Factory's default, which a chat model was not trained with: replace it with the model's"
         )
+    examples = job.plan.task == "sft" or job.adaptation.method
+    source = "LLaMA-Factory's examples" if examples else "TRL, from whose trainer LLaMA-Factory's derives"
+    found.append(f"learning_rate is that of {source}; LLaMA-Factory's default is the Trainer's, 5e-05")
     found += accelerate.difference_notes(job.plan)
     if job.adaptation.peft and job.plan.mixed and not job.adaptation.quantization and weights(job) == "float32":
         found.append("LLaMA-Factory loads the base in 16 bits, so it needs less memory than predicted for fp32 weights")
@@ -116,7 +127,7 @@ def _config(job: Job) -> dict[str, Any]:
         "output_dir": "./outputs",
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "learning_rate": job.learning_rate,
+        "learning_rate": _LEARNING_RATES[plan.task][bool(job.adaptation.method)],
         "optim": optimizer.name,
         **({"optim_args": ",".join(f"{k}={v}" for k, v in optimizer.options.items())} if optimizer.options else {}),
         **({"optim_target_modules": optimizer.targets} if optimizer.targets else {}),

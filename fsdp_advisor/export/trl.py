@@ -30,6 +30,7 @@ from fsdp_advisor.job.plan import Plan
 
 DATASET_NOTE = "dataset_name is an example: replace it with your own"
 LOSS_NOTE = "TRL computes the loss without all logits at once, so it needs less memory than predicted; the framework trl predicts it"
+RATE_NOTE = "learning_rate is ten times TRL's default, as its documentation advises for adapters"
 QUANTIZED_NOTE = (
     "TRL keeps adapters on a quantized base in bf16 and does not store the other weights in fp32, so it needs less"
     " memory than predicted"
@@ -44,6 +45,16 @@ _DATA_SETS: dict[TrainingTask, str] = {
     "grpo": "trl-lib/DeepMath-103K",
 }
 """Task -> data set of TRL's own example."""
+_LEARNING_RATES: dict[TrainingTask, tuple[float, float]] = {
+    "sft": (2e-5, 2e-4),
+    "dpo": (1e-6, 1e-5),
+    "kto": (1e-6, 1e-5),
+    "reward": (1e-4, 1e-3),
+    "grpo": (1e-6, 1e-5),
+}
+"""Task -> learning rates of a whole model, which is TRL's default, and of adapters, which is ten times as much. Source: trl 1.16,
+trainer/*_config.py; TRL's documentation, peft_integration.md, "Learning Rate Considerations".
+"""
 
 
 def unsupported(job: Job) -> str | None:
@@ -73,6 +84,8 @@ def notes(job: Job) -> list[str]:
         found.append(LOSS_NOTE)
     if job.adaptation.quantization and job.adaptation.prepared:
         found.append(QUANTIZED_NOTE)
+    if job.adaptation.method:
+        found.append(RATE_NOTE)
     if job.plan.padding_free and job.plan.packing == "none":
         found.append(UNTRUNCATED_NOTE.format(job.plan.seq_len))
     if job.offloads_to_nvme:
@@ -109,6 +122,7 @@ def _config(job: Job) -> dict[str, Any]:
         ),
         **({"activation_offloading": True} if plan.activation_offload else {}),
         **arguments,
+        "learning_rate": _LEARNING_RATES[plan.task][bool(job.adaptation.method)],
         **_adapter(job),
     }
 

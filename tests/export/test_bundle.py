@@ -300,10 +300,27 @@ def test_host_memory_while_loading_is_that_of_the_written_script(
         assert call in texts["train.py"]
 
 
-@pytest.mark.parametrize("target", ["accelerate", "trainer", "trl", "axolotl", "llamafactory", "ddp"])
-def test_the_learning_rate_is_a_usual_one_of_adapters_or_of_whole_models(target: str) -> None:
+RATES = {
+    **{(target, "sft"): (1e-5, 1e-4) for target in ("accelerate", "trainer", "axolotl", "llamafactory", "ddp")},
+    ("llamafactory", "dpo"): (1e-6, 5e-6),
+    ("llamafactory", "kto"): (1e-6, 5e-6),
+    ("trl", "sft"): (2e-5, 2e-4),
+    ("trl", "dpo"): (1e-6, 1e-5),
+    ("trl", "kto"): (1e-6, 1e-5),
+    ("trl", "reward"): (1e-4, 1e-3),
+}
+
+
+@pytest.mark.parametrize(("target", "task"), RATES)
+def test_the_learning_rate_is_a_usual_one_of_the_task_and_of_adapters_or_whole_models(target: str, task: str) -> None:
+    framework = find(target).framework or "torch"
+    reference, loss = ("copy" if task in ("dpo", "kto") else "none"), ("trl" if target == "trl" else "full")
+    of = job(
+        plan("ddp", "ddp", framework=framework, task=task, reference=reference, loss_code=loss),
+        task="sequence-classification" if task == "reward" else "causal-lm",
+    )
     adapters = Adaptation(peft={"peft_type": "LORA", "r": 8, "target_modules": ["c_attn"]})
-    of = job(plan("ddp", "ddp", framework=find(target).framework or "torch"))
-    for rate, changed in ((1e-4, replace(of, adaptation=adapters)), (1e-5, of)):
+    for rate, changed in zip(RATES[target, task], (of, replace(of, adaptation=adapters)), strict=True):
         texts = " ".join(files_of(target, changed).values())
-        assert set(map(float, re.findall(r"(?:learning_rate\W+|--lr\W.*default=)([\d.e-]+)", texts))) <= {rate}
+        written = re.findall(r"(?:learning_rate\W+|--lr\W.*default=)([\d.e-]+)", texts)
+        assert set(map(float, written)) == {rate}

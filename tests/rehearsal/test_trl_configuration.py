@@ -105,6 +105,14 @@ def test_the_adapter_and_the_quantized_base_are_the_job_s(read: dict[str, dict[s
     assert read["lora"]["quantization"] is None and read["whole"]["quantization"] is None
 
 
+@pytest.mark.parametrize("name", JOBS)
+def test_the_learning_rate_is_trl_s_default_or_ten_times_that_for_adapters(
+    name: str, read: dict[str, dict[str, Any]]
+) -> None:
+    written, default = read[name]["learning_rate"]
+    assert written == pytest.approx((10 if JOBS[name].adaptation.method else 1) * default)
+
+
 def test_evaluation_and_offload_are_the_plan_s(read: dict[str, dict[str, Any]]) -> None:
     assert read["evaluated"]["evaluation"] == {
         "eval_strategy": "epoch", "per_device_eval_batch_size": 4, "prediction_loss_only": True, "eval_accumulation_steps": None,

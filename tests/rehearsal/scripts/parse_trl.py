@@ -43,6 +43,7 @@ def read(task, path):
         "fsdp_version": (arguments.fsdp_config or {}).get("version") if arguments.fsdp else None,
         "deepspeed_stage": arguments.deepspeed["zero_optimization"]["stage"] if arguments.deepspeed else None,
         "optim": str(arguments.optim.value),
+        "learning_rate": (arguments.learning_rate, CONFIGURATIONS[task].learning_rate),
         "rank": adapter and adapter.r,
         "adapted_task": adapter and adapter.task_type,
         "alpha": adapter and adapter.lora_alpha,
