@@ -38,6 +38,7 @@ AllocatorConf = Annotated[
     str | None,
     rule(
         "the settings of PyTorch's caching allocator, as in PYTORCH_ALLOC_CONF: expandable_segments:True",
+        default="PyTorch's own; expandable segments with axolotl and torchtitan",
         metavar="CONF",
         max_length=1024,
     ),

@@ -61,11 +61,21 @@ def _described(field: fields.Field) -> tuple[Any, Any]:
         kind = tuple[kind, ...]
     if rule.json:
         kind = Union[kind, dict[str, JsonValue]]  # noqa: UP007  # as below
+    about = rule.about[0].upper() + rule.about[1:] + (f"; default: {rule.default}" if rule.default else "")
     described: Any = Annotated[
         Optional[kind] if field.optional else kind,  # noqa: UP045  # `kind | None` fails for a string literal type
-        Field(description=rule.about[0].upper() + rule.about[1:], deprecated=rule.hidden or None),
+        Field(
+            description=about,
+            deprecated=rule.hidden or None,
+            json_schema_extra=_without_default if rule.default else None,
+        ),
     ]
     return described, ... if field.required else field.default
+
+
+def _without_default(schema: dict[str, Any]) -> None:
+    """Remove the default of a field whose value is computed if it is not given: sending it would be another request."""
+    schema.pop("default", None)
 
 
 def reader_of(kind: type[Query]) -> Callable[[Request], Coroutine[Any, Any, Query]]:

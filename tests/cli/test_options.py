@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp_advisor.assumptions import settled
 from fsdp_advisor.cli.estimate import EstimateOptions
 from fsdp_advisor.cli.options import CommandParser, HelpOptions, ReportOptions
 from fsdp_advisor.errors import UsageError
@@ -208,3 +209,26 @@ def test_any_words_are_parsed_or_refused_with_a_hint(words: list[str]) -> None:
         PARSERS[EstimateRequest].parse(words)
     except UsageError as error:
         assert error.message and error.hint
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"gpus": 16, "gpu": "H100"},
+        {"gpus": 1, "gpu": "V100"},
+        {"framework": "trl"},
+        {"framework": "torchtitan", "gpus": 8},
+        {"framework": "axolotl", "use_peft": True},
+    ],
+    ids=str,
+)
+def test_the_schema_declares_only_defaults_that_change_nothing(
+    kind: type[EstimateRequest], asked: dict[str, Any]
+) -> None:
+    schema = model_of(kind).model_json_schema()["properties"]
+    declared = {name: about["default"] for name, about in schema.items() if "default" in about}
+    base = {"model": "gpt2", **asked}
+    alone, filled = (settled(model_of(kind).model_validate(given).request(kind)) for given in (base, declared | base))
+    assert len(declared) > 40
+    assert filled == alone
