@@ -156,14 +156,10 @@ class Evaluator:
         allocator retries without them.
         """
         found = self._within_margin(self.estimate(plan), self.allocator_conf)
-        if found.fits:
-            if not self._retries_without_need(found):
-                return found
-            expandable = self._within_margin(self.estimate(plan, EXPANDABLE_SEGMENTS), EXPANDABLE_SEGMENTS)
-        else:
-            if not self._fragmentation_decides(found):
-                return found
-            expandable = self._candidate(self.estimate(plan, EXPANDABLE_SEGMENTS), EXPANDABLE_SEGMENTS)
+        helps = self._retries_without_need(found) if found.fits else self._fragmentation_decides(found)
+        if not helps:
+            return found
+        expandable = self._within_margin(self.estimate(plan, EXPANDABLE_SEGMENTS), EXPANDABLE_SEGMENTS)
         return expandable if expandable.fits else found
 
     def _within_margin(self, row: StrategyEstimate, allocator_conf: str | None) -> Candidate:
@@ -234,6 +230,6 @@ class Evaluator:
         allocator = found.estimate.allocator
         if not self._may_set_allocator or needed is None or allocator is None or found.host_fits is False:
             return False
-        if allocator.expandable_segments_help is False:
-            return False
+        if allocator.expandable_segments_help is False and not found.estimate.fits:
+            return False  # the answer is about the whole GPU, not about the memory that the margin leaves
         return found.known_bytes - needed["fragmentation"] <= self.available_bytes

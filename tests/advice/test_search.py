@@ -150,6 +150,26 @@ def test_expandable_segments_are_used_only_if_fragmentation_decides() -> None:
     assert plain.fits and plain.environment == {}
 
 
+@pytest.mark.parametrize("tokens", [4096, 8192])
+def test_expandable_segments_are_used_if_only_their_cache_can_shrink_to_the_margin(tokens: int) -> None:
+    """At 4096 tokens the steps also run on the whole GPU without the setting, but not in the memory that the margin leaves."""
+    search = search_of(
+        model="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        gpus=8,
+        gpu="H100-80GB",
+        strategy="zero3",
+        backend="fsdp2",
+        seq_len=tokens,
+        activation_checkpointing="full",
+        offload="none",
+    )
+    (choice,) = search.choices
+    found = search.candidate(choice, 1)
+    assert search.evaluator.estimate(found.plan).fits is (tokens == 4096)
+    assert found.known_bytes > found.available_bytes and found.runs_in_available and found.fits
+    assert found.environment == {"PYTORCH_ALLOC_CONF": EXPANDABLE_SEGMENTS}
+
+
 def test_smallest_footprint_does_not_fit_if_nothing_does() -> None:
     search = search_of(model=LLAMA, gpus=1, gpu="24GiB", offload="none")
     smallest = search.smallest_footprint()
