@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 
 from fsdp_advisor.assumptions import sequence_length, stores_frozen_base_in_fp32
@@ -12,6 +13,8 @@ from fsdp_advisor.job.batch_layout import flattens
 from fsdp_advisor.job.choices import half_dtype
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS
 from fsdp_advisor.job.images import images_of
+from fsdp_advisor.job.optimizers import limit_of
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model.images import layout_of
 from fsdp_advisor.model.multimodal import vision_parts
@@ -74,6 +77,14 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
     if adaptation.quantization and adaptation.prepared and request.precision != "fp32":
         notes.append(FP32_AROUND_PACKED)
     return notes
+
+
+def backend_notes(request: EstimateRequest, plans: Iterable[Plan]) -> list[str]:
+    """A note if the optimizer is the reason why rows have FSDP1."""
+    limit = limit_of(request.optim, "fsdp2", request.framework)
+    if request.backend != "auto" or limit is None or all(plan.backend != "fsdp1" for plan in plans):
+        return []
+    return [f"FSDP1 is assumed, because {limit.reason}; another optim, such as adamw_torch_8bit, runs with FSDP2"]
 
 
 FP32_AROUND_PACKED = (

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fsdp_advisor.assumption_notes import adapted_expert_notes, assumption_notes, batch_notes, image_notes, memory_notes
+from fsdp_advisor.assumption_notes import (
+    adapted_expert_notes,
+    assumption_notes,
+    backend_notes,
+    batch_notes,
+    image_notes,
+    memory_notes,
+)
 from fsdp_advisor.assumptions import gpu_of, sequence_length, settled
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.engines.registry import model_refusal
@@ -124,6 +131,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
             of_gpu=notes,
             of_length=length_notes,
             of_plans=[
+                *backend_notes(request, possible),
                 *(lora_kernel_notes(profile.config, profile.parameter_names(), possible) if profile else ()),
                 *_left_out([*refused, *unable]),
             ],

@@ -275,3 +275,18 @@ def test_a_note_names_models_that_clamp_hidden_states_in_float16() -> None:
         return any("clamp" in note for note in row.not_modelled)
 
     assert notes(gpus=2, strategy="zero3") and not notes(gpus=1, strategy="ddp")
+
+
+@pytest.mark.parametrize(
+    ("options", "is_noted"),
+    [
+        ({"optim": "adamw_bnb_8bit", "strategy": "zero3"}, True),
+        ({"optim": "adamw_bnb_8bit", "strategy": "zero3", "backend": "fsdp1"}, False),
+        ({"optim": "adamw_bnb_8bit", "strategy": "zero1"}, False),
+        ({"optim": "adamw_torch_8bit", "strategy": "zero3"}, False),
+    ],
+    ids=str,
+)
+def test_a_note_says_that_the_optimizer_is_why_fsdp1_is_assumed(options: dict[str, Any], *, is_noted: bool) -> None:
+    notes = estimate(model=GPT2, gpus=4, gpu="A100", **options).notes
+    assert any(note.startswith("FSDP1 is assumed, because bitsandbytes' kernels") for note in notes) is is_noted

@@ -20,7 +20,7 @@ from fsdp_advisor.export.constants import AXOLOTL_FILE, NVME_NOTE, WRAP_POLICY
 from fsdp_advisor.export.evaluation import evaluation_limit
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
-from fsdp_advisor.export.limits import task_limit
+from fsdp_advisor.export.limits import needs_fsdp2, task_limit
 from fsdp_advisor.export.losses import axolotl_keys, loss_limit
 from fsdp_advisor.export.model_arguments import experts_limit
 from fsdp_advisor.export.script import torchrun_line
@@ -45,7 +45,7 @@ def unsupported(job: Job) -> str | None:
     if (limit := task_limit(job)) is not None:
         return limit
     if plan.backend == "fsdp1":
-        return "it no longer supports FSDP1; use --backend fsdp2"
+        return f"it no longer supports FSDP1; {needs_fsdp2(plan)}"
     if plan.precision == "bf16" and plan.backend != "deepspeed":
         return "it always treats bf16 as mixed precision; use --precision bf16-mixed"
     if job.adaptation.freeze:

@@ -24,6 +24,12 @@ def task_limit(job: Job) -> str | None:
     return None if job.task == "causal-lm" else "it trains only causal language models"
 
 
+def needs_fsdp2(plan: Plan) -> str:
+    """How a plan gets FSDP2, for a consumer that lacks its backend: the optimizer may be the reason why it has another."""
+    limit = limit_of(plan.optim, "fsdp2", plan.framework)
+    return "use --backend fsdp2" if limit is None else f"for FSDP2 use another --optim, because {limit.reason}"
+
+
 def framework_limit(job: Job, framework: Framework) -> str | None:
     """Why `framework` cannot train the job, whichever framework was estimated."""
     plan = job.plan

@@ -5,6 +5,8 @@ Source: torch 2.13, torch.distributed.fsdp (`fully_shard`), torch.distributed.ch
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fsdp_advisor.export.adapters import packages as adapting_packages
 from fsdp_advisor.export.adapters import template_values, weights
 from fsdp_advisor.export.batches import batch_limit
@@ -12,12 +14,14 @@ from fsdp_advisor.export.checkpointing import checkpointing_call, saves_on_host,
 from fsdp_advisor.export.constants import HEAD_NODE, RENDEZVOUS_PORT, SCRIPT
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
-from fsdp_advisor.export.limits import NO_MODEL, optimizer_limit
+from fsdp_advisor.export.limits import NO_MODEL, needs_fsdp2, optimizer_limit
 from fsdp_advisor.export.losses import loss_limit, script_call
 from fsdp_advisor.export.losses import packages as loss_packages
 from fsdp_advisor.export.model_arguments import model_arguments
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target, with_environment
+from fsdp_advisor.job.choices import Backend
+from fsdp_advisor.job.frameworks import BACKEND_NAMES
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.tasks import AUTO_CLASSES
 from fsdp_advisor.policies.optimizers import optimizer_of
@@ -26,9 +30,10 @@ from fsdp_advisor.policies.optimizers.interface import Refusal
 COMPUTE = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
 
 
-def _unsupported(job: Job, backend: str) -> str | None:
+def _unsupported(job: Job, backend: Backend) -> str | None:
     if job.plan.backend != backend:
-        return f"it trains only with {'FSDP2' if backend == 'fsdp2' else 'DDP'}"
+        only = f"it trains only with {BACKEND_NAMES[backend]}"
+        return f"{only}; {needs_fsdp2(job.plan)}" if (backend, job.plan.backend) == ("fsdp2", "fsdp1") else only
     if job.task is None:
         return NO_MODEL
     adaptation = job.adaptation
@@ -103,7 +108,7 @@ def torchrun_line(job: Job, file: str) -> str:
     return f"torchrun {where} --nproc-per-node {plan.ranks_per_node} {file}"
 
 
-def _target(name: str, description: str, *, backend: str | None = None) -> Target:
+def _target(name: Literal["ddp", "fsdp2"], description: str, *, backend: str | None = None) -> Target:
     packages = ("torch", "transformers")
     return Target(
         name=name,

@@ -28,7 +28,7 @@ _BITSANDBYTES: Mapping[Backend, Limit] = {
     # bitsandbytes 0.50.2 on a parameter of fully_shard (torch 2.13): its operators have no sharding strategy; axolotl refuses it too
     "fsdp2": Limit(
         "bitsandbytes' kernels do not accept DTensors, and FSDP2's parameters are DTensors",
-        "--backend fsdp1, or another --optim",
+        "--backend fsdp1, or another --optim, such as adamw_torch_8bit",
     ),
 }
 _SCHEDULE_FREE: Mapping[Backend, Limit] = {

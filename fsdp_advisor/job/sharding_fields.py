@@ -48,7 +48,8 @@ StrategyOption = Annotated[
 BackendOption = Annotated[
     Literal[Backend, "auto"],
     rule(
-        "the library that shards; auto is ddp for ddp, deepspeed for zero1 and for --offload optimizer, else fsdp2",
+        "the library that shards; auto is ddp for ddp, deepspeed for zero1 and for --offload optimizer, else fsdp2, or fsdp1 for an "
+        "optimizer that does not run on FSDP2",
         synonyms={"fsdp": "fsdp2", "ds": "deepspeed", "zero": "deepspeed"},
         not_modelled=("megatron", "xla", "colossalai"),
     ),

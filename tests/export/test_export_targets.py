@@ -198,6 +198,8 @@ def test_exported_python_passes_ruff(target: str, tmp_path: Path) -> None:
         ("axolotl", plan("zero3", "fsdp2", precision="bf16"), "it always treats bf16 as mixed precision"),
         ("accelerate", plan("hsdp", "fsdp2", 8), "accelerate cannot do HSDP (fsdp2): replicas of one GPU each are DDP"),
         ("trainer", plan("zero3", "fsdp2", optim="adamw_bnb_8bit"), "bitsandbytes' kernels do not accept DTensors"),
+        ("axolotl", plan("zero3", "fsdp1", optim="adamw_bnb_8bit"), "for FSDP2 use another --optim, because bitsandbytes'"),
+        ("fsdp2", plan("zero3", "fsdp1", optim="adamw_bnb_8bit"), "for FSDP2 use another --optim, because bitsandbytes'"),
     ],
 )  # fmt: skip
 def test_unsupported_plan_names_targets_that_support_it(target: str, of: object, message: str) -> None:
