@@ -193,6 +193,7 @@ def test_an_export_without_a_strategy_keeps_what_is_assumed() -> None:
         ({"backward_prefetch": "post"}, "backward_prefetch"),
         ({"price": 2}, "price"),
         ({"seq_len": 512, "find": "sequence"}, "seq_len"),
+        ({"micro_batch_size": 4, "find": "batch"}, "micro_batch_size"),
         ({"gpu": "H100", "find": "gpu-type"}, "gpu"),
     ],
 )

@@ -38,7 +38,8 @@ class Batches:
 
 def batches(request: RecommendRequest, *, world: int) -> Batches:
     """The batches that the request allows on `world` ranks. Raises UsageError if the global batch is not divisible by them."""
-    size, steps, whole = request.micro_batch_size, request.gradient_accumulation_steps, request.global_batch_size
+    size = None if request.find == "batch" else request.micro_batch_size
+    steps, whole = request.gradient_accumulation_steps, request.global_batch_size
     if whole is None:
         return Batches(sizes=range(1, MAX_BATCH + 1) if size is None else (size,), steps=steps or 1)
     made = (size or 1) * (steps or 1) * world

@@ -10,16 +10,17 @@ from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.job.adaptation import LORA_OPTIONS, QUANTIZATION_OPTIONS
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.model.adapter_targets import NoDefaultTargets
 
 FULL, LORA, QLORA = "full fine-tuning", "LoRA", "QLoRA"
 
 
 def advice_of_methods(request: RecommendRequest, advise: Callable[[RecommendRequest], Advice]) -> Advice:
-    """The advice for the first method that fits without offload to a host whose memory is unknown, or else for the first that fits, or
-    else for the last one. Its `methods` has the results of all.
+    """The advice for the first method that fits without offload to a host whose memory is unknown. If none does: for the one that fits
+    with the least host memory. If none fits: for the last one. Its `methods` has the results of all.
 
-    `advise` answers a request whose method is fixed. A method that cannot be answered (PEFT has no default targets for the
-    architecture) is listed with the reason. Raises the error of full fine-tuning if that cannot be answered.
+    `advise` answers a request whose method is fixed. A method that cannot be answered is listed with the reason. Adapters are on all
+    linear layers if PEFT has no default modules for the model. Raises the error of full fine-tuning if that cannot be answered.
     """
     if request.peft_config is not None or request.freeze or request.load_in_8bit:
         raise UsageError(
@@ -30,7 +31,7 @@ def advice_of_methods(request: RecommendRequest, advise: Callable[[RecommendRequ
     methods: list[Method] = []
     for name, one in _requests(request):
         try:
-            advice = advise(one)
+            advice = _with_targets(one, advise)
         except AdvisorError as error:
             if name == FULL:
                 raise
@@ -39,18 +40,32 @@ def advice_of_methods(request: RecommendRequest, advise: Callable[[RecommendRequ
         answered.append(advice)
         methods.append(Method(name=name, advice=advice, reason=None))
     fitting = [advice for advice in answered if advice.recommendation.fits]
-    chosen = next((advice for advice in fitting if not _relies_on_host(advice)), (fitting or answered[-1:])[0])
+    chosen = min(fitting, key=_unknown_host_bytes) if fitting else answered[-1]
     found = chosen.recommendation
-    notes: tuple[str, ...] = ()
+    notes = []
     if request.use_peft and not found.request.use_peft:
-        notes = ("method any compares full fine-tuning, too: use_peft is an option of LoRA and QLoRA only",)
+        notes.append("method any compares full fine-tuning, too: use_peft is an option of LoRA and QLoRA only")
+    if request.lora_target_modules is None and any(a.recommendation.request.lora_target_modules for a in answered):
+        notes.append(
+            "PEFT has no default modules for this model, so LoRA and QLoRA have lora_target_modules all-linear"
+        )
     return replace(chosen, recommendation=replace(found, methods=tuple(methods), notes=(*notes, *found.notes)))
 
 
-def _relies_on_host(advice: Advice) -> bool:
-    """Whether the plan offloads to a host whose memory is unknown."""
+def _with_targets(request: RecommendRequest, advise: Callable[[RecommendRequest], Advice]) -> Advice:
+    """The advice for a request, with adapters on all linear layers if PEFT has no default modules for the model."""
+    try:
+        return advise(request)
+    except NoDefaultTargets:
+        return advise(request.but(lora_target_modules="all-linear"))
+
+
+def _unknown_host_bytes(advice: Advice) -> int:
+    """The bytes that the recommended plan offloads to a host whose memory is unknown."""
     found = advice.recommendation
-    return found.winner is not None and found.winner.plan.offload != "none" and found.request.host_memory is None
+    if found.winner is None or found.winner.plan.offload == "none" or found.request.host_memory is not None:
+        return 0
+    return found.winner.host_peak_bytes_per_node
 
 
 def _requests(request: RecommendRequest) -> Iterator[tuple[str, RecommendRequest]]:

@@ -32,5 +32,7 @@ def ignored_in_search(request: RecommendRequest) -> Iterator[str]:
         yield "price is ignored without tokens"
     if "seq_len" in given and request.seq_len is not None and request.find == "sequence":
         yield "seq_len is ignored: find sequence varies it"
+    if "micro_batch_size" in given and request.micro_batch_size is not None and request.find == "batch":
+        yield "micro_batch_size is ignored: find batch varies it"
     if "gpu" in given and request.gpu is not None and request.find == "gpu-type":
         yield "gpu is ignored: find gpu-type varies it"

@@ -54,7 +54,8 @@ class RecommendRequest(EstimateRequest):
         TrainingMethod,
         _rule(
             about="the training method: fixed is what the other options say; any compares full fine-tuning, LoRA and QLoRA, whatever"
-            " use_peft and load_in_4bit say, and recommends the first that fits, if possible without offload to a host of unknown memory",
+            " use_peft and load_in_4bit say, and recommends the first that fits; of those that"
+            " offload to a host of unknown memory, the one that needs least of it",
         ),
     ] = "fixed"
     thorough: Annotated[

@@ -19,8 +19,12 @@ TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
 _OF_VERSION = "0.21."
 
 
+class NoDefaultTargets(UsageError):
+    """LoRA's settings name no modules, and PEFT has no default for the model."""
+
+
 def check_targets(adaptation: Adaptation, profile: Profile, peft_version: str | None) -> None:
-    """Raises UsageError if LoRA's settings name no modules and PEFT has no default for the model.
+    """Raises NoDefaultTargets if LoRA's settings name no modules and PEFT has no default for the model.
 
     `peft_version`: the installed one, None if PEFT is not installed. Another version than that of the table decides itself.
     """
@@ -35,7 +39,7 @@ def check_targets(adaptation: Adaptation, profile: Profile, peft_version: str | 
         return
     projections = projections_of_text(profile)
     some = f", or some of {', '.join(projections)}" if projections else ""
-    raise UsageError(
+    raise NoDefaultTargets(
         "--lora-target-modules (in a file: target_modules) has to name the modules that get adapters: PEFT has no default"
         f" for {profile.name}, of type {model_type}",
         hint=f"--lora-target-modules all-linear (all linear layers but the head){some}",

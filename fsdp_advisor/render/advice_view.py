@@ -160,7 +160,7 @@ def advice_view(advice: Advice) -> AdviceView:
         methods=(
             *(_method(method, task) for method in r.methods),
             *_why_qlora_needs_more(r.methods),
-            *([_OTHER_METHODS] if r.methods else ()),
+            *_other_methods(r.methods),
         ),
         savings=tuple(map(_saving, r.savings)),
         savings_title=f"What saves memory at micro-batch {winner.plan.micro_batch_size}" if winner else "",
@@ -290,9 +290,14 @@ def _heading(r: Recommendation) -> str:
     return f"Recommended: {winner.label}, micro-batch {plan.micro_batch_size}, {accumulation}, global batch {plan.global_batch_size}"
 
 
-_OTHER_METHODS = (
-    "for the launch files of LoRA or QLoRA, give --use-peft, or --use-peft --load-in-4bit, instead of --method any"
-)
+def _other_methods(methods: Sequence[Method]) -> Iterator[str]:
+    """How to ask for the methods that were compared; nothing if none was."""
+    if not methods:
+        return
+    requests = [method.advice.recommendation.request for method in methods if method.advice is not None]
+    targets = next((request.lora_target_modules for request in requests if request.lora_target_modules), None)
+    adapters = "--use-peft" + (f" --lora-target-modules {targets}" if targets else "")
+    yield f"for the launch files of LoRA or QLoRA, give {adapters}, or the same with --load-in-4bit, instead of --method any"
 
 
 def _method(method: Method, task: Task) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,15 @@ from searches import GPT2, LLAMA, advise, clock, no_clock
 
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.advice import recommend_resolved
+from fsdp_advisor.advice.methods import advice_of_methods
+from fsdp_advisor.advice.result import Advice
 from fsdp_advisor.errors import NotRecordable, UsageError
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.hardware import Gpu, find_gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.model.adapter_targets import NoDefaultTargets
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.units import format_gib, format_speed
@@ -278,3 +282,25 @@ def test_methods_that_need_a_host_of_unknown_memory_come_last() -> None:
     known = recommend(**job, host_memory="256GiB", use_peft=True).recommendation
     assert known.winner is not None and known.winner.plan.offload != "none" and not known.request.use_peft
     assert any("use_peft is an option of LoRA and QLoRA only" in note for note in known.notes)
+
+
+@in_turn(3, of=4)
+def test_of_methods_that_all_need_a_host_of_unknown_memory_the_one_that_needs_least_is_chosen() -> None:
+    found = recommend(model="meta-llama/Llama-3.3-70B-Instruct", gpus=2, gpu="rtx3090", method="any").recommendation
+    hosts = [m.advice.recommendation.winner.host_bytes_per_node for m in found.methods]  # type: ignore[union-attr]
+    assert found.winner is not None and found.winner.plan.offload != "none"
+    assert found.winner.host_bytes_per_node == min(hosts) < max(hosts)
+
+
+def test_methods_adapt_all_linear_layers_if_peft_has_no_default() -> None:
+    answer = recommend(**JOB, timer=clock)
+
+    def advise_with_targets(request: RecommendRequest) -> Advice:
+        if request.use_peft and request.lora_target_modules is None:
+            raise NoDefaultTargets("--lora-target-modules has to name the modules", hint="all-linear")
+        return replace(answer, recommendation=replace(answer.recommendation, request=request))
+
+    found = advice_of_methods(RecommendRequest(**JOB, method="any"), advise_with_targets).recommendation
+    targets = [m.advice and m.advice.recommendation.request.lora_target_modules for m in found.methods]
+    assert targets == [None, "all-linear", "all-linear"]
+    assert found.notes[0].endswith("so LoRA and QLoRA have lora_target_modules all-linear")

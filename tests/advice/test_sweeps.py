@@ -50,6 +50,11 @@ def test_largest_batch_divides_the_global_batch() -> None:
     assert {c.plan.global_batch_size for c in found.rows} == {96}
 
 
+def test_largest_batch_is_that_of_a_job_without_a_micro_batch() -> None:
+    job: dict[str, Any] = {"model": GPT2, "gpus": 4, "gpu": "24GiB", "seq_len": 256, "find": "batch"}
+    assert sweep(**job, micro_batch_size=4).answer == sweep(**job).answer
+
+
 @in_turn(2, of=4)
 def test_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     job: dict[str, Any] = {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB", "offload": "none", **FSDP2}
