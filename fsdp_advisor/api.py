@@ -75,7 +75,7 @@ def models(pattern: str | None = None) -> list[catalog.Entry]:
 
 
 def gpus(pattern: str | None = None) -> list[Gpu]:
-    """The GPUs that are known by name, or those whose name or alias contains `pattern`.
+    """The GPUs that are known by name, or those whose name, alias or architecture contains `pattern`.
 
     >>> [gpu.name for gpu in gpus("4090")]
     ['RTX-4090']

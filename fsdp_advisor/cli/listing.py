@@ -30,7 +30,8 @@ def models(options: ListOptions) -> int:
 
 
 def gpus(options: ListOptions) -> int:
-    """The GPUs that are known by name, with the memory that the driver offers. PATTERN is a part of a name."""
+    """The GPUs that are known by name, with the memory that the driver offers. PATTERN is a part of a name, or an
+    architecture such as hopper."""
     from dataclasses import asdict
 
     from fsdp_advisor.hardware import list_gpus
@@ -49,7 +50,7 @@ def _write_table(table: str, options: ListOptions, destination: Destination) -> 
     if table:
         destination.write(table)
     else:
-        note(f"no name contains {options.pattern!r}")
+        note(f"nothing matches {options.pattern!r}")
 
 
 def models_table(found: Sequence[Entry], screen: Screen) -> str:

@@ -39,9 +39,7 @@ class FileOptions:
 class ListOptions(FileOptions):
     """Options of the commands that list something."""
 
-    pattern: Annotated[
-        str | None, Rule(about="list only names that contain this", metavar="PATTERN", positional=True)
-    ] = None
+    pattern: Annotated[str | None, Rule(about="list only what matches this", metavar="PATTERN", positional=True)] = None
     json: Annotated[bool, Rule(about="write JSON")] = False
 
 

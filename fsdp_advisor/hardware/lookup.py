@@ -77,10 +77,10 @@ def find_gpu(name: str) -> Gpu:
 
 
 def list_gpus(pattern: str | None = None) -> tuple[Gpu, ...]:
-    """All GPUs, or those with a name or alias that contains `pattern`, ignoring case and punctuation.
+    """All GPUs, or those with a name, alias or architecture that contains `pattern`, ignoring case and punctuation.
 
-    >>> [gpu.name for gpu in list_gpus("H100 PCIe")]
-    ['H100-PCIe']
+    >>> [gpu.name for gpu in list_gpus("H100 PCIe")], [gpu.name for gpu in list_gpus("cdna4")]
+    (['H100-PCIe'], ['MI350X', 'MI355X'])
     """
     if pattern is None:
         return GPUS
@@ -90,7 +90,7 @@ def list_gpus(pattern: str | None = None) -> tuple[Gpu, ...]:
         for gpu in GPUS
         if any(
             wanted in canonical_name(name) or pattern.casefold() in name.casefold()
-            for name in (gpu.name, gpu.full_name, *gpu.aliases)
+            for name in (gpu.name, gpu.full_name, *gpu.aliases, gpu.architecture or "")
         )
     )
 

@@ -63,7 +63,7 @@ _FILE: dict[int | str, dict[str, Any]] = {
     **_NOT_MODIFIED,
 }
 
-Pattern = Annotated[str | None, Query(max_length=200, description="Only names that contain this")]
+Pattern = Annotated[str | None, Query(max_length=200, description="A part of a name, or a kind: moe, blackwell")]
 Target = Annotated[str, Path(max_length=64, description="What the file is for", examples=list(TARGETS))]
 
 router = APIRouter(prefix="/api/v1", responses=_PROBLEMS)

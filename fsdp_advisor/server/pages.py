@@ -111,7 +111,7 @@ async def _comparison(request: Request, given: dict[str, str]) -> dict[str, Any]
 
 
 def _add_list(path: str, template: str, find: Callable[[str], dict[str, Any]]) -> None:
-    """Add a page that lists the entries that contain the query's `pattern`."""
+    """Add a page that lists the entries that match the query's `pattern`."""
 
     async def page(request: Request) -> Response:
         values = await run_in_threadpool(find, _pattern(request))

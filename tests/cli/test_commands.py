@@ -346,7 +346,7 @@ def test_models_are_listed_and_found_by_name_and_kind(cli: Callable[..., Any]) -
         text = cli("models", columns=columns).out.replace("\n", "")
         assert all(row["id"] in text for row in everything) or columns == 40
     nothing = cli("models", "no such model")
-    assert (nothing.status, nothing.out, nothing.err) == (0, "", "note: no name contains 'no such model'\n")
+    assert (nothing.status, nothing.out, nothing.err) == (0, "", "note: nothing matches 'no such model'\n")
     assert json.loads(cli("models", "no such model", "--json").out) == []
 
 

@@ -287,6 +287,11 @@ def test_list_gpus_filters_by_any_name() -> None:
     assert list_gpus("toaster") == ()
 
 
+@pytest.mark.parametrize("architecture", sorted({gpu.architecture for gpu in GPUS if gpu.architecture}))
+def test_list_gpus_finds_an_architecture(architecture: str) -> None:
+    assert {gpu for gpu in GPUS if gpu.architecture == architecture} <= set(list_gpus(architecture.title()))
+
+
 def test_package_imports_nothing_heavy() -> None:
     code = (
         "import sys, fsdp_advisor.hardware as h; h.find_gpu('H100')\n"
