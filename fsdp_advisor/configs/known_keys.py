@@ -81,6 +81,8 @@ _ACCELERATE = """
     use_parallelism_config vm zero3_init_flag zero3_save_16bit_model zero_stage
 """
 """Options of `accelerate launch` and keys of its file."""
+_ACCELERATE_OPTIONS = "h m no_tpu_cluster q t tpu_cluster"
+"""Options of `accelerate launch` whose values have other names: -m is module, --tpu_cluster is tpu_use_cluster."""
 _AXOLOTL = """
     accelerator_config activation_checkpointing activation_dtype activation_offloading adam_beta1 adam_beta2 adam_beta3 adam_epsilon
     adam_epsilon2 adapter adaptive_max_tokens added_tokens_overrides additional_special_tokens advantage_estimator alignment_coef
@@ -199,7 +201,7 @@ _DEEPSPEED = """
 
 _TEXTS = {
     "accelerate": _ACCELERATE,
-    "accelerate command": _ACCELERATE,
+    "accelerate command": _ACCELERATE + _ACCELERATE_OPTIONS,
     "Trainer arguments": _TRAINER,
     "TRL": _TRAINER + _TRL,
     "axolotl": _AXOLOTL,

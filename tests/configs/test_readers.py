@@ -956,6 +956,13 @@ def test_axolotls_former_names_of_keys_are_known() -> None:
     assert set(former) <= set(said(found, "ignored").replace(",", " ").split())
 
 
+def test_short_options_of_accelerates_launcher_are_known() -> None:
+    found = from_texts(
+        {"run.sh": "accelerate launch -q --num_processes 4 -m trl.scripts.dpo --model_name_or_path gpt2 --bf16"}
+    )
+    assert said(found, "unknown") == "" and (found.options["gpus"], found.options["task"]) == (4, "dpo")
+
+
 def test_a_check_names_unknown_keys(tmp_path: Path) -> None:
     file = tmp_path / "train.yaml"
     file.write_text(TRAINERS + "lora_enable: true\n")
@@ -965,7 +972,10 @@ def test_a_check_names_unknown_keys(tmp_path: Path) -> None:
 
 def test_known_keys_are_those_of_the_libraries() -> None:
     assert {field.name for field in dataclasses.fields(TrainingArguments)} <= known_keys("Trainer arguments")
-    assert {action.dest for action in launch_command_parser()._actions} <= known_keys("accelerate")
+    actions = launch_command_parser()._actions
+    assert {action.dest for action in actions} <= known_keys("accelerate")
+    options = {option.lstrip("-").replace("-", "_") for action in actions for option in action.option_strings}
+    assert options <= known_keys("accelerate command")
 
 
 class Asked(dict[str, Any]):
