@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from matrix import ALL
 
+from fsdp_advisor.engines.registry import model_refusal
 from fsdp_advisor.errors import NotPolynomial
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
@@ -52,9 +53,14 @@ def predicted_peaks(request: EstimateRequest) -> PhasePeaks:
 
 
 def _job(request: EstimateRequest) -> tuple[Plan, Resolved]:
+    """The only plan of a job and its model. Raises what an estimate refuses, such as packed weights that FSDP would destroy."""
     assert request.seq_len is not None
     (plan,) = plans(request, seq_len=request.seq_len)
-    return plan, resolve(request.model).adapted(adaptation_of(request))
+    model = resolve(request.model).adapted(adaptation_of(request))
+    assert model.profile is not None
+    if (refused := model_refusal(model.profile, plan)) is not None:
+        raise refused
+    return plan, model
 
 
 def _predicted(plan: Plan, model: Resolved) -> PhasePeaks:

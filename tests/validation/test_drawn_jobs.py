@@ -11,9 +11,10 @@ from matrix import taken
 pytest.importorskip("torch")
 
 from compared_peaks import predicted_peaks
-from drawn_jobs import CONFIGS, RESULTS, case_of
+from drawn_jobs import ALWAYS, CONFIGS, RESULTS, SOMETIMES, case_of
 from small_models import options_of
 
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.parsing import make_request
 
 pytestmark = pytest.mark.slow
@@ -40,3 +41,21 @@ def test_kept_peaks_are_of_many_models_and_frameworks_and_agree() -> None:
 @pytest.mark.parametrize("name", taken(SAMPLE, [name for name in KEPT if name not in SAMPLE], days=7))
 def test_predictions_equal_the_kept_ones(name: str, tmp_path: Path) -> None:
     assert predicted_peaks(make_request(options_of(CONFIGS, case_of(name), tmp_path))) == KEPT[name].predicted
+
+
+def test_a_job_that_the_estimate_refuses_is_not_compared(tmp_path: Path) -> None:
+    """The gathered halves of these packed weights would have other bytes than the estimate, which refuses the job, counts."""
+    case = {
+        "model": "opt", "gpus": "2", "strategy": "zero3", "use_peft": "true", "load_in_4bit": "true",
+        "bnb_4bit_quant_storage": "float32",
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="destroys their values"):
+        predicted_peaks(make_request(options_of(CONFIGS, case, tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [(name, each) for name, values in {**ALWAYS, **SOMETIMES}.items() for each in sorted(set(values))],
+)
+def test_a_drawn_value_is_one_of_its_option(option: str, value: str, tmp_path: Path) -> None:
+    make_request(options_of(CONFIGS, {"model": "llama", "gpus": "2", "strategy": "hsdp", option: value}, tmp_path))
