@@ -44,9 +44,10 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
     notes = []
     if "nnodes" in request.assumed:
         per_node = f"{request.gpus // request.nnodes} GPUs each"
+        usual = usual_gpus_per_node(gpu)
+        divides = "" if request.gpus % usual == 0 else f", and {request.gpus} are not a multiple of {usual}"
         notes.append(
-            f"{request.nnodes} nodes of {per_node} are assumed, because {gpu.name} usually has "
-            f"{usual_gpus_per_node(gpu)} per node; nnodes changes it"
+            f"{request.nnodes} nodes of {per_node} are assumed, because {gpu.name} usually has {usual} per node{divides}; nnodes changes it"
         )
     if "precision" in request.assumed:
         notes.append(f"precision {request.precision} is assumed, because {gpu.name} does not compute in bf16")

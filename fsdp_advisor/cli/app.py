@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import NamedTuple
 
@@ -25,8 +26,8 @@ class Command(NamedTuple):
     """A command: `function` and the dataclass of its `options` are names in `module`, which is imported when it runs.
 
     The function's last argument is the options. If the command is about a job, the job comes first: as a request, or with `partial` as the
-    given fields of a request, whose values are text and which may lack the model. With `wraps` the function also gets the words after
-    `--`. The function's docstring is the command's help.
+    given fields of a request, whose values are text and which may lack the model; with `needs_no_model` the help does not ask for one.
+    With `wraps` the function also gets the words after `--`. The function's docstring is the command's help.
     """
 
     summary: str
@@ -37,6 +38,7 @@ class Command(NamedTuple):
     request: type[EstimateRequest] | None = None
     partial: bool = False
     wraps: bool = False
+    needs_no_model: bool = False
 
     def run(self, name: str, arguments: Sequence[str]) -> int:
         """Parse the arguments and run the command. Returns the exit status."""
@@ -45,7 +47,9 @@ class Command(NamedTuple):
         own = fields_of(options_class)
         parser = CommandParser(name, self.usage, *_help_of(function.__doc__ or self.summary))
         if self.request is not None:
-            parser.add_fields(fields_of(self.request).values(), getattr(self.request, "SEARCHED", ()))
+            fields = fields_of(self.request).values()
+            known = [replace(field, required=False) for field in fields] if self.needs_no_model else fields
+            parser.add_fields(known, getattr(self.request, "SEARCHED", ()))
         parser.add_fields((*own.values(), *fields_of(HelpOptions).values()))
         wrapped: tuple[str, ...] = ()
         if self.wraps and "--" in arguments:
@@ -99,7 +103,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "diagnose": Command(
         "Why a GPU ran out of memory, from an error's text or a memory snapshot.",
-        "diagnose", "diagnose", "DiagnoseOptions", "FILE [options]", EstimateRequest, partial=True,
+        "diagnose", "diagnose", "DiagnoseOptions", "FILE [options]", EstimateRequest, partial=True, needs_no_model=True,
     ),
     "validate": Command(
         "Run a job and compare it with its estimate.",

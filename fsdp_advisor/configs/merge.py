@@ -48,10 +48,13 @@ _UNSHARDED_ALONE = {"torchtune", "torchtitan"}
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """The options that files state or imply, by the names of a request's fields, and the reading of each file."""
+    """The options that files state or imply, by the names of a request's fields, and the reading of each file. `assumed`: the sentence
+    that a reading has about each option whose value is assumed.
+    """
 
     options: Mapping[str, Any]
     readings: tuple[ConfigReading, ...] = field(default=())
+    assumed: Mapping[str, str] = field(default_factory=dict)
 
 
 def merge(parts: Sequence[Collector]) -> Configuration:
@@ -62,6 +65,7 @@ def merge(parts: Sequence[Collector]) -> Configuration:
     _check_checkpoints(parts)
     by_fsdp = any("FSDP" in part.checkpoints for part in parts)
     options: dict[str, Any] = {}
+    assumed: dict[str, str] = {}
     source: dict[str, Collector] = {}
     for part in parts:
         for name, value in part.options.items():
@@ -79,18 +83,19 @@ def merge(parts: Sequence[Collector]) -> Configuration:
             if name not in options and not (name == "precision" and {"mixed", "dtype"} & set(options)):
                 options[name] = value
                 if why:
+                    assumed[name] = why
                     part.assume(why)
     for part in parts:
         for name, (value, why) in part.guesses.items():
             # a backend without a strategy is of a format whose file is missing
             if name not in options and not (name == "strategy" and "backend" in options):
-                options[name] = value
+                options[name], assumed[name] = value, why
                 part.assume(why)
     resolve_regions(options)
     _resolve_torchtitan(options, parts)
     _resolve_precision(options, parts)
     _resolve_engine(options)
-    return Configuration(options=options, readings=_grouped(parts))
+    return Configuration(options=options, readings=_grouped(parts), assumed=assumed)
 
 
 def _check_checkpoints(parts: Sequence[Collector]) -> None:
@@ -229,7 +234,8 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
     _check_modelled(found.readings)
     options = _without_replaced(found.options, given)
     _check_compiled(found, {**options, **given})
-    readings = found.readings
+    replaced = {why for name, why in found.assumed.items() if name in given}
+    readings = tuple(replace(r, assumed=tuple(why for why in r.assumed if why not in replaced)) for r in found.readings)
     dropped = [name for name in searched if name in options and name not in given]
     if dropped:
         why = f"searched, not kept: {', '.join(dropped)}"

@@ -85,10 +85,12 @@ def _named(name: str, gpu: Gpu) -> Link | None:
 def _nearest(name: str) -> str:
     import difflib  # takes 1 ms to import and is needed only here
 
+    if name.replace(".", "", 1).isdecimal():
+        return f"a rate needs its unit: {name}Gb/s or {name}GB/s per GPU"
     by_key = {_key(link.name): link.name for link in BETWEEN_NODES} | {
         k: link.name for k, link in (_ALIASES | _GENERATIONS).items()
     }
-    near = difflib.get_close_matches(_key(name)[:64], by_key, n=4, cutoff=0.4)
+    near = difflib.get_close_matches(_key(name)[:64], by_key, n=4, cutoff=0.6)
     names = list(dict.fromkeys(by_key[key] for key in near))[:3]
     other = "a rate per GPU such as 400Gb/s or 50GB/s also works"
     return f"did you mean {' or '.join(names)}? {other}" if names else f"InfiniBand NDR, RoCE, EFA, 100GbE ...; {other}"

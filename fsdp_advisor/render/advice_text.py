@@ -157,7 +157,7 @@ def _table(
     table = draw(shown, screen)
     if not reasons or any(column.header == WHY_NOT for column in shown):
         return table
-    sentences = (wrap(f"{row.strategy} ({row.plan.backend}): {row.why_not}", screen, indent="  ") for row in rows)
+    sentences = (wrap(f"{row.label}, {row.batch}: {row.why_not}", screen, indent="  ") for row in rows)
     return "\n".join((table, *sentences))
 
 

@@ -362,7 +362,8 @@ def _training(r: Recommendation) -> str:
     if run.days is None or run.gpu_hours is None:
         return f"{tokens}: the time of a step is unknown"
     cost = f", {run.cost:,.0f} at {run.price:g} per GPU hour" if run.cost is not None else ""
-    return f"{tokens}: {run.days:,.3g} days, {run.gpu_hours:,.0f} GPU hours{cost}"
+    time = f"{24 * run.days:.2g} hours" if run.days < 1 else f"{run.days:,.{1 if run.days < 100 else 0}f} days"
+    return f"{tokens}: {time}, {run.gpu_hours:,.0f} GPU hours{cost}"
 
 
 def _found(r: Recommendation, task: Task) -> FindView | None:

@@ -69,3 +69,8 @@ def test_bad_files_end_with_status_2_and_a_hint(cli: Callable[..., Any], tmp_pat
     for arguments in ((str(empty),), (str(tmp_path / "missing"),), ()):
         ran = cli("diagnose", *arguments)
         assert ran.status == 2 and not ran.out and "hint:" in ran.err
+
+
+def test_the_help_does_not_ask_for_a_model(cli: Callable[..., Any]) -> None:
+    assert "[required]" not in cli("diagnose", "--help").out
+    assert "[required]" in cli("estimate", "--help").out

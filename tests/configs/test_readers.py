@@ -1062,3 +1062,12 @@ def test_llamafactory_with_an_unknown_multimodal_model_says_that_the_tower_is_co
         "l.yaml", "model_name_or_path: ./my-vlm\ncutoff_len: 64\nfinetuning_type: lora\nfreeze_vision_tower: true\n"
     )
     assert "makes no adapters in the vision tower" in said(found, "not_modelled")
+
+
+@pytest.mark.parametrize(("given", "is_assumed"), [({}, True), ({"gpus": 4}, False)])
+def test_an_assumption_about_an_option_that_is_given_is_not_reported(
+    given: dict[str, Any], *, is_assumed: bool
+) -> None:
+    text = '{"train_batch_size": 128, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}'
+    (reading,) = complete(read("ds.json", text), given).readings
+    assert any("16 GPUs" in sentence for sentence in reading.assumed) is is_assumed

@@ -42,6 +42,8 @@ def test_every_network_is_found_by_its_name() -> None:
         ("rocce", "RoCE"),
         ("etherent", "Ethernet"),
         ("carrier pigeon", "400Gb/s"),
+        ("wifi", "InfiniBand NDR, RoCE, EFA"),
+        ("10", "10Gb/s or 10GB/s"),
         ("", "400Gb/s"),
         ("50", "50GB/s"),
         ("0Gb/s", "10Mb/s"),

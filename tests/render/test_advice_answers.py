@@ -29,6 +29,11 @@ def test_a_narrow_screen_has_the_reasons_too(columns: int) -> None:
     assert max(map(len, table.splitlines())) <= columns
     if columns == 50:
         assert all(reason in " ".join(shown.split()) for reason in reasons)
+        names = [
+            f"{other.candidate.label}, {other.candidate.plan.micro_batch_size} x"
+            for other in advice.recommendation.runners_up
+        ]
+        assert all(name in " ".join(shown.split()) for name in names) and len({*names}) == len(names)
 
 
 def test_reasons_are_wrapped_before_a_column_is_left_out() -> None:
@@ -46,6 +51,6 @@ def test_qlora_that_needs_more_than_lora_says_which_tensors_grow(checkpointing: 
         activation_checkpointing=checkpointing,
     )  # fmt: skip
     _, _, _, *why, other = advice_view(advice).methods
-    assert "--use-peft --load-in-4bit, instead of --method any" in other
+    assert "give --use-peft, or the same with --load-in-4bit, instead of --method any" in other
     assert len(why) == said
     assert all("activations" in line and "hidden states between layers are in fp32" in line for line in why)

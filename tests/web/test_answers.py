@@ -146,11 +146,11 @@ def test_no_option_of_the_command_line_is_named(client: TestClient, job: dict[st
 
 
 def test_tokens_give_the_duration_and_a_price_the_cost(client: TestClient) -> None:
-    job = {"model": "openai-community/gpt2", "gpus": "2", "gpu": "RTX-4090", "tokens": "1B", "price": "2"}
+    job = {"model": "openai-community/gpt2", "gpus": "2", "gpu": "RTX-4090", "tokens": "20B", "price": "2"}
     training = client.get("/.json", params=job).json()["recommendation"]["training"]
-    said = re.search(r"<strong>(1\.00B tokens: [^<]*)</strong>", client.get("/", params=job).text)
+    said = re.search(r"<strong>(20\.0B tokens: [^<]*)</strong>", client.get("/", params=job).text)
     assert said is not None
-    assert f"{training['days']:,.3g} days" in said[1] and f"{training['cost']:,.0f}" in said[1]
+    assert f"{training['days']:,.1f} days" in said[1] and f"{training['cost']:,.0f}" in said[1]
 
 
 @pytest.mark.parametrize("find", taken(["gpus", "batch"], ["sequence", "gpu-type"]))
