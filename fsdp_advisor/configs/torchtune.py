@@ -1,6 +1,6 @@
 """Reads torchtune's YAML recipes.
 
-Source: torchtune 0.6.1, recipes/full_finetune_distributed.py, recipes/full_finetune_single_device.py, recipes/configs/,
+Source: torchtune 0.6.1 and 0.7.0, recipes/full_finetune_distributed.py, recipes/full_finetune_single_device.py, recipes/configs/,
 models/llama3_1/_component_builders.py.
 """
 
@@ -12,8 +12,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from fsdp_advisor.configs.adapters import set_lora, set_quantization
-from fsdp_advisor.configs.collect import Collector, brief, truth
+from fsdp_advisor.configs.collect import Collector, truth
 from fsdp_advisor.configs.names import hub_name, set_optimizer
+from fsdp_advisor.job.unknown_options import TASKS_OF_TRL
 
 MODELS = {
     "llama2_7b": "meta-llama/Llama-2-7b-hf",
@@ -49,6 +50,16 @@ _TOPICS = {
     "selective activation checkpointing": ("ac_mode", "ac_option"),
     "packed sequences": ("dataset.packed",),
     "chunked loss": ("loss.num_output_chunks",),
+    "fp8": ("enable_fp8_training",),
+    "validation": ("run_val_every_n_steps",),
+    "quantization-aware training": ("quantizer",),
+    "embeddings of the tokenizer's size": ("resize_token_embeddings",),
+    "separate units of the embedding and the head": ("memory_efficient_fsdp_wrap",),
+    "which parts of the model are trained": (
+        "model.decoder_trainable",
+        "model.encoder_trainable",
+        "model.fusion_trainable",
+    ),
 }
 
 
@@ -64,11 +75,15 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     options["framework"] = "torch"
     for section in ("model", "checkpointer", "tokenizer", "optimizer", "dataset", "loss"):
         found.section(section)
+    _loss(found)
+    if "teacher_model" in found:
+        _refuse_teacher(found, "teacher_model")
     _model(found)
     found.number("batch_size", "micro_batch_size")
     found.number("gradient_accumulation_steps", "gradient_accumulation_steps")
     found.number("tokenizer.max_seq_len", "seq_len")
     found.number("dataset.max_seq_len", "seq_len")
+    found.default("seq_len", 2048, "2048 tokens: the file does not limit samples (tokenizer.max_seq_len)")
     set_optimizer(
         found,
         "optimizer._component_",
@@ -77,13 +92,44 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     options["precision"] = "fp32" if found.take("dtype") == "fp32" else "bf16"
     if found.flag("enable_activation_checkpointing"):
         options["activation_checkpointing"] = "full"
-    if "chunked" in brief(found.peek("loss._component_")).lower():
-        found.omits_key("loss._component_", "chunked loss; the estimate assumes that all logits are in memory at once")
     _sharding(found)
     found.omits_key("custom_sharded_layers", "separate units; the estimate assumes that they are in the root unit")
     for topic, names in _TOPICS.items():
         found.omits_active(topic, *names)
     return found
+
+
+_LOSSES_IN_CHUNKS = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss")
+"""Losses that compute the logits of a part of the tokens at a time.
+
+Source: modules/loss/cross_entropy_loss.py and ce_chunked_output_loss.py. Until backward they keep log-probabilities in fp32: run in bf16
+with 8 chunks, their peaks are 5 and 6.6 bytes for each logit, that of a loss of all logits is 12 (4.1 after forward, all three).
+"""
+_OF_PREFERENCES = re.compile(r"rlhf|dpo|ppo|grpo|\.rl\.")
+"""Found in the names of the recipes, and of the modules of the losses, of preference and reinforcement learning."""
+
+
+def _loss(found: Collector) -> None:
+    """Report a loss that is not modelled."""
+    component = str(found.peek("loss._component_") or "")
+    name = component.rsplit(".", 1)[-1]
+    if _OF_PREFERENCES.search(component):
+        found.take("loss._component_")
+        _refuse_preferences(found, f"loss._component_: {component}")
+    elif name in _LOSSES_IN_CHUNKS:
+        found.omits_key("loss._component_", "chunked loss; the estimate has all logits at once and needs more")
+    elif name == "CrossEntropyLoss":
+        found.take("loss._component_")
+    else:
+        found.omits_key("loss._component_", "another loss; the estimate assumes cross-entropy")
+
+
+def _refuse_preferences(found: Collector, setting: str) -> None:
+    found.refuses(f"{setting} (preference and reinforcement learning)", TASKS_OF_TRL)
+
+
+def _refuse_teacher(found: Collector, setting: str) -> None:
+    found.refuses(f"{setting} (knowledge distillation)", "training without a teacher is modelled")
 
 
 def read_command(file: str, recipe: str, keys: Mapping[str, Any]) -> Collector:
@@ -108,6 +154,10 @@ def read_command(file: str, recipe: str, keys: Mapping[str, Any]) -> Collector:
         model = MODELS.get(f"{size[1]}_{size[2].lower()}") if size else None
         if model is not None:
             found.default("model", model, f"the model is {model}, by the name of the configuration")
+    if _OF_PREFERENCES.search(recipe):
+        _refuse_preferences(found, recipe)
+    elif "knowledge_distillation" in recipe:
+        _refuse_teacher(found, recipe)
     if "distributed" in recipe:
         found.default("strategy", "zero3", "FSDP2, which distributed recipes use")
     return found

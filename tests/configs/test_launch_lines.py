@@ -155,6 +155,15 @@ def test_commands_that_train_nothing_are_refused(text: str) -> None:
         from_texts({"run.sh": text})
 
 
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [("lora_dpo_single_device", "preference and"), ("knowledge_distillation_distributed", "knowledge distillation")],
+)
+def test_torchtunes_recipes_of_another_task_are_refused(recipe: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=f"{recipe} .{reason}"):
+        complete(from_texts({"run.sh": f"tune run {recipe} --config llama3_1/8B batch_size=4"}), {})
+
+
 def test_a_script_that_runs_another_is_followed(tmp_path: Path) -> None:
     (tmp_path / "job.sbatch").write_text("#SBATCH --nodes=2 --gpus-per-node=4\nsrun ./launch.sh\n")
     (tmp_path / "launch.sh").write_text(f"torchrun --nnodes $SLURM_NNODES --nproc_per_node 4 {ARGUMENTS}\n")

@@ -466,6 +466,39 @@ def test_a_file_of_torchtune_is_read() -> None:
         assert words in said(found, "not_modelled")
 
 
+TUNE = "model: {_component_: torchtune.models.llama3_1.llama3_1_8b}\nloss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}\n"
+
+
+def test_what_torchtunes_keys_change_in_memory_is_not_ignored() -> None:
+    keys = "enable_fp8_training: true\nrun_val_every_n_steps: 50\nresize_token_embeddings: true\nclip_grad_norm: 1.0\n"
+    found = read("8B_full.yaml", TUNE + keys)
+    for words in ("loss._component_", "enable_fp8_training", "run_val", "resize_token", "clip_grad"):
+        assert words in said(found, "not_modelled") and words not in said(found, "ignored")
+    plain = read("8B_full.yaml", "model: {_component_: torchtune.models.llama3_1.llama3_1_8b}\n"
+        "loss: {_component_: torch.nn.CrossEntropyLoss}\ncompile: False\n")  # fmt: skip
+    assert "CrossEntropyLoss" in said(plain, "read") and said(plain, "not_modelled") == ""
+
+
+def test_the_length_of_torchtunes_uncut_samples_is_an_assumption() -> None:
+    found = read("8B_full.yaml", TUNE + "tokenizer: {max_seq_len: null}\n")
+    assert found.options["seq_len"] == 2048
+    assert "2048 tokens: the file does not limit samples (tokenizer.max_seq_len)" in said(found, "assumed")
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        ("torchtune.rlhf.loss.DPOLoss}", "torchtune.rlhf.loss.DPOLoss (preference and reinforcement learning)"),
+        ("torchtune.dev.grpo.loss.GRPOSimpleLoss}", "GRPOSimpleLoss (preference and reinforcement learning)"),
+        ("torch.nn.CrossEntropyLoss}\nteacher_model: {_component_: x}", "teacher_model (knowledge distillation)"),
+    ],
+)  # fmt: skip
+def test_torchtunes_jobs_of_another_task_are_refused(loss: str, reason: str) -> None:
+    model = "model: {_component_: torchtune.models.llama3_1.llama3_1_8b}\n"
+    with pytest.raises(UsageError, match=re.escape(reason)):
+        complete(read("8B.yaml", f"{model}loss: {{_component_: {loss}\n"), {})
+
+
 TITAN_TOML = """
     [model]
     name = "llama3"
