@@ -8,6 +8,7 @@ from fsdp_advisor.assumptions import sharded_storage, stores_frozen_base_in_fp32
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.choices import half_dtype
 from fsdp_advisor.job.compatibility import OFFLOADS
+from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
 from fsdp_advisor.job.losses import losses_without_logits
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -62,6 +63,8 @@ def _states_may_fit(report: Report, known: Sequence[StrategyEstimate]) -> bool:
 def _small_savers(report: Report, known: Sequence[StrategyEstimate]) -> list[str]:
     """The options that save memory around the states. They are of no use if the states alone are too large."""
     request, options = report.request, []
+    if any(row.allocator is not None and row.allocator.expandable_segments_help for row in known):
+        options.append(f"--allocator-conf {EXPANDABLE_SEGMENTS} (less fragmentation)")
     if request.load_in_4bit and not request.use_bnb_nested_quant:
         options.append("--use-bnb-nested-quant (scales in 8 bits)")
     if request.activation_checkpointing == "none":

@@ -94,3 +94,15 @@ def test_nothing_is_said_to_fit_or_not_while_a_peak_is_unknown() -> None:
     unknown = replace(report.estimates[-1], fits=None)
     rows = Rows.of([*report.estimates[:-1], unknown])
     assert not any(row.fits for row in rows) and report_view(replace(report, estimates=rows)).way_out == ""
+
+
+def test_expandable_segments_are_the_first_option_if_they_make_a_row_fit() -> None:
+    job: dict[str, Any] = {
+        "model": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "gpus": 8, "gpu": "H100", "strategy": "zero3",
+    }  # fmt: skip
+    line = report_view(estimate(**job)).way_out
+    assert line.startswith(
+        "Nothing fits. Options that save memory, alone or together: --allocator-conf expandable_segments:True ("
+    )
+    assert all(row.fits for row in estimate(**job, allocator_conf="expandable_segments:True").estimates)
+    assert "--allocator-conf" not in report_view(estimate(**job | {"gpus": 4})).way_out
