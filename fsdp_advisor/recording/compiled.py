@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -126,6 +127,8 @@ def compiler(
     """
     settings = {"capture_scalar_outputs": True, "skip_fwd_side_effects_in_bwd_under_checkpoint": True}
     torch.overrides.get_overridable_functions()  # fills a cache of PyTorch that Dynamo uses
+    # it warns of operators in place in a checkpointed region
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     with contextlib.ExitStack() as contexts:
         for owner, changes in _changes().items():
             for name, value in changes.items():
