@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
@@ -22,6 +23,21 @@ def uneven_nodes(gpus: int, nnodes: int) -> str | None:
     return f"gpus {gpus} is not divisible by nnodes {nnodes}" if gpus % nnodes else None
 
 
+_HUB_ADDRESS = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+(?:/[\w.-]+)?)/?(?:/(?:tree|blob|resolve|raw)/.*)?(?:[?#].*)?"
+)
+
+
+def hub_id(name: str) -> str:
+    """The repository that an address of the Hugging Face hub shows; any other name unchanged.
+
+    >>> hub_id("https://huggingface.co/Qwen/Qwen3-8B/tree/main"), hub_id("hf.co/gpt2"), hub_id("./models/gpt2")
+    ('Qwen/Qwen3-8B', 'gpt2', './models/gpt2')
+    """
+    found = _HUB_ADDRESS.fullmatch(name)
+    return found[1] if found else name
+
+
 @dataclass(frozen=True, kw_only=True)
 class EstimateRequest:
     """One job under one strategy, or under all of them.
@@ -39,6 +55,8 @@ class EstimateRequest:
             "count (7e9, 7B)",
             group="Model",
             metavar="MODEL",
+            word=hub_id,
+            example="a hub id without the address of the hub",
             min_length=1,
             max_length=4096,
         ),

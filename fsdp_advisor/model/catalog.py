@@ -99,6 +99,16 @@ def without_format(name: str) -> str:
     return _FORMATS.sub("", name)
 
 
+def unpacked(name: str) -> Entry | None:
+    """The model whose weights a GPTQ or AWQ checkpoint of this name packs; None for other names.
+
+    >>> [entry and entry.id for entry in map(unpacked, ("TheBloke/Llama-2-7B-GPTQ", "Qwen3-8B-AWQ", "Qwen3-8B"))]
+    ['meta-llama/Llama-2-7b-hf', 'Qwen/Qwen3-8B', None]
+    """
+    found = re.fullmatch(r"(?:.*/)?(.+?)[\s._-](?:gptq|awq)\b.*", name.strip(), re.IGNORECASE)
+    return next(iter(by_short_name(found[1])), None) if found else None
+
+
 @lru_cache(maxsize=1)
 def entries_by_short_name() -> dict[str, tuple[Entry, ...]]:
     """The entries by their short names (`_short`), which several may share."""

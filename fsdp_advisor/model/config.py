@@ -32,6 +32,11 @@ MAX_DIGITS = 64
 MAX_MODULES = 500_000
 
 CONFIG_HINT = "use the config.json that transformers saves with a model"
+_DIFFUSERS_HINT = "it is of a model of diffusers: record that in Python with fsdp_advisor.record_module (examples/diffusion_transformer.py)"
+"""The hint about a configuration in which diffusers names a class.
+
+Source: huggingface/diffusers, src/diffusers/configuration_utils.py, ConfigMixin.to_json_string.
+"""
 
 _LAYERS = re.compile(r"n_layers?|num_(hidden_|encoder_|decoder_)?layers|(encoder|decoder)_layers")
 _EXPERTS = re.compile(r"num_experts|num_local_experts|n_routed_experts|moe_num_experts")
@@ -135,7 +140,9 @@ def trained_part(config: Config, name: str) -> tuple[Config, tuple[str, ...]]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not _SHOWN_KEY.fullmatch(model_type):
         problem = "no model_type" if model_type is None else "an invalid model_type"
-        raise UnreadableConfig(f"{name}: the configuration has {problem}", hint=CONFIG_HINT)
+        raise UnreadableConfig(
+            f"{name}: the configuration has {problem}", hint=_DIFFUSERS_HINT if "_class_name" in config else CONFIG_HINT
+        )
     _check_architectures(config, name)
     layers, experts = _largest(config, _LAYERS), _largest(config, _EXPERTS)
     if layers * experts > MAX_MODULES:

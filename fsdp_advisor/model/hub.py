@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from fsdp_advisor.errors import AdvisorError, HubError, UnknownModel, UnreadableConfig
-from fsdp_advisor.model import catalog
+from fsdp_advisor.model import catalog, lacking
 from fsdp_advisor.model.config import CONFIG_HINT, MAX_CONFIG_BYTES, MAX_CONFIG_MIB, read_config
 
 HUB_TIMEOUT_SECONDS = 10
@@ -42,6 +42,20 @@ def others_of_its_family(wanted: str) -> str | None:
     """A hint with models of the catalog that begin with the same words; None if there are none."""
     family = catalog.family(wanted) if len(wanted) <= 200 else []
     return f"models of a similar name in the catalog: {', '.join(family)}" if family else None
+
+
+def why_lacking(wanted: str) -> str | None:
+    """A hint on why the catalog lacks this very model, though it may have models of similar names; None if that is not known."""
+    if len(wanted) > 200:
+        return None
+    if (model := catalog.lacking(wanted)) is not None:
+        return lacking.hint(model)
+    if (entry := catalog.unpacked(wanted)) is not None:
+        return (
+            f"how a GPTQ or AWQ checkpoint packs the weights of {entry.id} is in its config.json: give its hub id, or a directory"
+            " with that file"
+        )
+    return None
 
 
 def download(name: str, *, anonymous: bool = False) -> tuple[bytes, tuple[str, ...]]:
@@ -116,8 +130,9 @@ def _hub_error(name: str, error: Exception) -> AdvisorError:
         RepositoryNotFoundError,
     )
 
-    guess = did_you_mean(name)
-    near = guess or others_of_its_family(name)
+    known = why_lacking(name)
+    guess = None if known else did_you_mean(name)
+    near = known or guess or others_of_its_family(name)
     if isinstance(error, OfflineModeIsEnabled):
         if near:
             return UnknownModel(name, hint=f"{near} (HF_HUB_OFFLINE is set, so the hub was not asked)")
@@ -141,10 +156,11 @@ def _hub_error(name: str, error: Exception) -> AdvisorError:
             return HubError(f"the hub refused {name} (HTTP status {status})", hint=hint)
         return HubError(f"the hub could not deliver {name} (HTTP status {status})", hint="try again later")
     hint = "check the network and HF_ENDPOINT, or pass a directory that contains the model's config.json"
-    return HubError(
-        f"{name} is not in the catalog, and {_hub()} cannot be reached: {_reason(error)}",
-        hint=f"{guess} If not, {hint}" if guess else f"{near}; for another one {hint}" if near else hint,
-    )
+    if known:
+        hint = f"{known}; {hint}"
+    elif near:
+        hint = f"{guess} If not, {hint}" if guess else f"{near}; for another one {hint}"
+    return HubError(f"{name} is not in the catalog, and {_hub()} cannot be reached: {_reason(error)}", hint=hint)
 
 
 def _reason(error: BaseException | None) -> str:

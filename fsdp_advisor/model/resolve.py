@@ -67,7 +67,7 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
     if not allow_hub or not hub.can_be_repo_id(wanted):
         family = hub.others_of_its_family(wanted)
         others = f"{family}; for another one give its hub id or config.json" if family else names_hint
-        raise UnknownModel(wanted[:200], hint=hub.did_you_mean(wanted) or others)
+        raise UnknownModel(wanted[:200], hint=hub.why_lacking(wanted) or hub.did_you_mean(wanted) or others)
     data, notes = hub.download(wanted)
     return resolve_config(data, wanted, "hub", notes)
 

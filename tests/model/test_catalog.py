@@ -395,6 +395,29 @@ def test_known_model_that_the_catalog_lacks_is_named_with_a_reason(typed: str) -
     assert model is not None and unknown.value.hint == hint(model)
 
 
+@pytest.mark.parametrize("typed", ["google/gemma-3n-E4B-it", "google/gemma-3n-E2B", "Zyphra/Zamba2-7B-Instruct"])
+def test_hub_id_that_cannot_be_read_is_named_with_the_reason_why_the_catalog_lacks_it(typed: str) -> None:
+    with pytest.raises(UnknownModel) as unknown:
+        resolve(typed, allow_hub=False)
+    model = catalog.lacking(typed)
+    assert model is not None and unknown.value.hint == hint(model)
+
+
+@pytest.mark.parametrize(
+    ("typed", "base"),
+    [
+        ("Qwen/Qwen3-8B-AWQ", "Qwen/Qwen3-8B"),
+        ("Qwen3-8B-AWQ", "Qwen/Qwen3-8B"),
+        ("TheBloke/Llama-2-7B-GPTQ", "meta-llama/Llama-2-7b-hf"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen/Qwen2.5-7B"),
+    ],
+)
+def test_packed_checkpoint_is_asked_for_the_file_that_says_how_it_is_packed(typed: str, base: str) -> None:
+    with pytest.raises(UnknownModel) as unknown:
+        resolve(typed, allow_hub=False)
+    assert f"a GPTQ or AWQ checkpoint packs the weights of {base} is in its config.json" in str(unknown.value.hint)
+
+
 def test_names_in_a_hint_about_a_model_that_the_catalog_lacks_are_in_the_catalog() -> None:
     named = {word for model in LACKING for word in re.findall(r"[\w-]+/[\w.-]+[\w]", hint(model))}
     assert named and all(map(catalog.find, named))

@@ -50,6 +50,11 @@ BAD_CONFIGS = [
     (b"{}", "the configuration has no model_type", CONFIG_HINT),
     ({"model_type": 7}, "the configuration has an invalid model_type", CONFIG_HINT),
     ({"model_type": "../x"}, "the configuration has an invalid model_type", CONFIG_HINT),
+    (
+        {"_class_name": "DiTTransformer2DModel", "sample_size": 32},
+        "the configuration has no model_type",
+        "it is of a model of diffusers: record that in Python with fsdp_advisor.record_module (examples/diffusion_transformer.py)",
+    ),
     ({"model_type": None}, "the configuration has no model_type", CONFIG_HINT),
     ({"text_config": {"vocab_size": 9}}, "the configuration has no model_type", CONFIG_HINT),
     (LLAMA | {"architectures": [7]}, "architectures must be a list of names", CONFIG_HINT),

@@ -271,6 +271,8 @@ def test_hub_variables_of_the_environment_are_used(hub: Hub, home: Path, recorde
         "UnknownModel unknown model 'tiny-org/Tiny-Lama' | "
         "did you mean tiny-org/Tiny-Llama? (HF_HUB_OFFLINE is set, so the hub was not asked)\n"
     )
+    ran = python(code.replace("acme/model", "acme/Kimi-K3"), **there, HF_HUB_OFFLINE="1")
+    assert ran.stdout.startswith("UnknownModel unknown model 'acme/Kimi-K3' | Kimi-K3 has the model type kimi_k3")
     assert hub.asked == []
 
 
