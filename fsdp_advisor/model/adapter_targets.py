@@ -1,9 +1,12 @@
-"""The modules that PEFT adapts if the settings of LoRA name none, by type of model."""
+"""The modules that PEFT adapts: whether the settings name them, and whether the model has those that are named."""
 
 from __future__ import annotations
 
+import difflib
+
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import Adaptation
+from fsdp_advisor.model.freezing import parameter_names
 from fsdp_advisor.model.multimodal import is_tower
 from fsdp_advisor.model.profile import Profile
 
@@ -59,3 +62,29 @@ def projections_of_text(profile: Profile) -> list[str]:
         if parameter.role == "other" and len(parameter.shape) == 2 and parameter.name.endswith(".weight")
     )
     return list(dict.fromkeys(name for name in modules if "proj" in name))
+
+
+def absent_targets(adaptation: Adaptation, adapted: Profile) -> tuple[str, ...]:
+    """Notes on names of modules in an adapter's settings that the adapted model lacks. PEFT leaves them out without a word if it finds
+    others, as lists for several models need. Patterns are not checked.
+
+    Source: peft 0.21, tuners/tuners_utils.py, `check_target_module_exists` and `inject_adapter`. Where PEFT adapts experts that are 3-D
+    parameters, names may be those of linear layers in transformers 4 (utils/transformers_weight_conversion.py): nothing is said there.
+    """
+    named = {
+        key: names
+        for key in ("target_modules", "modules_to_save")
+        if isinstance(names := adaptation.peft.get(key), list)
+    }
+    if not named or any(".experts.base_layer." in name for name in adapted.parameter_names()):
+        return ()
+    modules = {f".{name.rpartition('.')[0]}." for name in parameter_names(adapted)}
+    last = {part for module in modules for part in module.split(".")}
+    notes = []
+    for key, names in named.items():
+        for name in names:
+            if not any(f".{name}." in module for module in modules):
+                near = difflib.get_close_matches(name, last, n=1, cutoff=0.75)
+                meant = f" (did you mean {near[0]}?)" if near else ""
+                notes.append(f"{adapted.name} has no module {name}, which {key} names{meant}: PEFT leaves it out")
+    return tuple(notes)

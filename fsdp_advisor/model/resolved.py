@@ -20,7 +20,7 @@ from fsdp_advisor.errors import (
     to_payload,
 )
 from fsdp_advisor.job.adaptation import CONFIG_KEY, UNCHANGED, Adaptation
-from fsdp_advisor.model.adapter_targets import check_targets
+from fsdp_advisor.model.adapter_targets import absent_targets, check_targets
 from fsdp_advisor.model.freezing import check_patterns, parameter_names
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.quantization import PACKED_NOTE
@@ -238,9 +238,10 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
             profile = recorder_for(
                 config, model.name, task, f"{model.name} {what} is not recorded yet", extra=ADAPTERS_EXTRA
             ).profile
+    profile = renamed(profile, model.name)
     return replace(
         model,
-        profile=renamed(profile, model.name),
+        profile=profile,
         parameters=sum(
             prod(shape) * count
             for unit, count in profile.counted_units()
@@ -252,7 +253,10 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
         trainable_parameters=profile.trainable_parameters,
         recorded_locally=True,
         adaptation=adaptation,
-        notes=tuple(note for note in model.notes if not (adaptation.packed_by and note == PACKED_NOTE)),
+        notes=(
+            *(note for note in model.notes if not (adaptation.packed_by and note == PACKED_NOTE)),
+            *absent_targets(adaptation, profile),
+        ),
     )
 
 
