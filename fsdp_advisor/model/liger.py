@@ -1,4 +1,4 @@
-"""The kernels that Liger uses by default in a causal language model, by model type.
+"""The kernels that Liger uses by default in a language model, with or without images, by model type.
 
 Source: liger-kernel 0.8.5, transformers/monkey_patch.py, MODEL_TYPE_TO_APPLY_LIGER_FN and its functions, applied to an existing model.
 """
@@ -75,3 +75,50 @@ LIGER_KERNELS: dict[str, LigerKernels] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN_LINEAR),
 }
 """The replaced modules by model type. Kernels for gemma's activation allocate the same as those for SwiGLU."""
+
+
+class LigerVision(NamedTuple):
+    """What Liger replaces in a vision-language model.
+
+    `text`: the kernels of its language model; None: those of the language model's type. The others are names in the vision encoder and the
+    projector: of layer norms, of RMSNorms as in `LigerKernels`, and of feed-forward networks with gate and up.
+    """
+
+    text: LigerKernels | None = None
+    layer_norms: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    copying_norms: tuple[str, ...] = ()
+    mlps: tuple[str, ...] = ()
+
+
+_OF_SIGLIP = ("layer_norm1", "layer_norm2", "post_layernorm")
+
+LIGER_VISION: dict[str, LigerVision] = {
+    "gemma3": LigerVision(
+        text=LIGER_KERNELS["gemma3_text"], layer_norms=_OF_SIGLIP, copying_norms=("mm_soft_emb_norm",)
+    ),
+    "glm4v": LigerVision(
+        text=LigerKernels(norms=(*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"), mlp="gate_up", rope=False),
+        norms=("norm1", "norm2"),
+        mlps=("mlp",),
+    ),
+    "internvl": LigerVision(
+        layer_norms=("layernorm_before", "layernorm_after", "layernorm"), norms=("q_norm", "k_norm")
+    ),
+    "llava": LigerVision(),
+    "smolvlm": LigerVision(layer_norms=_OF_SIGLIP),
+}
+"""The vision-language models whose kernels are modelled, by model type."""
+
+_CANNOT_IMPORT = "cannot import its own code for it"
+LIGER_FAILURES: dict[str, str] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _CANNOT_IMPORT),
+    "llama4": "fails in its forward, which needs outputs of the routers",
+    "paligemma": "fails in its forward, which takes the image features for a tensor",
+    "qwen3_5": "fails in its forward, which needs outputs with rope_deltas",
+}
+"""What Liger 0.8.5 does with vision-language models of these types under transformers 5.23.
+
+Source: Trainers' steps that ended so; transformers/model/{qwen2_vl,qwen2_5_vl,qwen3_vl,qwen3_vl_moe}.py, whose output classes
+output_classes.py lacks; paligemma.py and qwen3_5.py, `lce_forward`; transformers 5.23, models/llama4/modeling_llama4.py.
+"""

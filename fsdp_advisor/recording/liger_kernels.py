@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any
 from unittest import mock
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_advisor.errors import NotRecordable
-from fsdp_advisor.model.liger import LIGER_KERNELS, LIGER_VERSION, LigerKernels
+from fsdp_advisor.model.liger import LIGER_KERNELS, LIGER_VERSION, LIGER_VISION, LigerKernels, LigerVision
 from fsdp_advisor.recording.fused_kernels import empty, kernel
 from fsdp_advisor.recording.liger_experts import experts
 
@@ -32,7 +32,7 @@ def check_kernels(model: nn.Module, name: str) -> None:
     """Raise NotRecordable if Liger has no kernels for the model, or fails with its adapters."""
     causal = _causal_model(model, name)
     kernels = _kernels_of(causal, name)
-    for routed in _routed_experts(causal.base_model.layers, kernels):
+    for routed in _routed_experts(_language_model(causal).layers, kernels):
         if not isinstance(getattr(routed, "gate_up_proj", None), nn.Parameter):
             raise NotRecordable(
                 f"{name}: Liger {LIGER_VERSION} fails with adapters of routed experts",
@@ -49,7 +49,7 @@ def with_liger_kernels(model: nn.Module, name: str) -> Iterator[None]:
     """
     causal = _causal_model(model, name)
     kernels = _kernels_of(causal, name)
-    base = causal.base_model
+    base = _language_model(causal)
     layers = list(base.layers)
     for norm, in_place in _norms(base, layers, kernels):
         norm.forward = MethodType(_norm_in_place if in_place else _norm, norm)
@@ -61,6 +61,8 @@ def with_liger_kernels(model: nn.Module, name: str) -> Iterator[None]:
             mlp.forward = MethodType(_gate_up_mlp if kernels.mlp == "gate_up" else _mlp, mlp)
     for routed in _routed_experts(layers, kernels):
         routed.forward = MethodType(experts, routed)
+    if base is not causal.base_model:
+        _replace_in_vision(causal, base, LIGER_VISION[causal.config.model_type])
     code = sys.modules[type(base).__module__]
     with mock.patch.object(code, "apply_rotary_pos_emb", _rope) if kernels.rope else contextlib.nullcontext():
         yield
@@ -73,14 +75,46 @@ def _causal_model(model: nn.Module, name: str) -> PreTrainedModel:
     raise NotRecordable(f"{name}: Liger's kernels are for causal language models", hint="leave --use-liger-kernel out")
 
 
+def _language_model(causal: PreTrainedModel) -> Any:
+    """The model with the decoder's layers, which is a part of a vision-language model."""
+    base = causal.base_model
+    return getattr(base, "language_model", None) or getattr(base, "text_model", base)
+
+
 def _kernels_of(causal: PreTrainedModel, name: str) -> LigerKernels:
-    kernels = LIGER_KERNELS.get(causal.config.model_type)
-    if kernels is None:
+    config = causal.config
+    vision = LIGER_VISION.get(config.model_type)
+    of_text = config.get_text_config().model_type if vision else config.model_type
+    kernels = vision.text if vision and vision.text else LIGER_KERNELS.get(of_text)
+    tower = config.vision_config.model_type if vision else ""
+    if kernels is None or tower == "pixtral":  # whose modules Liger replaces, too
         raise NotRecordable(
-            f"{name}: Liger {LIGER_VERSION}'s kernels for models of type {causal.config.model_type} are not modelled",
+            f"{name}: Liger {LIGER_VERSION}'s kernels for models of type {tower if kernels else of_text} are not modelled",
             hint="leave --use-liger-kernel out; --loss liger has its loss alone, if it has one",
         )
     return kernels
+
+
+def _replace_in_vision(causal: PreTrainedModel, text: nn.Module, replaced: LigerVision) -> None:
+    """Let the modules outside of the language model call Liger's functions."""
+    of_text = set(text.modules())
+    for path, module in causal.base_model.named_modules():
+        forward = None if module in of_text else _forward_in_vision(path.rpartition(".")[2], module, replaced)
+        if forward is not None:
+            module.forward = MethodType(forward, module)
+
+
+def _forward_in_vision(name: str, module: nn.Module, replaced: LigerVision) -> Callable[..., torch.Tensor] | None:
+    """Liger's forward of a module outside of the language model; None if Liger leaves it as it is."""
+    if name in replaced.mlps:
+        return _mlp
+    if isinstance(module, nn.LayerNorm):
+        return _layer_norm if name in replaced.layer_norms else None
+    if not hasattr(module, "weight") or list(module.children()):  # an identity, or PEFT's wrapper around a trained norm
+        return None
+    if name in replaced.norms:
+        return _norm_in_place
+    return _norm if name in replaced.copying_norms else None
 
 
 def _norms(base: nn.Module, layers: list[nn.Module], kernels: LigerKernels) -> Iterator[tuple[nn.Module, bool]]:
@@ -152,6 +186,44 @@ class _RmsNorm(torch.autograd.Function):
         kernel([dy, x, weight, inverse], [dx, *([] if parts is None else [parts])])
         dweight = None if parts is None else parts.sum(dim=0).to(weight.dtype)
         return dx.view(*shape), dweight, None
+
+
+# LayerNorm
+
+
+def _layer_norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = _LayerNorm.apply(hidden_states, self.weight, self.bias)  # type: ignore[no-untyped-call]  # torch's
+    return out
+
+
+class _LayerNorm(torch.autograd.Function):
+    """Liger's LayerNorm. Source: ops/layer_norm.py, `LigerLayerNormFunction`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        shape = x.shape
+        x = x.contiguous().view(-1, shape[-1])
+        y = empty(x.shape, x)
+        mean, inverse = (empty(x.shape[:1], x, torch.float32) for _ in range(2))
+        kernel([x, weight, bias], [y, mean, inverse])
+        ctx.save_for_backward(x, weight, bias, mean, inverse)
+        return y.view(*shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias, mean, inverse = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        parts = [
+            empty((PROCESSORS, x.shape[1]), weight, torch.float32) if needed else None
+            for needed in ctx.needs_input_grad[1:]
+        ]
+        dx = empty(x.shape, x)
+        kernel([dy, x, weight, mean, inverse], [dx, *(part for part in parts if part is not None)])
+        of_parameters = [
+            None if part is None else part.sum(dim=0).to(parameter.dtype)
+            for part, parameter in zip(parts, (weight, bias), strict=True)
+        ]
+        return dx.view(*grads[0].shape), *of_parameters
 
 
 # Positions

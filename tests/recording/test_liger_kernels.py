@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import taken
+from vision_models import config_of, options_of
 
 pytest.importorskip("torch")
 
@@ -73,6 +75,33 @@ def test_a_type_without_kernels_has_no_peak(tmp_path: Path) -> None:
     row = _row(tmp_path, "gpt2", use_liger_kernel=True, loss="full")
     assert row.peak_allocated_bytes is None
     assert any("kernels for models of type gpt2" in text for text in row.not_modelled)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    taken(
+        [
+            ("qwen2_5_vl", "with transformers 5.23, Liger 0.8.5 cannot import its own code"),
+            ("llava_next", "Liger 0.8.5 has no loss for models of type llava_next with images"),
+        ],
+        [
+            ("paligemma", "Liger 0.8.5 fails in its forward"),
+            ("llama4", "Liger 0.8.5 fails in its forward"),
+            ("qwen3_5", "Liger 0.8.5 fails in its forward"),
+            ("gemma4", "Liger's loss is not modelled for models of type gemma4 with images"),
+        ],
+        days=2,
+    ),
+)
+def test_a_vision_language_model_that_liger_cannot_train_has_no_peak(model: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_of(model)))
+    (row,) = estimate(
+        model=str(path), gpu="H100-80GB", strategy="ddp", framework="trainer", seq_len=1024, use_liger_kernel=True,
+        **options_of(model),
+    ).estimates  # fmt: skip
+    assert row.peak_allocated_bytes is None
+    assert any(said in text for text in row.not_modelled)
 
 
 def test_adapters_of_experts_have_no_peak_because_liger_fails(tmp_path: Path) -> None:

@@ -129,12 +129,12 @@ def fused_loss_of(model: PreTrainedModel) -> FusedLoss:
     return fused
 
 
-def base_outputs(model: PreTrainedModel, **inputs: Any) -> Any:
-    """The outputs of the model below the head."""
+def base_outputs(model: PreTrainedModel, *, use_cache: bool | None = False, **inputs: Any) -> Any:
+    """The outputs of the model below the head. `use_cache`: whether it keeps keys and values; None: as its configuration says."""
     routers = _routers_of(model)
     if routers is None:
-        return model.base_model(**inputs, use_cache=False)
-    return routers.outputs(model.base_model, **inputs, use_cache=False)
+        return model.base_model(**inputs, use_cache=use_cache)
+    return routers.outputs(model.base_model, **inputs, use_cache=use_cache)
 
 
 def router_loss_of(model: PreTrainedModel, outputs: Any) -> torch.Tensor | None:

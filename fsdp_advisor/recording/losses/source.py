@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from fsdp_advisor.errors import NotRecordable, assert_never
 from fsdp_advisor.job.losses import LossCode
-from fsdp_advisor.model.liger import LIGER_LOSSES
+from fsdp_advisor.model.liger import LIGER_FAILURES, LIGER_LOSSES, LIGER_VERSION, LIGER_VISION
 from fsdp_advisor.recording.losses import cce, liger, trl
 from fsdp_advisor.recording.losses.fused import (
     FusedLoss,
@@ -45,25 +46,40 @@ class LossSource(FusedLossSource):
     ) -> None:
         super().__init__(base, router_loss=router_loss)
         self._loss = loss
-        if loss == "liger":
-            self.not_causal = (
-                "Liger's loss is modelled for language models, not for {task}; with transformers 5.23, Liger 0.8.5 cannot import its own "
-                "code for Qwen's models with images"
-            )
-        if loss == "trl":  # which calls `base_model` of either (trl 1.16, trainer/utils.py, `_fused_forward`)
+        if (
+            loss != "cce"
+        ):  # they call `base_model` of either (trl 1.16, trainer/utils.py, `_fused_forward`; Liger's `lce_forward`)
             self.tasks = ("causal-lm", "image-text-to-text")
         self._ignored_labels = ignored_labels
         self._gathered_head = gathered_head
 
     def fuse(self, model: PreTrainedModel) -> None:
-        if self._loss == "liger" and model.config.model_type not in LIGER_LOSSES:
-            raise NotRecordable(
-                f"{self.name}: Liger 0.8.5 has no loss for models of type {model.config.model_type}",
-                hint="--loss cce works for every causal model",
-            )
+        if self._loss == "liger":
+            self._check_liger(model.config.model_type)
         head, compute = model.get_output_embeddings(), _LOSSES[self._loss]
         self._fused = FusedLoss(head, compute, self._ignored_labels, self._gathered_head)
-        set_loss(model, self._fused, _forward)
+        # Liger leaves the cache to the configuration; the Trainer switches it off in that of the whole model, not in its language model's
+        set_loss(model, self._fused, partial(_forward, use_cache=None) if self._loss == "liger" else _forward)
+
+    def _check_liger(self, model_type: str) -> None:
+        """Raise NotRecordable if Liger has no loss for models of this type, or fails with it."""
+        if self.task == "causal-lm":
+            if model_type not in LIGER_LOSSES:
+                raise NotRecordable(
+                    f"{self.name}: Liger {LIGER_VERSION} has no loss for models of type {model_type}",
+                    hint="--loss cce works for every causal model",
+                )
+        elif model_type in LIGER_FAILURES:
+            raise NotRecordable(
+                f"{self.name}: with transformers 5.23, Liger {LIGER_VERSION} {LIGER_FAILURES[model_type]}",
+                hint="leave --use-liger-kernel out, or use --loss full",
+            )
+        elif model_type not in LIGER_VISION:
+            has = "Liger's loss is not modelled" if model_type in LIGER_LOSSES else f"Liger {LIGER_VERSION} has no loss"
+            raise NotRecordable(
+                f"{self.name}: {has} for models of type {model_type} with images",
+                hint="leave --use-liger-kernel out, or use --loss full",
+            )
 
     def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
         self._fused.examples = micro_batch_size, seq_len
@@ -95,8 +111,10 @@ def with_loss(
             return assert_never(loss)
 
 
-def _forward(self: PreTrainedModel, labels: torch.Tensor, **inputs: Any) -> CausalLMOutput:
-    outputs = base_outputs(self, **inputs)
+def _forward(
+    self: PreTrainedModel, labels: torch.Tensor, *, use_cache: bool | None = False, **inputs: Any
+) -> CausalLMOutput:
+    outputs = base_outputs(self, use_cache=use_cache, **inputs)
     loss = fused_loss_of(self)(outputs.last_hidden_state, labels)
     of_routers = router_loss_of(self, outputs)
     return CausalLMOutput(loss=loss if of_routers is None else loss + of_routers)

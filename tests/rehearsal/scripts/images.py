@@ -1,7 +1,7 @@
 """Peaks of training steps of vision-language models with images, in a plain loop under DDP's autocast, or in half precision.
 
-Argument: for each job the model's configuration, the precision, the images, the micro-batch and the length, as JSON. The batch is made
-as a processor makes it (`fsdp_advisor.recording.images`), and moved to the GPU.
+Argument: for each job the model's configuration, the precision, the images, the micro-batch, the length, and whether Liger's kernels are
+applied as the Trainer does, as JSON. The batch is made as a processor makes it (`fsdp_advisor.recording.images`), and moved to the GPU.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from fsdp_advisor.recording.images import with_images
 
 
 def measured(job: list[Any]) -> int:
-    config, precision, images, batch, length = job
+    config, precision, images, batch, length, by_liger = job
     half = precision == "bf16"
     model = AutoModelForImageTextToText.from_config(
         AutoConfig.for_model(**config), dtype=torch.bfloat16 if half else torch.float32
     )
+    if by_liger:
+        # imported here, because it initializes CUDA, after which a process cannot fork
+        from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model)
     model.cuda().train()
     source = with_images(TransformersSource(config, name="model", task="image-text-to-text"), Images(*images))
     source.configure(model, attention="sdpa", checkpointing="none")
