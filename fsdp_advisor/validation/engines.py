@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -253,7 +254,8 @@ def optimizer_for(model: nn.Module, plan: Plan, *, training: bool = True) -> tor
     if (limit := limit_of(plan.optim, plan.backend, "torch")) is not None:
         raise ModeUnavailable(limit.reason, hint=limit.hint)
     constructor = optimizer.measured
-    if optimizer.measured_on_cpu is not None and not any(p.is_cuda for p in model.parameters()):
+    shows = any(p.is_cuda for p in model.parameters()) or (optimizer.simulated and detect_fake_mode() is not None)
+    if optimizer.measured_on_cpu is not None and not shows:
         raise ModeUnavailable(optimizer.measured_on_cpu.reason, hint="--mode rehearse, or a GPU")
     if isinstance(constructor, Refusal):
         raise MeasurementError(constructor.reason, hint="try another --optim")

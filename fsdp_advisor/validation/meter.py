@@ -129,7 +129,10 @@ class StorageMeter:
         return self._watch.gloo_bytes
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Do not count a tensor's storage, because it is in host memory in a real run on a GPU."""
+        """Do not count a tensor's storage from now on, because in a real run on a GPU it is in host or managed memory."""
+        storage = local_tensor(tensor).untyped_storage()
+        if storage._cdata in self._ids:
+            self._resized(storage._cdata, storage.nbytes(), 0, "ignore", ())
         self._watch.ignore(tensor)
 
     def begin(self, phase: str) -> None:

@@ -35,6 +35,7 @@ from fsdp_advisor.recording.quantized import set_compute_dtype
 from fsdp_advisor.recording.source import Source
 from fsdp_advisor.recording.tiled_mlp import tile_mlps
 from fsdp_advisor.validation import frameworks
+from fsdp_advisor.validation.bitsandbytes_states import states_as_on_gpu
 from fsdp_advisor.validation.engines import fake_process_group, mesh_of, optimizer_for, weight_dtype, wrap
 from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.meter import StorageIds, StorageMeter
@@ -93,7 +94,8 @@ def check(plan: Plan) -> None:
             f"{plan.optim} cannot be simulated: it reads each weight's norm on the host, and fake tensors have no values",
             hint="--mode rehearse, or measure on a machine with a GPU",
         )
-    if (refused := optimizer_of(plan).measured_on_cpu) is not None:
+    optimizer = optimizer_of(plan)
+    if (refused := optimizer.measured_on_cpu) is not None and not optimizer.simulated:
         raise ModeUnavailable(refused.reason, hint="--mode rehearse, or a GPU")
     if plan.task != "sft":
         raise ModeUnavailable(
@@ -132,8 +134,10 @@ def simulate(source: Source, plan: Plan, *, timeline: bool = False) -> Simulated
         flash = plan.attention == "flash_attention_2"  # its kernels exist only on GPUs
         smaller = _post_forward_mesh(plan, mesh, meter)  # before fake tensors, which have no values
         kernels = with_liger_kernels(model, source.name) if flash and plan.use_liger_kernel else nullcontext()
+        states = states_as_on_gpu(meter) if optimizer_of(plan).simulated else nullcontext()
         with (
             launched as parallel,
+            states,
             smaller,
             fake_tensors(values=source.needs_values, expert_imbalance=source.expert_imbalance),
             _attributes_on_host(model),

@@ -141,6 +141,7 @@ def _bitsandbytes(
         measured=constructor,
         measured_zero1=Refusal(f"ZeroRedundancyOptimizer is not measured around {name}"),
         measured_on_cpu=Refusal(f"bitsandbytes' {cls} allocates more on the CPU than on a GPU"),
+        simulated=True,
         host_kernel="many_passes",
         deepspeed_host_kernel="one_pass" if deepspeed else "many_passes",
         is_cpu_adam=is_adam,

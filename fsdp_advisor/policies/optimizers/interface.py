@@ -164,6 +164,8 @@ class Optimizer(ABC):
     """State of one tensor on the host while the tensor is on the GPU. Checkpoints contain it."""
     measured_on_cpu: Refusal | None = None
     """Why a run on the CPU does not show what a GPU allocates. None: it does."""
+    simulated: bool = False
+    """Whether fake tensors show what a GPU allocates, although a run on the CPU does not."""
     is_paged: bool = False
     """Whether large states are in CUDA's managed memory (`paged_state_storages`)."""
     backward_update: BackwardUpdate | None = None
