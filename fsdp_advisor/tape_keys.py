@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from fsdp_advisor.engines.wrapping import head_gathered_by_loss, takes_root_apart, tape_wrap
@@ -25,8 +24,6 @@ from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import catalogued_tapes
 from fsdp_advisor.model.tape_key import (
     GatheredHead,
-    TapeAttention,
-    TapeCheckpointing,
     TapeCompile,
     TapeEngine,
     TapeKey,
@@ -88,7 +85,9 @@ def _code_path(plan: Plan, profile: Profile | None) -> TapeKey:
     wrap = tape_wrap(profile, plan) if profile is not None else ""
     one = plan.tape_shape[0] * sequences_per_example(plan.task) == 1
     checkpointing = "full-accelerate" if _accelerate_checkpoints(plan, profile) else plan.checkpointing
-    return _key(engine, precision, plan.attention, checkpointing, one, wrap)
+    if plan.attention == "flash_attention_2":  # its kernel runs the same code for every B
+        return TapeKey(engine, precision, plan.attention, checkpointing, device="gpu", wrap=wrap)
+    return TapeKey(engine, precision, plan.attention, checkpointing, one, wrap=wrap)
 
 
 def _accelerate_checkpoints(plan: Plan, profile: Profile | None) -> bool:
@@ -142,8 +141,7 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
             changes |= {"imbalance": plan.expert_imbalance, "at": plan.tape_shape}
     if plan.padding_fraction and plan.attention == "flash_attention_2":
         changes |= {"padding": plan.padding_fraction, "at": plan.tape_shape}
-    changes = {name: value for name, value in changes.items() if value != getattr(key, name)}
-    return replace(key, **changes) if changes else key  # a key caches its name
+    return replace(key, **changes)
 
 
 def _compiled_code(plan: Plan) -> TapeCompile:
@@ -188,20 +186,6 @@ def _gathered_head(plan: Plan, profile: Profile | None) -> GatheredHead:
     if profile is None or index is None:
         return ""
     return "bfloat16" if stored_bytes(plan, profile.root.parameters[index]) == 2 else "float32"
-
-
-@lru_cache(maxsize=1024)  # one object per key, because each caches its name
-def _key(
-    engine: TapeEngine,
-    precision: TapePrecision,
-    attention: TapeAttention,
-    checkpointing: TapeCheckpointing,
-    batch_is_one: bool,
-    wrap: str,
-) -> TapeKey:
-    if attention == "flash_attention_2":  # its kernel runs the same code for every B
-        return TapeKey(engine, precision, attention, checkpointing, device="gpu", wrap=wrap)
-    return TapeKey(engine, precision, attention, checkpointing, batch_is_one, wrap=wrap)
 
 
 def _shows_in_the_graph(profile: Profile, plan: Plan) -> bool:

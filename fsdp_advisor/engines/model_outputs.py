@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from fsdp_advisor.engines.wrapping import with_role
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
@@ -42,7 +40,6 @@ def logits_per_batch(profile: Profile, element_bytes: int) -> Polynomial:
     return (0, 0, 0, element_bytes * profile.root.parameters[embedding[0]].shape[0], 0, 0)
 
 
-@lru_cache(maxsize=64)
 def logits_on(tape: Tape, profile: Profile, *, converted: bool) -> Polynomial:
     """Bytes of the logits of a step whose loss computes with all of them. `converted`: of the copy in fp32 of logits in half precision.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 from fsdp_advisor.engines.units import recorded_units, total
 from fsdp_advisor.errors import UsageError
@@ -65,7 +64,6 @@ def _updates_on_host(profile: Profile, plan: Plan) -> bool:
     return host_elements(profile, plan) > 0
 
 
-@lru_cache(maxsize=64)
 def host_elements(profile: Profile, plan: Plan) -> int:
     """Elements of the GPU's parameters that the optimizer updates on the host."""
     optimizer = optimizer_of(plan)
@@ -77,7 +75,6 @@ def host_elements(profile: Profile, plan: Plan) -> int:
     )
 
 
-@lru_cache(maxsize=64)
 def host_state_bytes(profile: Profile, plan: Plan) -> int:
     """Bytes of optimizer state that stays on the host and is copied to the GPU for the update of parameters there."""
     optimizer = optimizer_of(plan)
@@ -135,7 +132,6 @@ def host_step(plan: Plan, elements: float) -> OptimizerStep:
     return OptimizerStep(0.0, host_elements=elements * plan.ranks_per_node, host_kernel=kernel)
 
 
-@lru_cache(maxsize=16)
 def optimizer_loop(profile: Profile, plan: Plan) -> tuple[tuple[int, int], ...]:
     """The events of an optimizer's loop over whole parameters (`Variables.events`); empty if it has no loop of its own."""
     optimizer, trained = optimizer_of(plan), [p for p in profile.in_order() if p.trainable]

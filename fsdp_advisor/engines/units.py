@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import TypeVar
 
@@ -89,7 +88,6 @@ def root_parts(profile: Profile) -> list[Unit]:
     return [*parts[:-1], replace(parts[-1], buffers=profile.root.buffers)]
 
 
-@lru_cache(maxsize=256)
 def buffers(profile: Profile, loaded_bytes: int, floating_bytes: int | None = None) -> Storages:
     """The model's buffers, which every rank keeps whole. `loaded_bytes`: bytes per element of buffers in the dtype in which the model is
     loaded. `floating_bytes`: bytes per element to which an engine casts registered floating-point buffers.

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
@@ -147,14 +146,12 @@ def tape_wrap(profile: Profile, plan: Plan) -> str:
     return wrap
 
 
-@lru_cache(maxsize=128)
 def _by_policy(profile: Profile, wrap: str) -> Wrapping:
     units = units_of(profile, wrap)
     parts = {unit_id: Part(Unit(profile.root.kind, members), ()) for unit_id, members in units.members.items()}
     return Wrapping(parts, (AT_ROOT,), units=units)
 
 
-@lru_cache(maxsize=512)
 def wrapping_of(profile: Profile, *, divides_root: bool, layers_in_root: bool = False) -> Wrapping:
     """The root's units: accelerate's if `divides_root`, else one. `layers_in_root`: the layers are not units; their parameters belong to
     the root's unit.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 from fsdp_advisor.units import parse_count
@@ -35,7 +34,6 @@ class WrapPolicy:
         return f"{self.kind}:{self.number}" if self.number else self.kind
 
 
-@lru_cache(maxsize=256)
 def wrap_policy(text: str) -> WrapPolicy | None:
     """Parse a wrap policy; None if the text is not one. Blanks and the case of the kind do not matter.
 

@@ -11,7 +11,6 @@ CUDA 13.0, NCCL 2.28.9, driver 580.159), each with its source.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from math import ceil
 
 from fsdp_advisor.hardware.gpu import Gpu
@@ -120,11 +119,11 @@ class DeviceOverhead:
 
     parts: tuple[Part, ...]
 
-    @cached_property
+    @property
     def low_bytes(self) -> int:
         return sum(part.low_bytes for part in self.parts)
 
-    @cached_property
+    @property
     def high_bytes(self) -> int:
         return sum(part.high_bytes for part in self.parts)
 
@@ -159,11 +158,6 @@ def communicators(plan: Plan) -> tuple[int, int]:
 
 def device_overhead(gpu: Gpu, plan: Plan, *, lazy_loading: bool = True) -> DeviceOverhead:
     """The memory of `gpu` outside PyTorch's segments while `plan` trains."""
-    return _device_overhead(gpu, plan.without_step, lazy_loading)
-
-
-@lru_cache(maxsize=1024)
-def _device_overhead(gpu: Gpu, plan: Plan, lazy_loading: bool) -> DeviceOverhead:
     if gpu.runtime == "rocm":
         return DeviceOverhead(_amd(plan))
     if not gpu.uses_torch_cuda:

@@ -11,7 +11,6 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -239,12 +238,10 @@ def _problem(key: str, item: object) -> str | None:
     return None
 
 
-@lru_cache(maxsize=4096)
 def _bounds(key: str) -> tuple[int, int, bool] | None:
     return next(((low, high, many) for pattern, low, high, many in _STRICT if pattern.fullmatch(key)), None)
 
 
-@lru_cache(maxsize=4096)
 def _limit(key: str) -> int | None:
     return next((high for pattern, high in _LOOSE if pattern.fullmatch(key)), None)
 

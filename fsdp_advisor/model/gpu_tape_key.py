@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
 
 from fsdp_advisor.model.tape_key import TapeKey
 
@@ -33,18 +31,18 @@ def gpu_tape_key(
     if key.attention == "flash_attention_2":
         return key
     if key.attention == "eager":
-        return _on_gpu(key)
-    on_gpu = _on_gpu(key, window_filled=window_filled)
+        return replace(key, device="gpu")
+    on_gpu = replace(key, device="gpu", window_filled=window_filled)
     if key.precision == "fp32":
         return on_gpu
     if compute_capability is not None and compute_capability < FLASH_FROM:
         return key
-    by_cudnn = _on_gpu(key, kernel="cudnn", window_filled=window_filled)
+    by_cudnn = replace(key, device="gpu", kernel="cudnn", window_filled=window_filled)
     if by_cudnn.name in recorded and (compute_capability is None or compute_capability[0] in CUDNN_ON):
         return by_cudnn
     if on_gpu.name in recorded or key.masks or key.compile != "none":
         return on_gpu
-    return _on_gpu(key, attention="flash_attention_2", batch_is_one=False)
+    return replace(key, device="gpu", attention="flash_attention_2", batch_is_one=False)
 
 
 def gpu_tape_keys(key: TapeKey, *, window_filled: bool) -> tuple[TapeKey, ...]:
@@ -53,12 +51,7 @@ def gpu_tape_keys(key: TapeKey, *, window_filled: bool) -> tuple[TapeKey, ...]:
     """
     if key.attention != "sdpa":
         return (gpu_tape_key(key),)
-    on_gpu = _on_gpu(key, window_filled=window_filled)
+    on_gpu = replace(key, device="gpu", window_filled=window_filled)
     if not (window_filled or key.masks or key.compile != "none") or key.precision == "fp32":
         return (on_gpu,)
-    return on_gpu, _on_gpu(key, kernel="cudnn", window_filled=window_filled)
-
-
-@lru_cache(maxsize=1024)  # one object per key, because each caches its name
-def _on_gpu(key: TapeKey, **changed: Any) -> TapeKey:
-    return replace(key, device="gpu", **changed)
+    return on_gpu, replace(key, device="gpu", kernel="cudnn", window_filled=window_filled)

@@ -53,7 +53,6 @@ class Device(NamedTuple):
         return self._replace(matmul_flops=self.fp32_matmul_flops or self.matmul_flops, element_bytes=4)
 
 
-@lru_cache(maxsize=256)
 def device_of(gpu: Gpu, precision: str, attention: Attention = "sdpa", *, compiled: bool = False) -> Device | None:
     """The rates of `gpu` at `precision`; None if they are unknown. `compiled`: kernels that a compiler has fused."""
     achieved = achieved_by(gpu, attention)

@@ -196,7 +196,7 @@ def unit_warnings(profile: Profile, plan: Plan) -> list[str]:
     """Warnings about a loss that reads or gathers the head's weight by itself, about packed weights that are not sharded, and about the
     parameter whose padding costs every rank most.
     """
-    warnings = list(_padding_warnings(profile, plan.without_step))
+    warnings = list(_padding_warnings(profile, plan))
     if plan.loss_code in ("liger", "cce") and head_is_alone(profile, plan):
         warnings.append(
             f"--loss {plan.loss_code} fails in this job: it reads the head's weight without calling the head, which accelerate makes a "
@@ -217,7 +217,6 @@ def unit_warnings(profile: Profile, plan: Plan) -> list[str]:
     return warnings
 
 
-@lru_cache(maxsize=1024)
 def _padding_warnings(profile: Profile, plan: Plan) -> tuple[str, ...]:
     """A warning about the parameter whose padding costs most. FSDP2 splits and pads dim 0 only."""
     excess, shards = 0, plan.shard_degree

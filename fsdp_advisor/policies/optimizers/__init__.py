@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from importlib import import_module
 
 from fsdp_advisor.job.choices import OptimizerName
@@ -70,12 +69,5 @@ def optimizer_named(name: OptimizerName) -> Optimizer:
 
 def optimizer_of(plan: Plan) -> Optimizer:
     """The plan's optimizer with the plan's settings, as the plan's framework makes it."""
-    return _with_settings(plan.optim, plan.optim_args, plan.optim_target_modules, plan.facts.uses_trainer)
-
-
-@lru_cache(maxsize=64)
-def _with_settings(
-    name: OptimizerName, optim_args: str | None, target_modules: str | None, by_trainer: bool
-) -> Optimizer:
-    optimizer = optimizer_named(name).with_settings(optim_args, target_modules)
-    return optimizer.made_by_trainer() if by_trainer else optimizer
+    optimizer = optimizer_named(plan.optim).with_settings(plan.optim_args, plan.optim_target_modules)
+    return optimizer.made_by_trainer() if plan.facts.uses_trainer else optimizer
