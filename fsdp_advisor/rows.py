@@ -15,6 +15,7 @@ from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.model_outputs import searches_unused
 from fsdp_advisor.engines.registry import not_modelled, states_of
 from fsdp_advisor.engines.rollouts import batch_warnings
+from fsdp_advisor.engines.textbook import textbook_states
 from fsdp_advisor.engines.units_summary import packed_warnings, saving_warnings, units_text, wrap_warnings
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, UsageError
 from fsdp_advisor.hardware import Gpu
@@ -301,8 +302,6 @@ def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
 
 
 def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:
-    from fsdp_advisor.engines.textbook import textbook_states  # most jobs name a model
-
     states = textbook_states(parameters, plan)
     gathered = (NotModelled(f"{plan.backend} gathers the whole parameters in each step; only the verdict counts them"),)
     return StrategyEstimate(

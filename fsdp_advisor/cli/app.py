@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple
 
@@ -146,15 +148,11 @@ def run(arguments: list[str]) -> int:
     for name in (" ".join(arguments[:2]), first):
         if name in COMMANDS:
             return COMMANDS[name].run(name, arguments[len(name.split()) :])
-    from difflib import get_close_matches
-
     near = get_close_matches(first[:40], COMMANDS, n=1)
     raise UsageError(f"no such command: {first}", hint=f"did you mean {near[0]}?" if near else f"see {PROGRAM} --help")
 
 
 def _program_help() -> str:
-    import textwrap
-
     width = max(map(len, COMMANDS))
     lines = [
         f"usage: {PROGRAM} COMMAND [options]",

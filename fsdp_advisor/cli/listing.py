@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fsdp_advisor.cli.options import ListOptions
 from fsdp_advisor.cli.output import Destination, as_json, note
+from fsdp_advisor.render.sizes import NONE
 from fsdp_advisor.units import format_count, format_gib
 
 if TYPE_CHECKING:
@@ -32,8 +34,6 @@ def models(options: ListOptions) -> int:
 def gpus(options: ListOptions) -> int:
     """The GPUs that are known by name, with the memory that the driver offers. PATTERN is a part of a name, or an
     architecture such as hopper."""
-    from dataclasses import asdict
-
     from fsdp_advisor.hardware import list_gpus
 
     destination = Destination(path=options.output, force=options.force)
@@ -57,7 +57,6 @@ def models_table(found: Sequence[Entry], screen: Screen) -> str:
     """The table of `models`; empty if `found` is."""
     if not found:
         return ""
-    from fsdp_advisor.render.sizes import NONE
     from fsdp_advisor.render.terminal import Column, draw, fitting
 
     columns = [
@@ -74,7 +73,6 @@ def gpus_table(found: Sequence[Gpu], screen: Screen) -> str:
     """The table of `gpus`; empty if `found` is."""
     if not found:
         return ""
-    from fsdp_advisor.render.sizes import NONE
     from fsdp_advisor.render.terminal import Column, draw, fitting
 
     columns = [
@@ -89,6 +87,4 @@ def gpus_table(found: Sequence[Gpu], screen: Screen) -> str:
 
 
 def _scaled(rate: float | None, unit: float) -> str:
-    from fsdp_advisor.render.sizes import NONE
-
     return NONE if rate is None else f"{rate / unit:.0f}"

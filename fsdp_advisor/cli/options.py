@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Annotated, Any, Literal, NoReturn
 
 from fsdp_advisor.errors import InvalidOption, UsageError
@@ -194,7 +195,5 @@ def _metavar(field: Field) -> str:
 
 
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
-    from shutil import get_terminal_size
-
     width = min(get_terminal_size().columns, MAX_HELP_WIDTH)
     return argparse.HelpFormatter(prog, max_help_position=28, width=max(width - 2, 40))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,8 +51,6 @@ class Destination:
 
     def screen(self) -> Screen:
         """The width, colours and characters of the destination."""
-        import shutil
-
         from fsdp_advisor.render.terminal import DEFAULT_WIDTH, Screen  # JSON needs no rich
 
         columns = shutil.get_terminal_size(fallback=(DEFAULT_WIDTH, 50)).columns
@@ -123,8 +123,6 @@ class Folder:
 
 def as_json(value: Any) -> str:
     """Indented JSON."""
-    import json
-
     return json.dumps(value, indent=2)
 
 

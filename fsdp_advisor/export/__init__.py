@@ -15,6 +15,7 @@ hint: targets that can: accelerate, trainer, axolotl, trl, fsdp2, torchrun, acce
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
@@ -55,8 +56,6 @@ def find(name: str) -> Target:
             hint="fsdp2 writes a script of plain PyTorch, also with --fp8; `recommend --framework torchtitan` prints torchtitan's command",
         )
     if wanted not in TARGETS:
-        import difflib
-
         near = difflib.get_close_matches(wanted, TARGETS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"targets: {', '.join(TARGETS)}"
         raise UsageError(f"unknown export target {name[:80]!r}", hint=hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import replace
 
@@ -83,8 +84,6 @@ def _named(name: str, gpu: Gpu) -> Link | None:
 
 
 def _nearest(name: str) -> str:
-    import difflib  # takes 1 ms to import and is needed only here
-
     if name.replace(".", "", 1).isdecimal():
         return f"a rate needs its unit: {name}Gb/s or {name}GB/s per GPU"
     by_key = {_key(link.name): link.name for link in BETWEEN_NODES} | {

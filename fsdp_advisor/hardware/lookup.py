@@ -1,5 +1,6 @@
 """Find a GPU of the table by the name that a user types or that `torch.cuda.get_device_name` prints."""
 
+import difflib
 import re
 from functools import cache
 
@@ -113,8 +114,6 @@ def _nearest(name: str) -> str:
         return _HINT
     if (counted := _COUNTED.match(name.strip()[:64])) and (gpu := lookup(counted["name"] or counted["name_before"])):
         return f"--gpus {counted['count'] or counted['count_after']} --gpu {gpu.name}"
-    import difflib  # takes 1 ms to import and is needed only here
-
     by_key = _gpus_by_name()
     parts = _parts(name)
     if reordered := dict.fromkeys(gpu.name for gpu in GPUS for one in (gpu.name, *gpu.aliases) if _parts(one) == parts):

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -197,8 +198,6 @@ class Field:
             elsewhere = _found(self.rule.elsewhere, value)
             if elsewhere is not None:
                 return InvalidOption(self.name, f"{self.name} must be {expected}, not {written}", hint=elsewhere)
-            from difflib import get_close_matches
-
             close = get_close_matches(value.strip().lower()[:MAX_SHOWN], self.choices, n=1, cutoff=0.7)
             if close:
                 return InvalidOption(

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import zipfile
@@ -251,8 +252,6 @@ def nearest(name: str) -> list[str]:
     >>> nearest("lamma 4 scout")
     ['meta-llama/Llama-4-Scout-17B-16E']
     """
-    import difflib
-
     known = {e.id.lower(): e.id for e in entries()} | {a.lower(): a for e in entries() for a in e.aliases}
     wanted = name.strip().lower()
     tails = {key.rpartition("/")[2]: key for key in reversed(known)}  # the owner may be missing or wrong
@@ -265,8 +264,6 @@ def nearest(name: str) -> list[str]:
 
 def _spelled(name: str) -> str:
     """The words and numbers of `name`, with each word that no name of the catalog has replaced by the most similar one, if there is one."""
-    import difflib
-
     known = {word for e in entries() for one in (e.id, *e.aliases) for word in _words(one) if word.isalpha()}
     words = [
         word
@@ -287,8 +284,6 @@ def family(name: str) -> list[str]:
     >>> family("llama 5")[:2]
     ['meta-llama/Llama-4-Scout-17B-16E', 'meta-llama/Llama-4-Maverick-17B-128E']
     """
-    import difflib
-
     wanted = _words(name)
     if not wanted or len(wanted[0]) < 3 or not wanted[0].isalpha():
         return []
@@ -316,8 +311,6 @@ def _version(tokens: list[str]) -> float:
 
 def _has_words_of(candidate: str, wanted: str) -> bool:
     """Whether the candidate has all numbers of `wanted`, and a similar word for each of its words. 9 and 9B are two numbers."""
-    import difflib
-
     candidate = re.sub(r"(?<=\d)_(?=\d)", ".", candidate)
     numbers, words = (re.findall(pattern, candidate) for pattern in (_COUNTS, _WORDS))
     return all(number in numbers for number in re.findall(_COUNTS, wanted)) and all(

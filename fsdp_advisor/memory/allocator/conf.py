@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from fsdp_advisor.errors import UsageError
 
@@ -118,8 +119,6 @@ def _pairs(text: str) -> dict[str, str]:
                 hint="for example expandable_segments:True,max_split_size_mb:128",
             )
         if key not in KEYS:
-            from difflib import get_close_matches
-
             near = get_close_matches(key, KEYS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"keys: {', '.join(sorted(KEYS - NO_EFFECT))}"
             raise UsageError(f"allocator configuration: unknown key {key!r}", hint=hint)
