@@ -6,6 +6,7 @@ Source: accelerate 1.15.0, commands/config/config_args.py (ClusterConfig), comma
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -214,17 +215,18 @@ def difference_notes(plan: Plan) -> list[str]:
     """
     if plan.uses_accelerate:
         return []
-    if plan.backend == "fsdp2":
-        reduced = "" if not plan.mixed else f", and reduces gradients in {MIXED[plan.precision]}, not fp32"
-        return [
-            f"accelerate wraps the embedding and the head as separate units{reduced}; the estimate is for plain PyTorch"
-        ]
-    if plan.backend == "fsdp1" and plan.mixed:
-        return [
-            f"accelerate reduces gradients in {MIXED[plan.precision]}, not fp32, and runs the model under autocast as well; "
-            "the estimate is for plain PyTorch"
-        ]
-    return []
+    differs = plan.mixed and replace(plan, framework="accelerate").reduce_bytes != plan.reduce_bytes
+    reduction = [f"reduces gradients in {MIXED[plan.precision]}, not fp32"] if differs else []
+    match plan.backend:
+        case "fsdp2":
+            differences = ["wraps the embedding and the head as separate units", *reduction]
+        case "fsdp1":
+            differences = [*reduction, "runs the model under autocast as well"] if plan.mixed else []
+        case "ddp" | "deepspeed":
+            differences = []
+        case _:
+            assert_never(plan.backend)
+    return [f"accelerate {', and '.join(differences)}; the estimate is for plain PyTorch"] if differences else []
 
 
 TARGET = Target(

@@ -299,13 +299,13 @@ class Plan:
         return self.facts.uses_accelerate
 
     @property
-    def reduce_bytes(self) -> int:
-        """Bytes per element in which FSDP reduces gradients."""
+    def reduce_bytes(self) -> int | None:
+        """Bytes per element in which FSDP reduces gradients; None if each has the dtype in which its parameter is gathered."""
         match self.facts.reduce_dtype:
             case "masters":
-                return 4 if self.mixed else self.compute_bytes
+                return 4 if self.mixed else None
             case "compute":
-                return self.compute_bytes
+                return self.compute_bytes if self.mixed else None
             case "fp32":
                 return 4
             case _:

@@ -121,6 +121,4 @@ def cast_bytes(plan: Plan, parameter: Parameter) -> int:
 
 def gradient_bytes(plan: Plan, parameter: Parameter) -> int:
     """Bytes per element in which FSDP reduces the parameter's gradient."""
-    if plan.mixed or plan.facts.reduce_dtype == "fp32":
-        return plan.reduce_bytes
-    return compute_bytes(plan, parameter)
+    return plan.reduce_bytes or compute_bytes(plan, parameter)

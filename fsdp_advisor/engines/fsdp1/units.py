@@ -66,7 +66,7 @@ def gathered_bytes(unit: Unit, plan: Plan) -> int:
 
 def reduced_bytes(unit: Unit, plan: Plan) -> int:
     """Bytes per element of a unit's gradient when it is reduced: as mixed precision says, else those of the gathered flat parameter."""
-    return plan.reduce_bytes if plan.mixed else flat_bytes(unit, plan)
+    return plan.reduce_bytes or flat_bytes(unit, plan)
 
 
 def _alignment(unit: Unit, plan: Plan) -> int:
