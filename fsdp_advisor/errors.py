@@ -22,6 +22,9 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+MAX_MESSAGE = 400
+"""Characters of a message that is shown, because it may quote hostile input."""
+
 
 def assert_never(value: NoReturn) -> NoReturn:
     """The end of a `match`: mypy refuses it if a case is missing. `typing.assert_never` needs Python 3.11."""

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from fsdp_advisor.job.choices import Attention
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
-from fsdp_advisor.model.tape_key import TapeAttention, TapeKey, TapePrecision
+from fsdp_advisor.model.tape_key import TapeKey, TapePrecision
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.tape_keys import needs_recording, tape_key_of
 
@@ -35,7 +36,7 @@ FLASH = replace(GPU, attention="flash_attention_2", batch_is_one=False)
     ],
 )
 def test_sdpa_runs_as_flash_in_half_precision(
-    attention: TapeAttention,
+    attention: Attention,
     precision: TapePrecision,
     capability: tuple[int, int] | None,
     filled: bool,

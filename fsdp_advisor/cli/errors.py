@@ -5,17 +5,15 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
+from fsdp_advisor.errors import MAX_MESSAGE, AdvisorError
+
 BAD_USAGE = 2
 INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
-MAX_LENGTH = 400
-"""Characters of a message, which may quote hostile input."""
 
 
 def complain(error: BaseException) -> int:
     """Print an error on standard error. Returns its exit status."""
-    from fsdp_advisor.errors import AdvisorError
-
     if isinstance(error, AdvisorError):
         return _print(error.message, error.hint, error.exit_status)
     if isinstance(error, OSError):
@@ -35,6 +33,6 @@ def _print(message: str, hint: str | None, status: int) -> int:
 
 
 def _one_line(text: str) -> str:
-    """The text on one line, without control characters, at most MAX_LENGTH long."""
+    """The text on one line, without control characters, at most MAX_MESSAGE long."""
     flat = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
-    return flat if len(flat) <= MAX_LENGTH else flat[: MAX_LENGTH - 4] + " ..."
+    return flat if len(flat) <= MAX_MESSAGE else flat[: MAX_MESSAGE - 4] + " ..."

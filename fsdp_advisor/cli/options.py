@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
+from fsdp_advisor.cli.output import Format
 from fsdp_advisor.errors import InvalidOption, UsageError
 from fsdp_advisor.job.fields import Field, Rule, dashed, shown
 
@@ -48,7 +49,7 @@ class ListOptions(FileOptions):
 class ReportOptions(FileOptions):
     """Options of the commands that write a report."""
 
-    format: Annotated[Literal["text", "json", "markdown"], Rule(about="the format of the answer")] = "text"
+    format: Annotated[Format, Rule(about="the format of the answer")] = "text"
     json: Annotated[bool, Rule(about="the same as --format json")] = False
     quiet: Annotated[bool, Rule(about="no notes and no progress on standard error")] = False
 

@@ -23,6 +23,7 @@ from fsdp_advisor.job.fields import dashed, fields_of
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.program.accounts import GROUPS
 from fsdp_advisor.units import format_bytes, format_gib
 
 _LARGE_SHARE = 0.1
@@ -147,7 +148,7 @@ def _less(facts: Facts, job: DiagnosedJob | None) -> Iterator[Change]:
             what="halve the micro-batch and double gradient accumulation",
             because=f"activations hold {format_bytes(activations)} and halve with it", saves_bytes=activations // 2,
         )))  # fmt: skip
-    states = {name: memory.get(name, 0) for name in ("parameters", "gradients", "optimizer")}
+    states = {name: memory.get(name, 0) for name in GROUPS["states"]}
     if sum(states.values()) > 3 * limit and job is None:
         largest = max(states, key=lambda name: states[name])
         found.append((sum(states.values()) // 2, Change(

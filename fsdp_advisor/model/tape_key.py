@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.batch_layout import BatchLayout
 from fsdp_advisor.job.checkpointing import OffloadCode
-from fsdp_advisor.job.choices import ExpertsImplementation, Fp8, TrainingTask
+from fsdp_advisor.job.choices import Attention, ExpertsImplementation, Fp8, TrainingTask
 from fsdp_advisor.job.losses import LossCode
 from fsdp_advisor.job.training_task import Reference
 
@@ -25,7 +25,6 @@ TapePrecision = Literal["bf16", "bf16-mixed", "bf16-weights-mixed", "fp32"]
 TapeDevice = Literal["cpu", "gpu"]
 """``cpu``: PyTorch's step under fake tensors on a CPU; ``gpu``: its step on a GPU (`recording.on_gpu`)."""
 
-TapeAttention = Literal["sdpa", "eager", "flash_attention_2"]
 SdpaKernel = Literal["default", "cudnn"]
 """The kernels that sdpa prefers on a GPU. ``default``: flash, then memory-efficient, then none; ``cudnn``: cuDNN before these, as in
 half precision on Hopper and Blackwell.
@@ -76,7 +75,7 @@ class TapeKey:
 
     engine: TapeEngine
     precision: TapePrecision
-    attention: TapeAttention
+    attention: Attention
     checkpointing: TapeCheckpointing
     batch_is_one: bool = False
     """B = 1, for which some models run other code."""
@@ -268,7 +267,7 @@ _OPTIONS = {
 }  # fmt: skip
 """Word in a name -> field that it sets. A name has these words only if the field is not the default."""
 _ALLOWED = {
-    "engine": TapeEngine, "precision": TapePrecision, "device": TapeDevice, "attention": TapeAttention, "kernel": SdpaKernel,
+    "engine": TapeEngine, "precision": TapePrecision, "device": TapeDevice, "attention": Attention, "kernel": SdpaKernel,
     "checkpointing": TapeCheckpointing, "loss": LossCode, "task": TrainingTask, "reference": Reference, "batch": BatchLayout,
     "activation_offload": OffloadCode, "experts": ExpertsImplementation, "compile": TapeCompile, "fp8": Fp8,
 }  # fmt: skip

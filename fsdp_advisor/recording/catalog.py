@@ -24,12 +24,12 @@ import transformers
 import yaml
 
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotPolynomial, to_payload
-from fsdp_advisor.job.choices import default_seq_len
+from fsdp_advisor.job.choices import Attention, default_seq_len
 from fsdp_advisor.model.catalog import CONFIGS, INDEX, PATH, find, profile, stored
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_keys
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import RECORDING, dump, load
-from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
+from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
 from fsdp_advisor.recording.inventory import versions
 from fsdp_advisor.recording.recorder import Recorder
 from fsdp_advisor.recording.transformers_models import TransformersSource
@@ -37,7 +37,7 @@ from fsdp_advisor.recording.transformers_models import TransformersSource
 ARCHITECTURES = PATH.with_name("architectures.yaml")
 ENGINES: tuple[TapeEngine, ...] = ("fsdp2", "plain", "fsdp1", "fsdp1+autocast")
 PRECISIONS: tuple[TapePrecision, ...] = ("bf16", "bf16-mixed", "fp32")
-ATTENTIONS: tuple[TapeAttention, ...] = ("sdpa", "eager")
+ATTENTIONS: tuple[Attention, ...] = ("sdpa", "eager")
 CHECKPOINTING: tuple[TapeCheckpointing, ...] = ("none", "full")
 ON_CPU = tuple(
     TapeKey(*fields)

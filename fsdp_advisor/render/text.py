@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from fsdp_advisor.program.accounts import GROUPS
 from fsdp_advisor.render.parts import PARTS
 from fsdp_advisor.render.sizes import UNKNOWN
 from fsdp_advisor.render.terminal import Column, Screen, bar, draw, fitting, legend, paint, widths, wrap
@@ -48,8 +49,7 @@ def _columns(view: ReportView) -> list[Column]:
         columns += [Column(part.name, _part_cells(view, i), right=True, rank=2) for i, part in enumerate(PARTS)]
     else:
         columns += [
-            Column(name, [row.state_texts[name] for row in rows], right=True, rank=2)
-            for name in ("parameters", "gradients", "optimizer")
+            Column(name, [row.state_texts[name] for row in rows], right=True, rank=2) for name in GROUPS["states"]
         ]
         columns.append(Column("states", [row.states_text for row in rows], right=True))
     if view.timed:

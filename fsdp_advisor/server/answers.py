@@ -8,7 +8,7 @@ import io
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Concatenate, Literal, ParamSpec, TypeVar
+from typing import Concatenate, Literal, ParamSpec
 
 from pydantic_core import to_json
 
@@ -22,7 +22,7 @@ from fsdp_advisor.estimator import estimate_resolved, lazy_report
 from fsdp_advisor.export import Job, export, find
 from fsdp_advisor.export.bundle import Bundle, bundle
 from fsdp_advisor.export.choice import report_for
-from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.config import parse_config
 from fsdp_advisor.model.resolve import resolve, resolve_config
@@ -33,7 +33,6 @@ from fsdp_advisor.server.config_paths import refuse_paths
 from fsdp_advisor.tape_keys import needs_recording
 
 P = ParamSpec("P")
-AnyRequest = TypeVar("AnyRequest", bound=EstimateRequest)
 
 
 @dataclass(frozen=True, slots=True)

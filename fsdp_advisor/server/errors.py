@@ -14,12 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import compile_path
 
-from fsdp_advisor.errors import AdvisorError
+from fsdp_advisor.errors import MAX_MESSAGE, AdvisorError
 from fsdp_advisor.server.rendering import HTML, render
 from fsdp_advisor.server.request_models import complaint
-
-MAX_TEXT = 400
-"""Characters of a message, which may quote hostile input."""
 
 _HINTS = {
     400: "the body must be a JSON object in UTF-8",
@@ -67,9 +64,9 @@ def problem(status: int, error: str, hint: str, headers: Mapping[str, str] | Non
 
 
 def shortened(text: str) -> str:
-    """The text on one line, without control characters, at most MAX_TEXT long."""
+    """The text on one line, without control characters, at most MAX_MESSAGE long."""
     flat = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
-    return flat if len(flat) <= MAX_TEXT else flat[: MAX_TEXT - 4] + " ..."
+    return flat if len(flat) <= MAX_MESSAGE else flat[: MAX_MESSAGE - 4] + " ..."
 
 
 def error_response(error: AdvisorError, headers: Mapping[str, str] | None = None) -> Response:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
-from fsdp_advisor.program.accounts import ACCOUNTS
+from fsdp_advisor.program.accounts import ACCOUNTS, PHASES
 from fsdp_advisor.render.explanation import share_text
 from fsdp_advisor.render.sizes import UNKNOWN
 from fsdp_advisor.render.view import ReportView
@@ -36,9 +36,7 @@ def figure_groups(report: Report, view: ReportView) -> list[FigureGroup]:
     rows = [estimate.as_dict() for estimate in report.estimates]
     groups = [
         FigureGroup(name="Memory of one GPU", rows=_memory(rows)),
-        FigureGroup(
-            name="Tensor peak by phase", rows=_members(rows, "phase_peaks", ("forward", "backward", "optimizer"))
-        ),
+        FigureGroup(name="Tensor peak by phase", rows=_members(rows, "phase_peaks", PHASES)),
         FigureGroup(name="Needed at the peak", rows=_members(rows, "needed_breakdown", (*ACCOUNTS, *NON_TENSOR_PARTS))),
         FigureGroup(name="Kept between steps", rows=_members(rows, "states", _keys(rows, "states"))),
         FigureGroup(name="Host memory per node", rows=_host(rows)),

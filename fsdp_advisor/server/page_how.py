@@ -7,6 +7,7 @@ from typing import Any
 from fsdp_advisor.advice.rules_of_thumb import decision_tree_by_size
 from fsdp_advisor.estimator import estimate
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
+from fsdp_advisor.program.accounts import GROUPS
 from fsdp_advisor.render.explanation import components, share_text
 from fsdp_advisor.render.view import report_view
 from fsdp_advisor.report import Report, StrategyEstimate
@@ -66,7 +67,7 @@ def _worked(report: Report, row: StrategyEstimate) -> dict[str, Any]:
             f"{text} {format_gib(needed[name])}" for name, text in NON_TENSOR_PARTS.items() if needed.get(name)
         ],
         "needed": format_gib(row.needed_bytes or 0),
-        "not_states": format_gib(peak - sum(live.get(k, 0) for k in ("parameters", "gradients", "optimizer"))),
+        "not_states": format_gib(peak - sum(live.get(k, 0) for k in GROUPS["states"])),
     }
 
 

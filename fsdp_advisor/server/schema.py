@@ -13,10 +13,10 @@ from fsdp_advisor.diagnosis.facts import MomentPhase
 from fsdp_advisor.job.choices import Backend, Offload, Strategy
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.program.accounts import Phase
 from fsdp_advisor.server.request_models import model_of
 
 Bytes = Annotated[int, Field(ge=0)]
-Phase = Literal["forward", "backward", "optimizer"]
 _Estimated: Any = model_of(EstimateRequest)
 _Searched: Any = model_of(RecommendRequest)
 

@@ -14,7 +14,7 @@ from refusing import AUTOCAST, refusing_autocast
 
 from fsdp_advisor.errors import NotRecordable, UnknownModel
 from fsdp_advisor.hardware import find_gpu
-from fsdp_advisor.job.choices import default_seq_len
+from fsdp_advisor.job.choices import Attention, default_seq_len
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model import catalog
@@ -24,7 +24,7 @@ from fsdp_advisor.model.quantization import IGNORED_NOTE
 from fsdp_advisor.model.resolve import catalogued_tapes, resolve
 from fsdp_advisor.model.store import RECORDING, dump
 from fsdp_advisor.model.tape import Tape
-from fsdp_advisor.model.tape_key import TapeAttention, TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
+from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
 from fsdp_advisor.rows import estimate_plan
 from fsdp_advisor.tape_keys import gpu_tape_key_of
 from fsdp_advisor.tapes import select_tape, tape_of_row
@@ -485,7 +485,7 @@ def test_every_profile_has_the_listed_total_and_the_usual_tapes(entry: catalog.E
     for precision, checkpointing, batch_is_one in product(always, CHECKPOINTING, (False, True)):
         assert TapeKey("fsdp2", precision, "eager", checkpointing, batch_is_one).name in profile.tapes
     engines: list[TapeEngine] = ["fsdp2", "plain", "fsdp1"]
-    attentions: list[TapeAttention] = ["sdpa", "eager"]
+    attentions: list[Attention] = ["sdpa", "eager"]
     precisions: list[TapePrecision] = [*always, "fp32"]
     for fields in product(engines, precisions, attentions, CHECKPOINTING, (False, True)):
         name = TapeKey(*fields).name
