@@ -20,7 +20,7 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import step_operations
-from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK
+from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, STREAM_MASK, kind_of, storage_of
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.fsdp_units import AT_ROOT
 from fsdp_advisor.model.resolve import resolve
@@ -116,8 +116,8 @@ def test_a_plan_needs_the_marks_of_its_own_units(model: str) -> None:
 def played(requests: tuple[int, ...], operations: tuple[int, ...], alive: dict[int, int]) -> int:
     """The highest sum of bytes on the way. A KeyError is a storage that ends twice."""
     total = highest = sum(alive.values())
-    for operation in operations:
-        storage, kind = operation >> 2, operation & 3
+    for op in operations:
+        storage, kind = storage_of(op), kind_of(op)
         if kind == MALLOC:
             alive[storage] = requests[storage] & ~STREAM_MASK
             total += alive[storage]

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
-from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT, operation, storage_of
+from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT, kind_of, operation, storage_of
 from fsdp_advisor.memory.allocator.job_operations import StepOperations
 from fsdp_advisor.model.tape import ROOT, Category, Op, ScoringPhase, Segment, Tape, value_at
 from fsdp_advisor.program.accounts import Account, Stream
@@ -153,21 +153,21 @@ class _Reader:
     def _free(self, free: Free) -> None:
         for number in self._storages.pop(free.buffer):
             if free.used_on is None:
-                self.operations.append(number * 4 + FREE)
+                self.operations.append(operation(FREE, number))
             else:
-                self.operations.append(number * 4 + FREE_LATER)
+                self.operations.append(operation(FREE_LATER, number))
                 self._late += 1
                 self._held_back.append((self._launched, self._late))
 
     def _wait(self, late_frees: int) -> None:
         if late_frees > self._waited:
             self._waited = late_frees
-            self.operations.append(late_frees * 4 + WAIT)
+            self.operations.append(operation(WAIT, late_frees))
 
     def _malloc(self, request: int) -> int:
         number = len(self.requests)
         self.requests.append(request)
-        self.operations.append(number * 4 + MALLOC)
+        self.operations.append(operation(MALLOC, number))
         return number
 
     # The tape's storages
@@ -192,7 +192,7 @@ class _Reader:
                     self._inputs.append(number)
                     if self._one_batch:
                         continue
-                operations.append(number * 4)
+                operations.append(number * 4 + MALLOC)
                 if c < _GRADIENT and c != _INPUT:
                     self._left_over[number] = c
                 if c >= _PARTIAL_GRADIENT and c != _WORKSPACE and self.first_weight < 0:
@@ -210,7 +210,7 @@ class _Reader:
         if self._one_batch and number in self._inputs:
             return
         self._left_over.pop(number, None)
-        self.operations.append(number * 4 + FREE)
+        self.operations.append(operation(FREE, number))
 
     def _births(self, segment: Segment, span: Span, layer: int) -> tuple[list[int], list[list[int]], int]:
         """(the storages of the span's segment by birth, those of every layer of its stack, index of this layer). The root counts as one
@@ -266,10 +266,10 @@ class _Reader:
                 self._free_storage(number)
             return
         if isinstance(instruction, DropLoss):
-            self.operations += [number * 4 + FREE for number in self._dropped_later]
+            self.operations += [operation(FREE, number) for number in self._dropped_later]
             return
         if not self._one_batch:
-            self.operations += [number * 4 + FREE for number in self._inputs]
+            self.operations += [operation(FREE, number) for number in self._inputs]
         self._inputs = []
         self._dropped_later, self._left_over = list(self._left_over), {}
 
@@ -300,7 +300,7 @@ class _Assembly:
         self._step = list(read.operations)
 
     def operations(self) -> StepOperations:
-        freed = {op >> 2 for op in self._step if op & 3 in (FREE, FREE_LATER)}
+        freed = {storage_of(op) for op in self._step if kind_of(op) in (FREE, FREE_LATER)}
         carried_over = self._end_step(freed)
         not_yet = {number for numbers in self._read.lazily_created.values() for number in numbers}
         setup = self._setup(not_yet)
@@ -324,7 +324,7 @@ class _Assembly:
         wanted: defaultdict[int, list[int]] = defaultdict(list)
         for number in sorted({number for _, number in self._read.residents} & freed, reverse=True):
             wanted[requests[number]].append(number)
-        allocated = {op >> 2 for op in self._step if op & 3 == MALLOC}
+        allocated = {storage_of(op) for op in self._step if kind_of(op) == MALLOC}
         carried_over = []
         for number in sorted(allocated - freed):
             if wanted[requests[number]]:

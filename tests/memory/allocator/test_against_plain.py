@@ -8,7 +8,7 @@ import pytest
 from plain_allocator import ENDLESS, MIB, Block, PlainAllocator
 
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, OutOfMemory
-from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC
+from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, operation
 
 SIZES = [512, 2048, 300 * 1024, MIB, MIB + 512, 3 * MIB, 5 * MIB, 9 * MIB, 12 * MIB, 21 * MIB, 41 * MIB, 55 * MIB]
 
@@ -35,15 +35,15 @@ def _compare(draw: random.Random, conf: AllocatorConf, limit: int) -> None:
                 block = plain.malloc(size, stream)
             except OutOfMemory:
                 with pytest.raises(OutOfMemory):
-                    fast.run([number * 4 + MALLOC])
+                    fast.run([operation(MALLOC, number)])
             else:
-                fast.run([number * 4 + MALLOC])
+                fast.run([operation(MALLOC, number)])
                 assert fast.address[number] == block.ptr
                 live.append((number, block))
         elif choice < 0.93:
             number, block = live.pop(draw.randrange(len(live)))
             later = draw.random() < 0.15
-            fast.run([number * 4 + (FREE_LATER if later else FREE)])
+            fast.run([operation(FREE_LATER if later else FREE, number)])
             plain.free(block, later=later)
         elif choice < 0.97:
             fast.synchronize()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from matrix import examples
 
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, OutOfMemory
-from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT, allocation_size, round_size
+from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT, allocation_size, operation, round_size
 
 MIB = 2**20
 KIB = 2**10
@@ -27,11 +27,11 @@ class Device:
         number = len(self.requests)
         self.requests.append(round_size(n_bytes, self.allocator.conf) | stream)
         self.allocator.extend(self.requests[-1:])
-        self.allocator.run([number * 4 + MALLOC])
+        self.allocator.run([operation(MALLOC, number)])
         return number
 
     def free(self, *numbers: int, later: bool = False) -> None:
-        self.allocator.run([number * 4 + (FREE_LATER if later else FREE) for number in numbers])
+        self.allocator.run([operation(FREE_LATER if later else FREE, number) for number in numbers])
 
     def address(self, number: int) -> int:
         return self.allocator.address[number]
@@ -142,7 +142,7 @@ def test_record_stream_holds_a_block_back_until_the_wait() -> None:
     assert device.allocator.allocated == 0
     b = device.malloc(16 * MIB)
     assert device.address(b) != device.address(a)
-    device.allocator.run([1 * 4 + WAIT])
+    device.allocator.run([operation(WAIT, 1)])
     assert device.address(device.malloc(16 * MIB)) == device.address(a)
 
 

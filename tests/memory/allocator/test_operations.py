@@ -16,7 +16,7 @@ from fsdp_advisor.engines.deepspeed.partitions import optimizer_states
 from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, StepOperations, simulate_allocator
-from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC
+from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, kind_of, operation, storage_of
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import Category, Tape
 from fsdp_advisor.program.accounts import Stream
@@ -80,13 +80,13 @@ def test_requested_peak_equals_live_peak(
 def test_every_storage_is_allocated_and_freed_once(strategy: tuple[str, str, str]) -> None:
     """Within a step; what lives on was there before, or is carried over to the next step."""
     steps = operations_of(*job(MODELS[0], *strategy))
-    made = Counter(operation >> 2 for operation in steps.following if operation & 3 == MALLOC)
-    freed = Counter(operation >> 2 for operation in steps.following if operation & 3 in (FREE, FREE_LATER))
+    made = Counter(storage_of(op) for op in steps.following if kind_of(op) == MALLOC)
+    freed = Counter(storage_of(op) for op in steps.following if kind_of(op) in (FREE, FREE_LATER))
     assert set(made.values()) == {1} and set(freed.values()) == {1}
     carried_over = dict(steps.carried_over)
     assert made.keys() - freed.keys() == carried_over.keys()
     assert freed.keys() - made.keys() == set(carried_over.values())
-    assert {operation >> 2 for operation in steps.setup}.isdisjoint(made)
+    assert {storage_of(op) for op in steps.setup}.isdisjoint(made)
 
 
 def test_first_step_creates_optimizer_state() -> None:
@@ -117,7 +117,7 @@ def test_only_fsdp1_delays_reuse_with_record_stream() -> None:
     later = {}
     for backend in ("fsdp1", "fsdp2"):
         steps = operations_of(*job(MODELS[0], "zero3", backend))
-        later[backend] = sum(1 for operation in steps.following if operation & 3 == FREE_LATER)
+        later[backend] = sum(1 for op in steps.following if kind_of(op) == FREE_LATER)
     assert later["fsdp1"] > 64 and later["fsdp2"] == 0
 
 
@@ -142,10 +142,10 @@ def test_backward_workspace_follows_the_first_weight_gradient() -> None:
     """It lies behind the output of the head's first product, once the loss has freed its logits."""
     profile, tape, plan = job(MODELS[1], "zero3", "fsdp2")
     steps = operations_of(profile, tape, plan, workspace_bytes=(32 * 2**20,) * 2)
-    forward, backward = (n * 4 + MALLOC for n, size in enumerate(steps.requests) if size == 32 * 2**20)
+    forward, backward = (operation(MALLOC, n) for n, size in enumerate(steps.requests) if size == 32 * 2**20)
     head = 50257 * 768 * 2
     after = steps.first[steps.first.index(backward) - 1]
-    assert after & 3 == MALLOC and steps.requests[after >> 2] == -(-head // 512) * 512
+    assert kind_of(after) == MALLOC and steps.requests[storage_of(after)] == -(-head // 512) * 512
     assert steps.first.index(forward) < steps.first.index(backward) and forward not in steps.following
 
 
@@ -158,10 +158,10 @@ def test_ddp_rebuilds_its_one_bucket_after_the_first_step(model: str) -> None:
     gradients = sum(p.elements for p in profile.in_order()) * 4
     assert sum(sizes) == gradients
     assert all(n >= BUCKET_BYTES for n in sizes[1:-1]) and sizes[0] >= FIRST_BUCKET_BYTES
-    at = [steps.requests[o >> 2] for o in steps.setup].index(-(-gradients // 512) * 512)
+    at = [steps.requests[storage_of(o)] for o in steps.setup].index(-(-gradients // 512) * 512)
     end = steps.first[-len(sizes) - 1 :]
-    assert end[0] == (steps.setup[at] >> 2) * 4 + FREE
-    assert [steps.requests[o >> 2] for o in end[1:]] == [-(-n // 512) * 512 for n in sizes]
+    assert end[0] == operation(FREE, storage_of(steps.setup[at]))
+    assert [steps.requests[storage_of(o)] for o in end[1:]] == [-(-n // 512) * 512 for n in sizes]
 
 
 def test_one_batch_is_allocated_before_the_steps_and_rebuilds_at_the_second_forward() -> None:
@@ -169,15 +169,15 @@ def test_one_batch_is_allocated_before_the_steps_and_rebuilds_at_the_second_forw
     profile, tape, plan = job(MODELS[1], "ddp", "ddp", precision="bf16-mixed", gradient_accumulation_steps=2)
     fresh, stands = operations_of(profile, tape, plan), operations_of(profile, tape, plan, one_batch=True)
     tokens = plan.micro_batch_size * plan.seq_len * 8
-    assert [stands.requests[o >> 2] for o in stands.setup][-2:] == [tokens, tokens]
-    gone = {operation >> 2 for operation in (*fresh.following, *fresh.setup)} - {
-        o >> 2 for o in stands.following + stands.setup
+    assert [stands.requests[storage_of(o)] for o in stands.setup][-2:] == [tokens, tokens]
+    gone = {storage_of(op) for op in (*fresh.following, *fresh.setup)} - {
+        storage_of(o) for o in stands.following + stands.setup
     }
     assert sum(stands.requests[number] for number in gone) == 2 * tokens  # the second micro-batch's
     assert len(fresh.following) - len(stands.following) == 8  # two tensors of each, made and dropped
     assert [phase for _, phase, _ in stands.visits] == [phase for _, phase, _ in fresh.visits]
     buckets = list(program_of(profile, tape, plan).rebuilt_buckets.each())
-    makes = [n * 4 + MALLOC for n in range(len(stands.requests) - len(buckets), len(stands.requests))]
+    makes = [operation(MALLOC, n) for n in range(len(stands.requests) - len(buckets), len(stands.requests))]
     at = stands.first.index(makes[0])
     assert list(stands.first[at : at + len(makes)]) == makes and 0.4 < at / len(stands.first) < 0.6
     assert list(fresh.first[-len(makes) :]) == makes
@@ -199,12 +199,12 @@ def test_a_storage_is_allocated_before_it_is_freed(model: str, strategy: str) ->
     """Also where many layers use the keys and values, or the output, of one."""
     steps = operations_of(*job(model, strategy, "ddp" if strategy == "ddp" else "fsdp2"))
     live: set[int] = set()
-    for operation in (*steps.setup, *steps.first):
-        if operation & 3 == MALLOC:
-            assert operation >> 2 not in live
-            live.add(operation >> 2)
-        elif operation & 3 in (FREE, FREE_LATER):
-            live.remove(operation >> 2)
+    for op in (*steps.setup, *steps.first):
+        if kind_of(op) == MALLOC:
+            assert storage_of(op) not in live
+            live.add(storage_of(op))
+        elif kind_of(op) in (FREE, FREE_LATER):
+            live.remove(storage_of(op))
 
 
 def test_buckets_of_parameters_without_gradient_stay() -> None:
@@ -226,8 +226,8 @@ def test_fsdp1_allocates_its_flat_parameters_once_before_the_first_step(precisio
     profile, tape, plan = job(MODELS[0], "zero3", "fsdp1", precision=precision)
     steps = operations_of(profile, tape, plan)
     begin = steps.first[: 2 * each * 33]
-    assert [o & 3 for o in begin] == [MALLOC, FREE] * each * 33
-    sizes = [steps.requests[o >> 2] for o in begin[::2]]
+    assert [kind_of(o) for o in begin] == [MALLOC, FREE] * each * 33
+    sizes = [steps.requests[storage_of(o)] for o in begin[::2]]
     root = 2 * 32000 * 4096 + 4096
     assert sizes[each - 1] == root * (2 if precision == "bf16" else 4)
     assert set(begin).isdisjoint(steps.following)
@@ -238,7 +238,7 @@ def test_fsdp1_allocates_gradients_on_the_all_gather_stream() -> None:
     profile, tape, plan = job("meta-llama/Llama-3.2-1B", "zero3", "fsdp1")
     steps = operations_of(profile, tape, plan)
     root, tied = (128256 + 1) * 2048 * 2, 128256 * 2048 * 2
-    born = Counter(steps.requests[o >> 2] for o in steps.following if o & 3 == MALLOC)
+    born = Counter(steps.requests[storage_of(o)] for o in steps.following if kind_of(o) == MALLOC)
     assert born[root | Stream.ALL_GATHER] == 2 and root not in born  # the parameters, then their gradients
     assert born[tied | Stream.ALL_GATHER] == 1 and born[tied] == 2
 
@@ -250,7 +250,7 @@ def test_storages_shared_by_layers_are_freed_once(model: str, strategy: str, bac
     profile, tape, plan = job(model, strategy, backend, activation_checkpointing="full", gradient_accumulation_steps=2)
     steps = operations_of(profile, tape, plan)
     for operations in (steps.first, steps.following):
-        freed = Counter(operation >> 2 for operation in operations if operation & 3 in (FREE, FREE_LATER))
+        freed = Counter(storage_of(op) for op in operations if kind_of(op) in (FREE, FREE_LATER))
         assert set(freed.values()) == {1}
     allocator, after = simulated(steps)
     assert allocator.requested_peak >= peak_of(profile, tape, plan).peak

@@ -19,7 +19,7 @@ from fsdp_advisor.memory.allocator import (
     with_first_step,
     with_graph,
 )
-from fsdp_advisor.memory.allocator.caching import FREE, MALLOC, operation
+from fsdp_advisor.memory.allocator.caching import FREE, MALLOC, kind_of, operation, storage_of
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import Tape
 
@@ -100,11 +100,11 @@ def test_retries_in_the_first_steps_alone_do_not_count(strategy: tuple[str, str]
 
 def test_expandable_segments_retry_although_they_would_map_less_than_they_ask_for() -> None:
     """alloc_block compares the whole request with what is allowed, also if a part of it is mapped already."""
-    kept, hole, end, first, second = (number * 4 for number in range(5))
-    step = (first + MALLOC, first + FREE, second + MALLOC, second + FREE)
+    kept, hole, end, first, second = range(5)
+    step = tuple(operation(kind, storage) for storage in (first, second) for kind in (MALLOC, FREE))
     operations = StepOperations(
         requests=tuple(size * MIB for size in (40, 40, 40, 60, 100)),
-        setup=(kept + MALLOC, hole + MALLOC, end + MALLOC, hole + FREE),
+        setup=(*(operation(MALLOC, storage) for storage in (kept, hole, end)), operation(FREE, hole)),
         first=step,
         following=step,
         carried_over=(),
@@ -116,8 +116,8 @@ def test_expandable_segments_retry_although_they_would_map_less_than_they_ask_fo
 
 
 def test_a_captured_graph_keeps_its_memory() -> None:
-    activation, temporary = (number * 4 for number in range(2))
-    step = (activation + MALLOC, activation + FREE, temporary + MALLOC, temporary + FREE)
+    activation, temporary = range(2)
+    step = tuple(operation(kind, storage) for storage in (activation, temporary) for kind in (MALLOC, FREE))
     operations = StepOperations(
         requests=(100 * MIB, 60 * MIB),
         setup=(),
@@ -144,7 +144,7 @@ def test_expandable_segments_help_against_fragmentation() -> None:
 
 def sizes_of(steps: StepOperations, operations: tuple[int, ...]) -> list[tuple[int, int]]:
     """(kind, bytes) of each operation, whatever its storage is numbered."""
-    return [(operation & 3, steps.requests[operation >> 2]) for operation in operations]
+    return [(kind_of(op), steps.requests[storage_of(op)]) for op in operations]
 
 
 LOADED = [
