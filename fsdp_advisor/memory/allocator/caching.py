@@ -33,7 +33,7 @@ instead of a storage.
 
 
 def operation(kind: int, storage: int) -> int:
-    """The number that stands for an operation. The loops over all operations of a step compute it and its parts in place.
+    """The number that stands for an operation. Loops over all operations of a step compute it and its parts in place.
 
     >>> kind_of(operation(FREE, 7)) == FREE, storage_of(operation(FREE, 7))
     (True, 7)
@@ -127,7 +127,7 @@ class CachingAllocator:
     ) -> None:
         self.conf = conf = conf or AllocatorConf()
         device = device_bytes if device_bytes is not None else limit_bytes
-        allowed = UNLIMITED if device is None else int(conf.per_process_memory_fraction * device)
+        allowed = UNLIMITED if device is None else conf.allowed_bytes(device)
         self.driver = Driver(limit_bytes, allowed)
         self.free_blocks = FreeBlocks()
         self._expandable = ExpandableSegments(self.free_blocks, self.driver, conf) if conf.expandable_segments else None

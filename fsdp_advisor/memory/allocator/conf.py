@@ -77,6 +77,10 @@ class AllocatorConf:
             roundup_power2_divisions=_divisions(pairs.get("roundup_power2_divisions")),
         )
 
+    def allowed_bytes(self, device_bytes: int) -> int:
+        """The bytes of a device that PyTorch may reserve."""
+        return int(self.per_process_memory_fraction * device_bytes)
+
     @property
     def collects_garbage(self) -> bool:
         """Whether garbage collection runs: it needs a threshold, and a memory fraction below 1.

@@ -92,7 +92,7 @@ def _run_within(roomy: _Run, limit_bytes: int | None, device_bytes: int | None) 
     conf, allocator = roomy.conf, roomy.allocator
     if limit_bytes is None:
         return roomy
-    allowed = min(limit_bytes, int(conf.per_process_memory_fraction * (device_bytes or limit_bytes)))
+    allowed = min(limit_bytes, conf.allowed_bytes(device_bytes or limit_bytes))
     if max(allocator.driver.peak, allocator.driver.asked_peak) <= allowed and not conf.collects_garbage:
         return roomy  # the driver refuses nothing
     if allocator.requested_peak > limit_bytes and not allocator.delays_frees:
