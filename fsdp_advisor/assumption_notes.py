@@ -11,7 +11,7 @@ from fsdp_advisor.hardware import Gpu, usual_gpus_per_node
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.batch_layout import flattens
 from fsdp_advisor.job.choices import half_dtype
-from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS
+from fsdp_advisor.job.frameworks import FIXED_SEGMENTS, FRAMEWORK_NAMES, FRAMEWORKS
 from fsdp_advisor.job.images import images_of
 from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.plan import Plan
@@ -58,7 +58,7 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
     if "allocator_conf" in request.assumed:
         notes.append(
             f"{FRAMEWORK_NAMES[request.framework]}'s launcher sets PYTORCH_ALLOC_CONF={request.allocator_conf}; for a run without it"
-            " set allocator_conf to expandable_segments:False"
+            f" set allocator_conf to {FIXED_SEGMENTS}"
         )
     if FRAMEWORKS[request.framework].captures_graphs and not request.cuda_graphs:
         notes.append(

@@ -19,6 +19,7 @@ from fsdp_advisor.engines.textbook import textbook_states
 from fsdp_advisor.engines.units_summary import packed_warnings, saving_warnings, units_text, wrap_warnings
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, UsageError
 from fsdp_advisor.hardware import Gpu
+from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult
 from fsdp_advisor.memory.device import device_overhead
@@ -215,7 +216,7 @@ def _with_step(
     evaluating = None if evaluation is None else simulate(evaluation=evaluation)
     reserved = [result.reserved_peak_bytes for result in (allocator, evaluating) if result is not None]
     needed = overhead.middle_bytes + max(*reserved, job.bytes_outside_steps)
-    available = min(gpu.memory_bytes, overhead.middle_bytes + _allowed_bytes(gpu, conf))
+    available = min(gpu.memory_bytes, overhead.middle_bytes + (conf or AllocatorConf()).allowed_bytes(gpu.memory_bytes))
     fits = needed <= available and job.fails is None
     needs_unknown = fits and unknown != ()  # what does not fit without evaluation does not fit with it
     host_unknown = host_memory_bytes is not None and base.host_bytes_per_node is None
@@ -281,16 +282,11 @@ def _missing_in_tape(profile: Profile, plan: Plan, key: TapeKey, gpu_key: TapeKe
         yield NO_SCRATCH
 
 
-def _allowed_bytes(gpu: Gpu, conf: AllocatorConf | None) -> int:
-    """The bytes of the GPU that PyTorch may reserve under the allocator's settings."""
-    return gpu.memory_bytes if conf is None else int(conf.per_process_memory_fraction * gpu.memory_bytes)
-
-
 def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
     """Warnings of the allocator's simulation: retries or fragmentation."""
     if allocator.verdict == "fits":
         return ()
-    helps = "; PYTORCH_ALLOC_CONF=expandable_segments:True avoids it" if allocator.expandable_segments_help else ""
+    helps = f"; PYTORCH_ALLOC_CONF={EXPANDABLE_SEGMENTS} avoids it" if allocator.expandable_segments_help else ""
     if allocator.verdict == "fits_with_retries":
         if not allocator.retries_per_step:
             return (f"the allocator frees its cache and allocates again in some steps, which takes time{helps}",)

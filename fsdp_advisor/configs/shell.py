@@ -12,6 +12,7 @@ from fsdp_advisor.configs.launchers import Launch, inner_script, launch_of, name
 from fsdp_advisor.configs.ranks import set_ranks
 from fsdp_advisor.configs.shell_words import assignment, commands, words
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.frameworks import FIXED_SEGMENTS
 from fsdp_advisor.memory.allocator.conf import conf_in
 
 _SCRIPT = re.compile(r"\btrl[./]scripts[./](\w+?)(?:\.py)?$")
@@ -55,9 +56,7 @@ def read(file: str, text: str) -> list[Collector]:
         found.options["allocator_conf"] = found.take("PYTORCH_ALLOC_CONF")
         parts.append(found)
     elif skipped is not None:
-        parts[0].default(
-            "allocator_conf", "expandable_segments:False", f"the allocator's defaults: {skipped} would set others"
-        )
+        parts[0].default("allocator_conf", FIXED_SEGMENTS, f"the allocator's defaults: {skipped} would set others")
     if allocation is not None:
         parts.append(allocation.found)
     return parts

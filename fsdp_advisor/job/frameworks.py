@@ -15,6 +15,8 @@ TORCHTITAN_CHUNKS = 8
 """Chunks into which torchtitan divides each sequence for the loss. Source: torchtitan 0.3.0, components/loss.py, num_chunks."""
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 """The value of PYTORCH_ALLOC_CONF with which segments of the caching allocator grow."""
+FIXED_SEGMENTS = "expandable_segments:False"
+"""The allocator's default, for a job whose framework would set another value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from fsdp_advisor.configs.names import optimizer_called
 from fsdp_advisor.job.adapter_fields import LORA_KERNELS
 from fsdp_advisor.job.choices import Framework, TrainingTask
-from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.frameworks import FIXED_SEGMENTS, FRAMEWORKS
 from fsdp_advisor.job.projection import DEFAULT
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.memory.allocator.conf import conf_in
@@ -102,7 +102,7 @@ def _allocator(framework: Framework) -> dict[str, str]:
     """The allocator's settings, if the framework's launcher would set them: a rehearsed command runs in the user's own environment."""
     if FRAMEWORKS[framework].allocator_conf is None:
         return {}
-    return {"allocator-conf": conf_in(os.environ) or "expandable_segments:False"}
+    return {"allocator-conf": conf_in(os.environ) or FIXED_SEGMENTS}
 
 
 def _parts_not_compiled(framework: Framework) -> tuple[str, ...]:
