@@ -279,7 +279,6 @@ class StrategyEstimate:
                     "where": p.where,
                     "live_bytes": p.live_bytes,
                     "high_bytes": p.high_bytes,
-                    "repeats": 1,
                 }
                 for p in self.timeline
             ]

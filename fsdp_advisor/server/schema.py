@@ -46,13 +46,12 @@ class GpuMemory(BaseModel):
 
 
 class Moment(BaseModel):
-    """One point of a step's timeline: live bytes at its end, the maximum since the previous point, and how often it repeats."""
+    """One point of a step's timeline: live bytes at its end, and the maximum since the previous point."""
 
     phase: Phase
     where: str
     live_bytes: Bytes
     high_bytes: Bytes
-    repeats: int
 
 
 Seconds = Annotated[float, Field(ge=0)]
