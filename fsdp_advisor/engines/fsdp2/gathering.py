@@ -37,6 +37,8 @@ class Gathering:
         self._previous_output = NO_BUFFER  # forward keeps the last all-gather's output until the next copy-out
         self._unsharded: defaultdict[UnitId, list[list[BufferId]]] = defaultdict(list)
         self._kept_shards: defaultdict[UnitId, list[BufferId]] = defaultdict(list)  # shards kept after forward
+        self.by_code: list[UnitId] = []
+        """The units that the model's code has gathered, in the model's order."""
 
     def is_requested(self, unit: UnitId) -> bool:
         """Whether the unit's all-gather is issued, but its output not copied out."""
@@ -51,6 +53,8 @@ class Gathering:
 
     def unshard(self, step: StepBuilder, unit: UnitId, run: Pass) -> None:
         """Gather the unit's parameters for a pass through it, unless they were requested in advance, and copy them out."""
+        if run == "code":
+            self.by_code.append(unit)
         if unit not in self._outputs:
             self.request(step, unit, run, "after compute" if run in _ALONE else "with previous compute")
         if self._one_shard:
@@ -174,7 +178,9 @@ class Gathering:
         step.free(self._previous_output)
         self._previous_output = NO_BUFFER
 
-    def free_outputs(self, step: StepBuilder) -> None:
-        """Free the outputs of all-gathers for units that turned out to have no backward (`finalize_backward`)."""
+    def end_backward(self, step: StepBuilder) -> None:
+        """Free the outputs of all-gathers for units that turned out to have no backward (`finalize_backward`), and the last output."""
+        self.by_code.clear()
         step.free(*self._outputs.values())
         self._outputs.clear()
+        self.free_previous_output(step)
