@@ -64,7 +64,10 @@ def fetch(config: Mapping[str, object], task: str | None) -> Profile | None:
 
 
 def keep(profile: Profile, task: str | None) -> bool:
-    """Add the tapes and refusals of the profile to its file. Returns whether the file could be written."""
+    """Add the tapes and refusals of the profile to its file. Returns whether the file could be written.
+
+    Those in the file stay if its model is equal, else they are replaced. `task`: a part of the file's name.
+    """
     target = folder()
     if target is None:
         return False

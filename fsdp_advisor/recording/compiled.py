@@ -110,7 +110,7 @@ def _repeats(module: nn.Module) -> bool:
 
 
 def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled."""
+    """The function, compiled by Dynamo with `_backend`, so that it allocates as Inductor's code on a GPU."""
     compiled: Callable[..., Any] = torch.compile(function, backend=_backend)
     return compiled
 

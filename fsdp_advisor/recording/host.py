@@ -170,7 +170,7 @@ class RecordedOffload(saved_tensors_hooks):
 
 
 class _OnHost(NamedTuple):
-    """A tensor whose elements are in host memory, in a storage of this shape."""
+    """A tensor that was moved to host memory. `storage`: the shape of its storage; `shape`, `stride`: of the tensor within it."""
 
     storage: tuple[int, ...]
     dtype: torch.dtype

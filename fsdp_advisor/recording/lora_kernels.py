@@ -95,7 +95,7 @@ def _have_adapters(projections: Sequence[Any], name: str) -> bool:
 
 
 class _Adapted(NamedTuple):
-    """The tensors of a projection with an adapter, and the factor of the adapter."""
+    """A projection with LoRA: W x + `scale` (b a) x, with the adapter's matrices `a` (r, in) and `b` (out, r)."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -340,7 +340,7 @@ class _Mlp(torch.autograd.Function):
 
 
 def _hidden_gradient(grad: torch.Tensor, of: _Settings, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The gradient of the down projection's input."""
+    """The gradient (tokens, in) of the down projection's input. `grad` (tokens, out): of its output; `a`, `b`: its adapter."""
     weight = _unpacked(of.weight, of.packed)
     out = torch.matmul(grad, weight)
     del weight

@@ -76,7 +76,9 @@ def _write_rows(x: torch.Tensor, elements: torch.Tensor, scales: torch.Tensor) -
 
 
 def _empty_in_graph(shape: Iterable[int], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor, as torchao makes it. The compiler makes it again in backward, and may give it the storage of another one."""
+    """A new tensor on the device of `like`, made by an operator of the graph, as torchao makes it: the compiler may make it again in
+    backward, or give it the storage of another one.
+    """
     return torch.empty(tuple(shape), dtype=dtype, device=like.device)
 
 

@@ -108,7 +108,7 @@ def _card(view: ReportView, row: RowView, screen: Screen) -> str:
 
 
 def _notes(view: ReportView, screen: Screen, *, hint: bool) -> str:
-    """The legend, what the columns mean, warnings, and what is not modelled."""
+    """The legend, what the columns mean, warnings, and what is not modelled. With `hint` also how to see more, and the way out."""
     lines = [
         legend(view.legend, screen),
         wrap(" ".join(view.footnotes), screen),

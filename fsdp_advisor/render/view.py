@@ -195,7 +195,7 @@ def _why(estimate: StrategyEstimate) -> str:
     return f"the peak is in {estimate.peak_phase}, at {estimate.peak_where}"
 
 
-def _footnotes(report: Report, rows: Sequence[RowView], sizes: Sizes, unit: str) -> tuple[str, ...]:
+def _footnotes(report: Report, rows: Sequence[RowView], sizes: Sizes, throughput_unit: str) -> tuple[str, ...]:
     """Sentences that explain the columns."""
     known = any(row.peak_known for row in rows)
     notes = [f"Sizes in {sizes.unit_with_meaning}."]
@@ -206,7 +206,7 @@ def _footnotes(report: Report, rows: Sequence[RowView], sizes: Sizes, unit: str)
         notes.append("needs: memory of one GPU at the worst moment of the job, with fragmentation, CUDA and NCCL.")
     notes.append("states: what a rank keeps between steps (parameters, gradients, optimizer state, buffers).")
     if any(row.throughput is not None for row in rows):
-        notes.append(f"{unit}: per GPU.")
+        notes.append(f"{throughput_unit}: per GPU.")
     if any(row.host_bytes_per_node for row in rows):
         notes.append("host: memory per node.")
     on_gpu = {estimate.plan.strategy for estimate in report.estimates if estimate.plan.offload == "none"}

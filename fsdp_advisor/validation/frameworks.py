@@ -363,7 +363,7 @@ def transformers_trainer(
             disable_tqdm=True,
             save_strategy="no",
         )  # fmt: skip
-        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=_OneBatch())
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=_NeverRead())
         trainer.state.max_steps = MAX_STEPS
         prepared, _ = trainer._prepare_for_training(MAX_STEPS, None, None)
     return TransformersTrainer(trainer, prepared, batch, plan.gradient_accumulation_steps)
@@ -376,8 +376,8 @@ def _searches_unused(model: nn.Module, plan: Plan) -> bool | None:
     return None if open and plan.checkpointing != "reentrant" else False
 
 
-class _OneBatch(torch.utils.data.Dataset[Any]):
-    """A data set that is never read; the Trainer needs one when it is made."""
+class _NeverRead(torch.utils.data.Dataset[Any]):
+    """A data set of length 1 that is never read; the Trainer needs one when it is made."""
 
     def __len__(self) -> int:
         return 1

@@ -174,6 +174,9 @@ def _moments(
     norm: an fp64 copy of one gradient at a time. cast: the flattened gradients and their copy in the masters' dtype, alive
     together. update: that copy and the optimizer's temporaries. A single piece is flattened without a copy.
 
+    `gradients`: those on the GPU before the step. `elements`: of the flat partition. `pieces`: the gradients that are flattened into it.
+    `largest`: elements of the largest gradient. `overflow`: temporaries of fp16's check.
+
     Source: zero/stage_1_and_2.py, step; zero/stage3.py, step, _prepare_fp32_grad_for_sub_group.
     """
     c, m = plan.compute_bytes, master_bytes(plan)

@@ -124,8 +124,8 @@ class _Fetcher:
         self.live_bytes -= allocation.n_bytes
 
     def _gather(self, parameters: list[int]) -> None:
-        """Start an all-gather. A single parameter becomes a view of the buffer; several share a buffer and are copied out
-        of it when a hook waits for them.
+        """Start an all-gather of `parameters`, which are indices into `elements`. A single parameter becomes a view of the buffer; several
+        share a buffer and are copied out of it when a hook waits for them.
         """
         if not parameters:
             return
