@@ -228,44 +228,57 @@ def main() -> None:
     rows = yaml.safe_load(ARCHITECTURES.read_text())
     options.work.mkdir(parents=True, exist_ok=True)
     targets = [(row, options.work / f"{_key(row)}.profile") for row in rows if options.only in row["id"]]
-    missing = [] if options.partial else [(*job, options.add, options.retry) for job in targets if not job[1].exists()]
-    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=4) as pool:
-        for done, (name, refused) in enumerate(pool.imap_unordered(_work, missing), start=1):
-            print(f"{done}/{len(missing)} {name}", *(f"\n    {r}" for r in refused), file=sys.stderr, flush=True)
-    if options.only:
-        return
+    if not options.partial:
+        _record([(*target, options.add, options.retry) for target in targets if not target[1].exists()], options.jobs)
+    if not options.only:
+        _write(rows, targets, options.out, keeps_others=options.add)
+
+
+def _record(jobs: list[tuple[dict[str, Any], Path, bool, bool]], processes: int) -> None:
+    """Record models in parallel, each into its file."""
+    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=4) as pool:
+        for done, (name, refused) in enumerate(pool.imap_unordered(_work, jobs), start=1):
+            print(f"{done}/{len(jobs)} {name}", *(f"\n    {r}" for r in refused), file=sys.stderr, flush=True)
+
+
+def _write(
+    rows: list[dict[str, Any]], targets: list[tuple[dict[str, Any], Path]], out: Path, *, keeps_others: bool
+) -> None:
+    """Write the archive with its index. `keeps_others`: models without a recording in `targets` stay as they are in the old archive."""
     index = []
-    written = options.out.with_suffix(".partial")  # the old catalog is still being read
+    written = out.with_suffix(".partial")  # the old catalog is still being read
     with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
         for row, target in targets:
-            entry = find(row["id"]) if options.add else None
+            entry = find(row["id"]) if keeps_others else None
             if target.exists():
                 data, recording = target.read_bytes(), RECORDING
             elif entry is not None:
                 data, recording = stored(entry), entry.recording
             else:
                 continue
-            member = row["id"].replace("/", "--") + ".profile"
-            index.append(
-                {
-                    "id": row["id"],
-                    "aliases": row.get("aliases", []),
-                    "task": row["task"],
-                    "parameters": row["parameters"],
-                    "max_seq_len": _source(row).max_seq_len,
-                    "model_type": row["config"]["model_type"],
-                    "source": row["source"],
-                    "member": member,
-                    "experts": load(data).experts,
-                    "tapes": row.get("tapes", "all"),
-                    "recording": recording,
-                }
-            )
-            archive.writestr(zipfile.ZipInfo(member), data, zipfile.ZIP_STORED)
+            index.append(_entry(row, data, recording))
+            archive.writestr(zipfile.ZipInfo(index[-1]["member"]), data, zipfile.ZIP_STORED)
         archive.writestr(zipfile.ZipInfo(INDEX), json.dumps(index), zipfile.ZIP_DEFLATED)
         archive.writestr(zipfile.ZipInfo(CONFIGS), json.dumps(_configurations(rows)), zipfile.ZIP_DEFLATED)
-    written.replace(options.out)
-    print(f"{len(index)} models, {options.out.stat().st_size / 1e6:.2f} MB", file=sys.stderr)
+    written.replace(out)
+    print(f"{len(index)} models, {out.stat().st_size / 1e6:.2f} MB", file=sys.stderr)
+
+
+def _entry(row: dict[str, Any], data: bytes, recording: int) -> dict[str, Any]:
+    """A model in the index of the archive."""
+    return {
+        "id": row["id"],
+        "aliases": row.get("aliases", []),
+        "task": row["task"],
+        "parameters": row["parameters"],
+        "max_seq_len": _source(row).max_seq_len,
+        "model_type": row["config"]["model_type"],
+        "source": row["source"],
+        "member": row["id"].replace("/", "--") + ".profile",
+        "experts": load(data).experts,
+        "tapes": row.get("tapes", "all"),
+        "recording": recording,
+    }
 
 
 if __name__ == "__main__":
