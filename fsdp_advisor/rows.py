@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp2.units import unit_warnings
 from fsdp_advisor.engines.host import host_memory
-from fsdp_advisor.engines.job_peaks import job_peaks
+from fsdp_advisor.engines.job_peaks import JobPeaks, job_peaks
 from fsdp_advisor.engines.learned import gradient_warnings, learned
 from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.model_outputs import searches_unused
@@ -22,7 +22,7 @@ from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult
-from fsdp_advisor.memory.device import device_overhead
+from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.live import StepPeak
 from fsdp_advisor.model.lora_kernels import kernels_of_model
 from fsdp_advisor.model.profile import Profile
@@ -71,10 +71,22 @@ class _StepTensors(NamedTuple):
     steps; None if there is none.
     """
 
-    tape: Tape
-    peak: StepPeak
-    first_peak: StepPeak | None
-    evaluation_bytes: int | None
+    tape: Tape | None = None
+    peak: StepPeak | None = None
+    first_peak: StepPeak | None = None
+    evaluation_bytes: int | None = None
+
+
+_NO_STEP = _StepTensors()
+"""Of a plan without a tape."""
+
+
+class _Verdict(NamedTuple):
+    """Whether a job fits a GPU, the bytes that it needs, and those that are left; None where unknown."""
+
+    fits: bool | None
+    needed_bytes: int | None
+    headroom_bytes: int | None
 
 
 def estimate_plan(
@@ -101,7 +113,7 @@ def estimate_plan(
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and not model.is_catalogued:
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
-        base = _base_row(model.profile, plan, gpu, host_memory_bytes)
+        base, _, _ = _base_row(model.profile, plan, gpu, host_memory_bytes)
         figures = PEAKS_UNKNOWN if why_unknown(plan, gpu) else f"{PEAKS_UNKNOWN}, {TIME_UNKNOWN}"
         hint = f"; {error.hint}" if isinstance(error, MissingExtra | NotRecordable) else ""
         unknown = NotModelled(f"{error.message}{hint}", figures, hides_needed=True)
@@ -134,16 +146,16 @@ def _base_row(
     plan: Plan,
     gpu: Gpu,
     host_memory_bytes: int | None,
-    step: _StepTensors | None = None,
-) -> StrategyEstimate:
-    """A row's states, host memory, phases and notes, without the allocator's figures and the time of its step.
+    step: _StepTensors = _NO_STEP,
+) -> tuple[StrategyEstimate, DeviceOverhead, JobPeaks]:
+    """A row's states, host memory, phases and notes, without the allocator's figures and the time of its step; and two of its parts.
 
-    `step`: None if there is no tape. `fits` is False if these parts alone need too much memory, else None (not yet known).
+    `fits` is False if these parts alone need too much memory, else None (not yet known).
     """
-    if step is not None:
+    if step.tape is not None:
         profile = learned(profile, step.tape, plan)
     states = states_of(profile, plan)
-    host = None if plan.offloads_to_nvme else host_memory(profile, plan, step.tape if step else None).steady
+    host = None if plan.offloads_to_nvme else host_memory(profile, plan, step.tape).steady
     omissions = list(map(NotModelled, not_modelled(profile, plan)))
     if (why := why_unknown(plan, gpu)) is not None:
         omissions.append(NotModelled(why, TIME_UNKNOWN))
@@ -156,12 +168,12 @@ def _base_row(
         states=states,
         host=host,
         overhead=overhead,
-        tensors=step.peak if step else None,
-        first=step.first_peak if step else None,
-        evaluation_bytes=step.evaluation_bytes if step else None,
+        tensors=step.peak,
+        first=step.first_peak,
+        evaluation_bytes=step.evaluation_bytes,
         host_memory_bytes=host_memory_bytes,
     )
-    return StrategyEstimate(
+    row = StrategyEstimate(
         plan=plan,
         fits=False if states.total.rounded + overhead.middle_bytes > gpu.memory_bytes or job.fails else None,
         states={name: storages.exact for name, storages in states.on_gpu.items()},
@@ -181,6 +193,7 @@ def _base_row(
         ),
         omissions=tuple(omissions),
     )
+    return row, overhead, job
 
 
 def _parameter_parts(profile: Profile, plan: Plan, states: States) -> dict[str, int] | None:
@@ -208,27 +221,27 @@ def _with_step(
     tensors = peak_of_step(profile, on_gpu, plan)
     evaluation, unknown = _evaluation(model, plan, gpu)
     evaluated = None if evaluation is None else evaluation_bytes(step, evaluation)
-    base = _base_row(profile, plan, gpu, host_memory_bytes, _StepTensors(on_gpu, tensors, step.first_peak, evaluated))
-    overhead, job = base.overhead, base.job_peaks
-    assert overhead is not None and job is not None
+    of_step = _StepTensors(on_gpu, tensors, step.first_peak, evaluated)
+    base, overhead, job = _base_row(profile, plan, gpu, host_memory_bytes, of_step)
     simulate = partial(allocator_result, step, conf=conf, overhead=overhead, loading=job.load_method)
     allocator = simulate()
     evaluating = None if evaluation is None else simulate(evaluation=evaluation)
-    reserved = [result.reserved_peak_bytes for result in (allocator, evaluating) if result is not None]
-    needed = overhead.middle_bytes + max(*reserved, job.bytes_outside_steps)
-    available = min(gpu.memory_bytes, overhead.middle_bytes + (conf or AllocatorConf()).allowed_bytes(gpu.memory_bytes))
-    fits = needed <= available and job.fails is None
-    needs_unknown = fits and unknown != ()  # what does not fit without evaluation does not fit with it
-    host_unknown = host_memory_bytes is not None and base.host_bytes_per_node is None
+    verdict = _verdict(
+        gpu,
+        conf,
+        overhead,
+        job,
+        max(result.reserved_peak_bytes for result in (allocator, evaluating) if result is not None),
+        evaluation_unknown=unknown != (),
+        host_unknown=host_memory_bytes is not None and base.host_bytes_per_node is None,
+    )
     time = _job_time(step, base, allocator)
     warnings = base.warnings + gradient_warnings(profile, on_gpu, plan) + batch_warnings(plan)
     if key.attention != plan.attention:
         warnings += (f"the model has no {plan.attention} attention; {key.attention} is used",)
     return replace(
         base,
-        fits=None if needs_unknown or (fits and host_unknown) else fits,
-        needed_bytes=None if needs_unknown else needed,
-        headroom_bytes=None if needs_unknown else available - needed,
+        **verdict._asdict(),
         peak_tensor_bytes=tensors.peak,
         peak_phase=tensors.phase,
         peak_where=tensors.where,
@@ -247,6 +260,25 @@ def _with_step(
         simulate_peak=partial(_simulated_peak_bytes, model, selected, plan, searched),
         replay_timeline=partial(timeline_of_step, profile, on_gpu, plan),
     )
+
+
+def _verdict(
+    gpu: Gpu,
+    conf: AllocatorConf | None,
+    overhead: DeviceOverhead,
+    job: JobPeaks,
+    reserved_bytes: int,
+    *,
+    evaluation_unknown: bool,
+    host_unknown: bool,
+) -> _Verdict:
+    """The verdict on a job whose steps reserve `reserved_bytes`."""
+    needed = overhead.middle_bytes + max(reserved_bytes, job.bytes_outside_steps)
+    available = min(gpu.memory_bytes, overhead.middle_bytes + (conf or AllocatorConf()).allowed_bytes(gpu.memory_bytes))
+    fits = needed <= available and job.fails is None
+    if fits and evaluation_unknown:  # what does not fit without evaluation does not fit with it
+        return _Verdict(None, None, None)
+    return _Verdict(None if fits and host_unknown else fits, needed, available - needed)
 
 
 def _evaluation(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[StepInput | None, tuple[NotModelled, ...]]:
