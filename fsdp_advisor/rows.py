@@ -45,11 +45,11 @@ from fsdp_advisor.step_figures import (
 from fsdp_advisor.tape_keys import gpu_tape_key_of, tape_key_of
 from fsdp_advisor.tapes import (
     SelectedTape,
-    gpu_tape,
-    select_tape,
+    cpu_tape,
+    kept_gpu_tape,
+    row_tape,
+    search_row_tape,
     takes_long_on_cpu,
-    tape_of_row,
-    tape_of_searched_row,
 )
 from fsdp_advisor.timing import StepTime, why_unknown
 
@@ -109,7 +109,7 @@ def estimate_plan(
             )
         return _count_estimate(model.parameters, plan, gpu)
     try:
-        selected = (tape_of_searched_row if searched else tape_of_row)(model, plan, gpu)
+        selected = (search_row_tape if searched else row_tape)(model, plan, gpu)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and not model.is_catalogued:
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
@@ -118,7 +118,7 @@ def estimate_plan(
         hint = f"; {error.hint}" if isinstance(error, MissingExtra | NotRecordable) else ""
         unknown = NotModelled(f"{error.message}{hint}", figures, hides_needed=True)
         return replace(base, omissions=(unknown, *base.omissions))
-    step = step_input(model, gpu_tape(model.profile, selected, plan, gpu), plan, gpu)
+    step = step_input(model, kept_gpu_tape(model.profile, selected, plan, gpu), plan, gpu)
     row = _with_step(model, selected, step, conf, host_memory_bytes, searched=searched)
     if not explain:
         return row
@@ -135,7 +135,7 @@ def _simulated_peak_bytes(model: Resolved, selected: SelectedTape, plan: Plan, s
         if searched or takes_long_on_cpu(model.profile, plan):
             return None
         try:
-            _, tape = select_tape(model, plan)
+            _, tape = cpu_tape(model, plan)
         except AdvisorError:
             return None
     return peak_bytes_of_step(model.profile, tape, plan)

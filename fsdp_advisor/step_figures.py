@@ -1,6 +1,6 @@
 """Figures of a plan's step: its peak, the allocator's result and its time, read from the step's program.
 
-An estimate's row gives the tape; for a search, `tapes.tape_for_search` selects it.
+An estimate's row gives the tape; for a search, `tapes.search_gpu_tape` selects it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.program.instructions import StepProgram
 from fsdp_advisor.report import StrategyEstimate
-from fsdp_advisor.tapes import gpu_tape, records_each_batch, tape_for_search, tape_of_row
+from fsdp_advisor.tapes import kept_gpu_tape, records_each_batch, row_tape, search_gpu_tape
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline
 
 remembered = lru_cache(maxsize=1024)
@@ -83,7 +83,7 @@ def step_input(model: Resolved, tape: Tape, plan: Plan, gpu: Gpu) -> StepInput:
     first_tape = None
     if plan.steps_flat_parameters and plan.mixed and model.profile.adapter_parameters:
         with suppress(AdvisorError):
-            first_tape = tape_for_search(model, replace(plan, use_orig_params=True), gpu)
+            first_tape = search_gpu_tape(model, replace(plan, use_orig_params=True), gpu)
     return StepInput(model.profile, tape, plan, gpu, first_tape)
 
 
@@ -186,7 +186,7 @@ def evaluation_of(model: Resolved, plan: Plan, gpu: Gpu) -> StepInput | None:
     own, profile = plan.evaluation_plan, model.profile
     if own is None or profile is None:
         return None
-    return StepInput(profile, gpu_tape(profile, tape_of_row(model, own, gpu), own, gpu), own, gpu)
+    return StepInput(profile, kept_gpu_tape(profile, row_tape(model, own, gpu), own, gpu), own, gpu)
 
 
 def evaluation_bytes(step: StepInput, evaluation: StepInput) -> int:
@@ -217,7 +217,7 @@ def tensor_bytes(model: Resolved, plan: Plan, gpu: Gpu) -> int:
             _on_line(few.high_bytes, more.high_bytes, plan.micro_batch_size)
             for few, more in zip(two, three, strict=True)
         )
-    step = _step(model, plan, gpu)
+    step = _searched_step(model, plan, gpu)
     return peak_bytes_of_step(step.profile, step.tape, plan)
 
 
@@ -228,7 +228,9 @@ def _is_recorded_small(model: Resolved, plan: Plan, gpu: Gpu) -> bool:
 
 def _small_steps(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[StepInput, StepInput]:
     """The plan's steps with micro-batches of 2 and 3."""
-    return _step(model, replace(plan, micro_batch_size=2), gpu), _step(model, replace(plan, micro_batch_size=3), gpu)
+    return _searched_step(model, replace(plan, micro_batch_size=2), gpu), _searched_step(
+        model, replace(plan, micro_batch_size=3), gpu
+    )
 
 
 Number = TypeVar("Number", int, float)
@@ -241,7 +243,7 @@ def _on_line(two: Number, three: Number, size: int) -> Number:
 
 def logits_bytes_at_peak(model: Resolved, plan: Plan, gpu: Gpu) -> int:
     """Bytes by which the peak of a plan's step falls if the loss allocates nothing: the most that a loss without logits can save."""
-    step = _step(model, plan, gpu)
+    step = _searched_step(model, plan, gpu)
     fused = peak_bytes_of_step(step.profile, step.tape, plan, fused_loss=True)
     return peak_bytes_of_step(step.profile, step.tape, plan) - fused
 
@@ -260,7 +262,7 @@ def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
             return None
         size, at_two = plan.micro_batch_size, two.breakdown
         return sum(max(0.0, _on_line(at_two[part], seconds, size)) for part, seconds in three.breakdown.items())
-    time = time_of_step(_step(model, plan, gpu))
+    time = time_of_step(_searched_step(model, plan, gpu))
     return None if time is None else time.seconds
 
 
@@ -268,7 +270,7 @@ def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
     """Compute and communication of the plan's last micro-batch and optimizer step; empty if the time is unknown."""
     if model.profile is None:
         return ()
-    step = _step(model, plan, gpu)
+    step = _searched_step(model, plan, gpu)
     return timeline(step.profile, step.program, plan, gpu, step.inter_node)
 
 
@@ -282,11 +284,18 @@ def runs_in(
     left = memory_bytes - overhead.middle_bytes
     if max(allocator.allocated_peak_bytes, job.bytes_outside_steps) > left:
         return False
-    step, evaluation = step_input(model, _step(model, plan, gpu).tape, plan, gpu), evaluation_of(model, plan, gpu)
+    step, evaluation = (
+        step_input(model, _searched_step(model, plan, gpu).tape, plan, gpu),
+        evaluation_of(model, plan, gpu),
+    )
     return _completes(step, evaluation, job.load_method, conf, limit_bytes=left, device_bytes=memory_bytes)
 
 
-def _step(model: Resolved, plan: Plan, gpu: Gpu) -> StepInput:
-    """The step of a plan. Raises AdvisorError if there is no tape. The model is not a bare parameter count."""
+def _searched_step(model: Resolved, plan: Plan, gpu: Gpu) -> StepInput:
+    """The step of a plan of a search. Raises AdvisorError if there is no tape. The model is not a bare parameter count.
+
+    The tape of the first step is left out: a search compares steady steps, and `runs_in`, which asks whether a job completes, takes it from
+    `step_input`.
+    """
     assert model.profile is not None
-    return StepInput(model.profile, tape_for_search(model, plan, gpu), plan, gpu)
+    return StepInput(model.profile, search_gpu_tape(model, plan, gpu), plan, gpu)

@@ -1,4 +1,16 @@
-"""Selects a plan's tapes: of the step under fake tensors on a CPU, and of the step with a GPU's kernels."""
+"""Selects a plan's tapes: of the step under fake tensors on a CPU, and of the step with a GPU's kernels.
+
+| function            | whose step                                  | records what is missing                   | returns  |
+|---------------------|---------------------------------------------|-------------------------------------------|----------|
+| `cpu_tape`          | a CPU's (a GPU's with flash_attention_2)    | yes, and then the tapes of GPUs, too      | key, tape |
+| `row_tape`          | as `cpu_tape`, or a GPU's that stands for it | yes                                       | key, tape |
+| `search_row_tape`   | as `row_tape`, or the GPU's own             | of a missing step only the GPU's own tape | key, tape |
+| `search_gpu_tape`   | the GPU's own                               | as `search_row_tape`                      | tape      |
+| `kept_gpu_tape`     | the GPU's own, or the given one             | never                                     | tape      |
+| `recorded_gpu_tape` | the GPU's own, or that of `row_tape`        | yes                                       | tape      |
+
+Recording happens only where it is allowed (`Resolved.recording_allowed`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +39,7 @@ class SelectedTape(NamedTuple):
     tape: Tape
 
 
-def select_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> SelectedTape:
+def cpu_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> SelectedTape:
     """The plan's tape on a CPU and its key.
 
     A missing tape is recorded now if that is allowed, and so are the tapes with the kernels of `gpu`, or of every GPU if it is None. The
@@ -53,32 +65,31 @@ def select_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> Selected
         return _for_any_batch(model, profile, plan, similar, gpu)
 
 
-def tape_of_row(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> SelectedTape:
+def row_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> SelectedTape:
     """The tape of a row of an estimate, and its key.
 
-    This is the tape of `select_tape`, or, if the CPU's tape is valid for a single micro-batch and length, a GPU tape that is valid for all.
+    This is the tape of `cpu_tape`, or, if the CPU's tape is valid for a single micro-batch and length, a GPU tape that is valid for all.
     Linear attention runs in chunks. On a CPU the number of its operators depends on the sequence length; on a GPU the number of its
     kernels does not. A loop over chunks, over the tokens of Mamba-1's scan or over many experts can take minutes to record, so a model that
     has one needs no tape of a CPU. Raises the error about the GPU's tape if the loop is long.
     """
     profile = _profile_of(model)
     key = tape_key_of(plan, profile)
-    if (
-        has_loop(profile)
-        or takes_long_on_cpu(profile, plan)
-        or (key.at is None and _is_refused(profile, key, NotPolynomial))
-    ):
-        if has_loop(profile) and _gpu_sizes_are_not_polynomials(profile, key):
-            key = replace(key, at=plan.tape_shape)
-        try:
-            return _gpu_step_tape(model, profile, key, plan)
-        except NotPolynomial:
-            if has_loop(profile) and key.at is None:
-                return _gpu_step_tape(model, profile, replace(key, at=plan.tape_shape), plan)
-        except AdvisorError:
-            if takes_long_on_cpu(profile, plan):
-                raise
-    return select_tape(model, plan, gpu)
+    takes_long = takes_long_on_cpu(profile, plan)
+    not_polynomial = key.at is None and _is_refused(profile, key, NotPolynomial)
+    if not (has_loop(profile) or takes_long or not_polynomial):
+        return cpu_tape(model, plan, gpu)
+    own = replace(key, at=plan.tape_shape)
+    needs_own = has_loop(profile) and _gpu_sizes_are_not_polynomials(profile, key)
+    try:
+        return _gpu_tape_for(model, profile, own if needs_own else key, plan)
+    except NotPolynomial:
+        if has_loop(profile) and key.at is None and not needs_own:
+            return _gpu_tape_for(model, profile, own, plan)
+    except AdvisorError:
+        if takes_long:
+            raise
+    return cpu_tape(model, plan, gpu)
 
 
 def _gpu_sizes_are_not_polynomials(profile: Profile, key: TapeKey) -> bool:
@@ -95,7 +106,7 @@ def takes_long_on_cpu(profile: Profile, plan: Plan) -> bool:
     return has_long_loop(profile, plan.tape_shape[1]) or has_long_expert_loop(profile, plan.experts_implementation)
 
 
-def _gpu_step_tape(model: Resolved, profile: Profile, key: TapeKey, plan: Plan) -> SelectedTape:
+def _gpu_tape_for(model: Resolved, profile: Profile, key: TapeKey, plan: Plan) -> SelectedTape:
     """The GPU tape that stands for the CPU's, and its key; with eager attention for a model without sdpa. Raises AdvisorError."""
     wanted = replace(key, attention="eager") if _lacks_sdpa(profile) else key
     first, *others = gpu_tape_keys(wanted, window_filled=needs_window(profile, wanted, plan))
@@ -104,7 +115,7 @@ def _gpu_step_tape(model: Resolved, profile: Profile, key: TapeKey, plan: Plan) 
     except NoSuchAttention:
         first, *others = gpu_tape_keys(replace(key, attention="eager"), window_filled=first.window_filled)
         tape = model.tape(first)
-    for other in others:  # kernels of other GPUs; `gpu_tape` finds only recorded tapes
+    for other in others:  # kernels of other GPUs; `kept_gpu_tape` finds only recorded tapes
         model.tape(other)
     return SelectedTape(first, tape)
 
@@ -129,10 +140,10 @@ def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, 
     """
     own = replace(key, at=plan.tape_shape)
     if _is_first_question(model, profile, key, own):
-        return _with_attention(model, profile, plan, own, gpu)
+        return _of_key(model, profile, plan, own, gpu)
     with contextlib.suppress(NotPolynomial):
-        return _with_attention(model, profile, plan, key, gpu)
-    return _with_attention(model, profile, plan, own, gpu)
+        return _of_key(model, profile, plan, key, gpu)
+    return _of_key(model, profile, plan, own, gpu)
 
 
 def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: TapeKey) -> bool:
@@ -144,7 +155,7 @@ def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: Tap
     return not_polynomial or (key.name not in profile.tapes and (own.name in profile.tapes or model.is_new(key)))
 
 
-def _with_attention(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, gpu: Gpu | None) -> SelectedTape:
+def _of_key(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, gpu: Gpu | None) -> SelectedTape:
     """The key's tape. Falls back to eager attention if the model does not support sdpa, as transformers does."""
     if model.from_catalog and key.name in profile.tapes:
         return SelectedTape(key, model.tape(key))
@@ -194,28 +205,28 @@ def _record_on_gpu(model: Resolved, key: TapeKey) -> None:
             raise
 
 
-def gpu_tape(profile: Profile, selected: SelectedTape, plan: Plan, gpu: Gpu) -> Tape:
+def kept_gpu_tape(profile: Profile, selected: SelectedTape, plan: Plan, gpu: Gpu) -> Tape:
     """The GPU tape of a plan; the selected tape if there is none."""
     return profile.tapes.get(gpu_tape_key_of(profile, selected.key, plan, gpu).name) or selected.tape
 
 
-def tape_for_search(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
+def search_gpu_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
     """The tape of a plan's step with the GPU's kernels, for a search. Raises AdvisorError if there is none."""
-    return gpu_tape(_profile_of(model), tape_of_searched_row(model, plan, gpu), plan, gpu)
+    return kept_gpu_tape(_profile_of(model), search_row_tape(model, plan, gpu), plan, gpu)
 
 
-def tape_of_searched_row(model: Resolved, plan: Plan, gpu: Gpu) -> SelectedTape:
+def search_row_tape(model: Resolved, plan: Plan, gpu: Gpu) -> SelectedTape:
     """The tape of a row in a search, and its key. Raises AdvisorError if there is none.
 
-    It is that of `tape_of_row` if the catalog has it; if not, only the tape with the GPU's kernels is recorded, because a search needs no
+    It is that of `row_tape` if the catalog has it; if not, only the tape with the GPU's kernels is recorded, because a search needs no
     tape of the CPU.
     """
     profile = _profile_of(model)
     is_catalogued = model.from_catalog and tape_key_of(plan, profile).name in profile.tapes
     if model.recording_allowed and not is_catalogued:
         with contextlib.suppress(AdvisorError):  # then the CPU's tape is used, or its error raised
-            return _recorded_for(model, profile, plan, gpu)
-    return tape_of_row(model, plan, gpu)
+            return _recorded_for_search(model, profile, plan, gpu)
+    return row_tape(model, plan, gpu)
 
 
 def records_each_batch(model: Resolved, plan: Plan, gpu: Gpu) -> bool:
@@ -226,7 +237,7 @@ def records_each_batch(model: Resolved, plan: Plan, gpu: Gpu) -> bool:
     return own.name not in profile.tapes and _gpu_sizes_are_not_polynomials(profile, key)
 
 
-def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> SelectedTape:
+def _recorded_for_search(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> SelectedTape:
     """The tape with the GPU's kernels, and its key. It is recorded if it is missing; the CPU's tape is not. For a micro-batch above 1 the
     recording is valid for every batch, because a search asks for other batches next.
     """
@@ -245,8 +256,8 @@ def _recorded_for(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> Se
 
 
 def recorded_gpu_tape(model: Resolved, plan: Plan, gpu: Gpu) -> Tape:
-    """The `gpu_tape` of a plan. It is recorded first if it is missing and recording is possible."""
-    key, tape = tape_of_row(model, plan, gpu)
+    """The `kept_gpu_tape` of a plan. It is recorded first if it is missing and recording is possible."""
+    key, tape = row_tape(model, plan, gpu)
     try:
         return model.tape(gpu_tape_key_of(_profile_of(model), key, plan, gpu))
     except NotRecordable:

@@ -23,7 +23,7 @@ from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Rows, StrategyEstimate
 from fsdp_advisor.rows import estimate_plan
 from fsdp_advisor.step_figures import runs_in, step_seconds, tensor_bytes
-from fsdp_advisor.tapes import tape_for_search
+from fsdp_advisor.tapes import search_gpu_tape
 from fsdp_advisor.units import format_speed
 
 Timer = Callable[[Resolved, Plan, Gpu], float | None]
@@ -114,7 +114,7 @@ class Evaluator:
         if (refused := backend_refusal(plan, self.gpu) or model_refusal(self.model.profile, plan)) is not None:
             return refused
         try:
-            tape_for_search(self.model, plan, self.gpu)
+            search_gpu_tape(self.model, plan, self.gpu)
         except AdvisorError as error:
             if isinstance(error, MissingExtra) and not self.model.is_catalogued:
                 raise

@@ -19,7 +19,7 @@ from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.program.accounts import ACCOUNTS, Phase
 from fsdp_advisor.report import Report, StrategyEstimate
-from fsdp_advisor.tapes import gpu_tape, tape_of_row
+from fsdp_advisor.tapes import kept_gpu_tape, row_tape
 from fsdp_advisor.units import GIB, format_gib, format_gpus
 
 _SMALL_SHARE = 0.01
@@ -119,7 +119,7 @@ def _at_moment(job: DiagnosedJob, moment: Moment) -> tuple[dict[Category, int], 
         return {**{name: breakdown[name] for name in ACCOUNTS}, **outside}, "the peak of the step"
     plan = job.plan
     gpu, *_ = gpu_of(job.request)
-    tape = gpu_tape(profile, tape_of_row(model, plan, gpu), plan, gpu)
+    tape = kept_gpu_tape(profile, row_tape(model, plan, gpu), plan, gpu)
     moments = step_moments(step_program(profile, tape, plan), *plan.tape_shape, phase)
     number = _visit(moment, len(moments))
     if number is None:

@@ -21,7 +21,7 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.step_figures import peak_of_step, timeline_of_step
-from fsdp_advisor.tapes import select_tape
+from fsdp_advisor.tapes import cpu_tape
 from fsdp_advisor.validation import machine
 from fsdp_advisor.validation.choices import Device, Mode
 from fsdp_advisor.validation.on_gpu import GpuPrediction, effective_conf, gpu_run_of, predict_on_gpu
@@ -132,7 +132,7 @@ def predict(
 def _on_cpu(model: Resolved, row: StrategyEstimate) -> GpuPrediction:
     """The prediction of a run on a CPU: the tensors of PyTorch's own step there. The verdict, on a GPU, is only about the steps."""
     assert model.profile is not None
-    tape = select_tape(model, row.plan)[1]
+    tape = cpu_tape(model, row.plan)[1]
     step = peak_of_step(model.profile, tape, row.plan)
     figures: dict[str, Any] = {
         "peak_tensor_bytes": step.peak,

@@ -27,7 +27,7 @@ from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
 from fsdp_advisor.rows import estimate_plan
 from fsdp_advisor.tape_keys import gpu_tape_key_of
-from fsdp_advisor.tapes import select_tape, tape_of_row
+from fsdp_advisor.tapes import cpu_tape, row_tape
 
 CHECKPOINTING: list[TapeCheckpointing] = ["none", "full"]
 """The policies that the catalog has tapes of; others are recorded on demand."""
@@ -458,8 +458,8 @@ def test_usual_tapes_answer_the_default_question(entry: catalog.Entry) -> None:
     assert profile is not None and profile.parameters == entry.parameters and entry.source
     request = make_request({"model": entry.id, "gpus": "8"})
     for plan in plans(request, seq_len=default_seq_len(profile.max_seq_len)):
-        select_tape(model, plan)
-        key, _ = tape_of_row(model, plan)
+        cpu_tape(model, plan)
+        key, _ = row_tape(model, plan)
         assert gpu_tape_key_of(profile, key, plan, find_gpu("H100-80GB")).name in profile.tapes
 
 
@@ -469,7 +469,7 @@ def test_linear_attention_is_answered_at_any_length_without_torch(model: str) ->
     assert found.profile is not None
     options = {"model": model, "gpus": "16", "strategy": "zero3", "micro_batch_size": "3"}
     (plan,) = plans(make_request(options), seq_len=5000)
-    key, _ = tape_of_row(found, plan)
+    key, _ = row_tape(found, plan)
     assert (key.device, key.at) == ("gpu", None)
     row = estimate_plan(found, plan, find_gpu("H200"))
     assert row.needed_bytes and row.step and row.simulated_peak_bytes is None

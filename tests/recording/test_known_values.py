@@ -17,7 +17,7 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model import catalog
 from fsdp_advisor.recording.values import KnownValues
-from fsdp_advisor.tapes import tape_of_row
+from fsdp_advisor.tapes import row_tape
 
 
 def test_concatenation_keeps_the_values_of_its_known_parts() -> None:
@@ -48,5 +48,5 @@ def test_recordings_for_any_length_are_not_tried_again_after_one_failed() -> Non
     model: Any = SimpleNamespace(profile=profile, tape=asked.append)
     request = make_request({"model": entry.id, "gpus": 2, "strategy": "zero3"})
     (plan,) = plans(request, seq_len=96)
-    tape_of_row(model, plan)
+    row_tape(model, plan)
     assert {(key.device, key.at) for key in asked} == {("gpu", (1, 96))}

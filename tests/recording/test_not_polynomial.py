@@ -29,7 +29,7 @@ from fsdp_advisor.program.spans import storage_bytes
 from fsdp_advisor.recording import Recorder
 from fsdp_advisor.recording.transformers_models import TransformersSource
 from fsdp_advisor.step_figures import peak_of_step, step_seconds, tensor_bytes
-from fsdp_advisor.tapes import gpu_tape, select_tape, tape_for_search, tape_of_row
+from fsdp_advisor.tapes import cpu_tape, kept_gpu_tape, row_tape, search_gpu_tape
 from fsdp_advisor.validation.simulate import simulate
 
 pytestmark = pytest.mark.slow
@@ -72,7 +72,7 @@ def test_no_tape_is_valid_for_every_length(recorder: Recorder) -> None:
 def test_the_tape_of_one_length_gives_the_peak_of_pytorchs_own_step(recorder: Recorder, seq_len: int) -> None:
     profile, plan = recorder.profile, replace(PLAN, seq_len=seq_len)
     model = Resolved("hybrid", "module", profile, profile.parameters, profile.parameters, recorder=recorder)
-    key, tape = select_tape(model, plan)
+    key, tape = cpu_tape(model, plan)
     assert key.at == (2, seq_len)
     assert peak_of_step(profile, tape, plan).phase_peaks == simulate(recorder.source, plan).phase_peaks
 
@@ -107,7 +107,7 @@ def test_a_row_needs_no_recording_of_its_own_length(recorder: Recorder) -> None:
     with pytest.raises(NotPolynomial):
         model.tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "none"))
     for seq_len in (100, 333):
-        key, _ = tape_of_row(model, replace(PLAN, seq_len=seq_len))
+        key, _ = row_tape(model, replace(PLAN, seq_len=seq_len))
         assert (key.device, key.at) == ("gpu", None)
 
 
@@ -144,7 +144,7 @@ def test_the_second_batch_records_a_tape_for_any() -> None:
         model = resolve("tiny")
         assert model.profile is not None
         plan = replace(PLAN, strategy="ddp", backend="ddp", precision="fp32", attention="eager", seq_len=seq_len)
-        key, tape = select_tape(model, plan)
+        key, tape = cpu_tape(model, plan)
         return key.at, peak_of_step(model.profile, tape, plan).peak
 
     own, peak = asked(100)
@@ -162,11 +162,11 @@ def test_a_search_records_only_the_tape_of_the_gpu(batch: int) -> None:
     assert model.profile is not None
     plan = replace(PLAN, strategy="ddp", backend="ddp", precision="bf16", attention="eager", micro_batch_size=batch)
     before = set(model.profile.tapes)
-    tape = tape_for_search(model, plan, gpu)
+    tape = search_gpu_tape(model, plan, gpu)
     [name] = set(model.profile.tapes) - before
     assert TapeKey.from_name(name).device == "gpu"
     assert TapeKey.from_name(name).at == ((1, 100) if batch == 1 else None)
-    own = gpu_tape(model.profile, select_tape(model, plan), plan, gpu)
+    own = kept_gpu_tape(model.profile, cpu_tape(model, plan), plan, gpu)
     assert peak_of_step(model.profile, tape, plan) == peak_of_step(model.profile, own, plan)
 
 
@@ -175,7 +175,7 @@ def test_a_search_records_only_the_tape_of_the_gpu_that_the_catalog_lacks() -> N
     model, gpu = resolve("tiny"), find_gpu("A100-80GB")
     assert model.from_catalog and model.profile is not None
     before = set(model.profile.tapes)
-    tape_for_search(model, replace(PLAN, activation_checkpointing="every-2"), gpu)
+    search_gpu_tape(model, replace(PLAN, activation_checkpointing="every-2"), gpu)
     [name] = set(model.profile.tapes) - before
     assert TapeKey.from_name(name).device == "gpu"
 
@@ -205,12 +205,12 @@ def test_a_search_records_few_micro_batches_with_images(home: Path) -> None:
     assert model.profile is not None
     plan = replace(PLAN, seq_len=600, images=Images(1, 64, 64, 0))
     for each in (plan, replace(plan, activation_checkpointing="full"), replace(plan, micro_batch_size=3)):
-        tape_for_search(model, each, gpu)
+        search_gpu_tape(model, each, gpu)
         assert len(model.profile.refusals) == 1
     larger = replace(plan, micro_batch_size=5)
     bound, seconds = tensor_bytes(model, larger, gpu), step_seconds(model, larger, gpu)
     assert {TapeKey.from_name(name).at for name in model.profile.tapes} == {(2, 600), (3, 600)}
-    peak = peak_of_step(model.profile, tape_for_search(model, larger, gpu), larger).peak
+    peak = peak_of_step(model.profile, search_gpu_tape(model, larger, gpu), larger).peak
     assert bound == pytest.approx(peak, rel=1e-5)  # the rounding of storages to 512 bytes
     assert seconds == pytest.approx(step_seconds(model, larger, gpu), rel=0.01)  # now of its own recording
 

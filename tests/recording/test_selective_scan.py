@@ -16,7 +16,7 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.recording.selective_scan import mamba_inner, selective_scan
-from fsdp_advisor.tapes import tape_of_row
+from fsdp_advisor.tapes import row_tape
 
 B, D, T, S, R = 2, 8, 5, 4, 3
 
@@ -69,5 +69,5 @@ def test_one_tape_is_valid_for_any_number_of_tokens(model_type: str, home: Any) 
     path.write_text(json.dumps(config))
     model = resolve(str(path))
     request = make_request({"model": str(path), "gpus": 2, "strategy": "zero3", "micro_batch_size": 2})
-    keys = [tape_of_row(model, *plans(request, seq_len=tokens))[0] for tokens in (100, 100_000)]
+    keys = [row_tape(model, *plans(request, seq_len=tokens))[0] for tokens in (100, 100_000)]
     assert keys[0] == keys[1] and keys[0].at is None

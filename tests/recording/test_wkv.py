@@ -17,7 +17,7 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.recording.wkv import wkv
-from fsdp_advisor.tapes import tape_of_row
+from fsdp_advisor.tapes import row_tape
 
 B, T, D = 2, 5, 8
 RWKV = {"model_type": "rwkv", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "context_length": 4096}
@@ -54,7 +54,7 @@ def config(home: Any) -> str:
 
 def test_one_tape_is_valid_for_any_number_of_tokens(config: str) -> None:
     request = make_request({"model": config, "gpus": 2, "strategy": "zero3", "micro_batch_size": 2})
-    keys = [tape_of_row(resolve(config), *plans(request, seq_len=tokens))[0] for tokens in (100, 4000)]
+    keys = [row_tape(resolve(config), *plans(request, seq_len=tokens))[0] for tokens in (100, 4000)]
     assert keys[0] == keys[1] and keys[0].at is None
 
 

@@ -22,7 +22,7 @@ from fsdp_advisor.memory.libraries import cublas_workspace_bytes
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape import GENERATION_PHASES
 from fsdp_advisor.rehearsal.rehearse import Settings, rehearse
-from fsdp_advisor.tapes import gpu_tape, tape_of_row
+from fsdp_advisor.tapes import kept_gpu_tape, row_tape
 
 pytestmark = pytest.mark.slow
 
@@ -202,7 +202,7 @@ def peaks_of_allocator(options: dict[str, Any]) -> tuple[int, int]:
     """The allocated peaks of a job's generation, and of its third step, both with the libraries."""
     request = make_request(options)
     (plan,), model, (gpu, _) = plans(request, seq_len=1024), resolve(request.model), gpu_of(request)
-    tape = gpu_tape(model.profile, tape_of_row(model, plan), plan, gpu)
+    tape = kept_gpu_tape(model.profile, row_tape(model, plan), plan, gpu)
     workspaces = [cublas_workspace_bytes(gpu.compute_capability)] * plan.facts.threads
     program = step_program(model.profile, tape, plan)
     operations = step_operations(

@@ -78,12 +78,12 @@ def predicted(model: str, backend: str) -> tuple[str, dict[str, int]]:
     """The attention and the peak of each phase, from the catalog's tapes; with an image from a recording, cached or made now."""
     from fsdp_advisor.model.resolve import resolve
     from fsdp_advisor.step_figures import peak_of_step
-    from fsdp_advisor.tapes import select_tape
+    from fsdp_advisor.tapes import cpu_tape
 
     plan = plan_of(model, backend)
     found = resolve(model, allow_recording=plan.images is not None)
     assert found.profile is not None
-    key, tape = select_tape(found, plan)
+    key, tape = cpu_tape(found, plan)
     return key.attention, peak_of_step(found.profile, tape, plan).phase_peaks
 
 
