@@ -14,6 +14,7 @@ from matrix import examples
 from fsdp_advisor.engines.ddp.step import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from fsdp_advisor.engines.deepspeed.partitions import optimizer_states
 from fsdp_advisor.engines.registry import states_of
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, StepOperations, simulate_allocator
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, kind_of, operation, storage_of
@@ -68,8 +69,8 @@ def test_requested_peak_equals_live_peak(
             model, *strategy, gpus=gpus, precision=precision, micro_batch_size=batch, optim=optim,
             gradient_accumulation_steps=accumulation, activation_checkpointing=checkpointing,
         )  # fmt: skip
-    except NotCatalogued:
-        reject()  # not every model is catalogued in every variant
+    except (NotCatalogued, UsageError):
+        reject()  # not every model is catalogued in every variant, and FSDP2 does not step Adafactor
     allocator, after = simulated(operations_of(profile, tape, plan))
     if without_workspace(tape):
         assert allocator.requested_peak == peak_of(profile, tape, plan).peak
