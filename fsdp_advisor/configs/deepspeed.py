@@ -50,10 +50,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
 
 def read_into(found: Collector) -> None:
     """Set the options of DeepSpeed's settings, which are the keys of `found`."""
-    micro = found.number("train_micro_batch_size_per_gpu", "micro_batch_size")
-    steps = found.number("gradient_accumulation_steps", "gradient_accumulation_steps")
-    total = found.number("train_batch_size")
-    _world(found, total, micro, steps)
+    _batch(found)
     _precision(found)
     _zero(found)
     section = found.section("optimizer")
@@ -101,10 +98,19 @@ def _fused(found: Collector, arguments: Any) -> None:
         found.options["optim"] = "adamw_torch" if foreach else "adamw_torch_fused"
 
 
-def _world(found: Collector, total: int | None, micro: int | None, steps: int | None) -> None:
+def _batch(found: Collector) -> None:
+    """Set the batch sizes, of which the number of ranks gives the missing one, and the number of ranks if nothing else does.
+
+    Source: runtime/config.py, `_set_batch_related_parameters`.
+    """
+    micro = found.number("train_micro_batch_size_per_gpu", "micro_batch_size")
+    steps = found.number("gradient_accumulation_steps", "gradient_accumulation_steps")
+    total = found.number("train_batch_size", "global_batch_size")
+    if total and not micro and not steps:
+        found.default("gradient_accumulation_steps", 1)
     per_rank = (micro or 1) * (steps or 1)
     if total and micro and total % per_rank == 0:
-        found.default(
+        found.guess(
             "gpus", total // per_rank, f"{total // per_rank} GPUs: train_batch_size / (micro-batch x accumulation)"
         )
 

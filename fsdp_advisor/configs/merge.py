@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from fsdp_advisor.configs.adapters import has_adapters, is_quantized
@@ -63,6 +64,7 @@ def merge(parts: Sequence[Collector]) -> Configuration:
     Raises UsageError for files with which the job aborts when it starts.
     """
     _check_checkpoints(parts)
+    _check_sizes(parts)
     by_fsdp = any("FSDP" in part.checkpoints for part in parts)
     options: dict[str, Any] = {}
     assumed: dict[str, str] = {}
@@ -107,6 +109,31 @@ def _check_checkpoints(parts: Sequence[Collector]) -> None:
             " Trainer then raises ValueError: they can't both be set to True",
             hint="switch one of them off; TRL switches gradient_checkpointing on if it is not given",
         )
+
+
+_OF_TRAINER = ("trainer", "trl", "axolotl", "llamafactory")
+_SIZES = {
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+"""Options that both the Trainer and DeepSpeed have, and DeepSpeed's keys."""
+
+
+def _check_sizes(parts: Sequence[Collector]) -> None:
+    """Raises UsageError if the Trainer's batch differs from that of DeepSpeed's configuration, with which the Trainer stops.
+
+    Source: transformers 5.23, integrations/deepspeed.py, `trainer_config_process` and `trainer_config_finalize`.
+    """
+    arguments = [part for part in parts if part.options.get("framework") in _OF_TRAINER]
+    for part in (part for part in parts if part.format == "DeepSpeed"):
+        for option, key in _SIZES.items():
+            size = part.options.get(option)
+            other = next((a for a in arguments if size is not None and a.options.get(option, size) != size), None)
+            if other is not None:
+                raise UsageError(
+                    f"{part.file}: {key} is {size}, not {other.options[option]} as in {other.file}; the Trainer stops at such values",
+                    hint=f'"{key}": "auto" takes the Trainer\'s',
+                )
 
 
 def _resolve_torchtitan(options: dict[str, Any], parts: Sequence[Collector]) -> None:
@@ -236,6 +263,8 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
     _check_compiled(found, {**options, **given})
     replaced = {why for name, why in found.assumed.items() if name in given}
     readings = tuple(replace(r, assumed=tuple(why for why in r.assumed if why not in replaced)) for r in found.readings)
+    if not searched:
+        _check_batch(options, given)
     dropped = [name for name in searched if name in options and name not in given]
     if dropped:
         why = f"searched, not kept: {', '.join(dropped)}"
@@ -261,6 +290,23 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
     return Configuration(options={**options, **given}, readings=readings)
 
 
+def _check_batch(options: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises UsageError if the files' micro-batch, accumulation and ranks do not give their global batch, as DeepSpeed asserts.
+
+    Source: deepspeed 0.19.8, runtime/config.py, `_batch_assertion`.
+    """
+    whole = options.get("global_batch_size")
+    names = ("micro_batch_size", "gradient_accumulation_steps", "gpus")
+    sizes: list[int] = [value for name in names if (value := {**options, **given}.get(name)) is not None]
+    if whole is None or "global_batch_size" in given or len(sizes) < len(names) or prod(sizes) == whole:
+        return
+    micro, steps, world = sizes
+    raise UsageError(
+        f"micro-batch {micro} x accumulation {steps} x {world} GPUs = {prod(sizes)}, not train_batch_size {whole}: DeepSpeed stops",
+        hint=f"correct train_batch_size or the number of GPUs; --global-batch-size {prod(sizes)} replaces it here",
+    )
+
+
 def _without_replaced(options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The files' options without those that given ones replace."""
     kept = dict(options)
@@ -275,6 +321,8 @@ def _without_replaced(options: Mapping[str, Any], given: Mapping[str, Any]) -> d
         kept.pop("nnodes", None)
     if "global_batch_size" in given and "gradient_accumulation_steps" not in given:
         kept.pop("gradient_accumulation_steps", None)
+    if {"micro_batch_size", "gradient_accumulation_steps", "find"} & set(given):
+        kept.pop("global_batch_size", None)
     return kept
 
 
@@ -327,5 +375,6 @@ def _without(options: dict[str, Any], dropped: Sequence[str], given: Mapping[str
     decides = {"micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "find"}
     if decides & set(given) or not {"micro_batch_size", "gpus"} <= set(options):
         return kept, ""
-    batch = options["micro_batch_size"] * options.get("gradient_accumulation_steps", 1) * options["gpus"]
+    product = options["micro_batch_size"] * options.get("gradient_accumulation_steps", 1) * options["gpus"]
+    batch = options.get("global_batch_size", product)
     return {**kept, "global_batch_size": batch}, f"the files' global batch size {batch} is kept"

@@ -50,13 +50,13 @@ def set_ranks(found: Collector, launch: Launch, allocation: Allocation | None) -
         return
     if nodes is not None:
         found.options["gpus"] = per_node * nodes
-    elif is_stated:
+    elif is_stated or "hostfile" in found:
         found.guess(
             "gpus", per_node, f"{per_node} GPUs of one node, because the number of nodes is not known: give --gpus"
         )
     elif launch.program == "torchrun":
         found.options |= {"gpus": per_node, "nnodes": 1}
-    else:  # one node is assumed; a host file may name more
+    else:
         found.default("gpus", per_node, f"{per_node} GPUs on one node")
 
 

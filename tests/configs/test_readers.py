@@ -17,6 +17,8 @@ from fsdp_advisor import estimate
 from fsdp_advisor.configs import Configuration, complete, from_paths, from_texts
 from fsdp_advisor.configs.known_keys import known_keys
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.batch import divided
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model import catalog
 from fsdp_advisor.render.check_line import check_result
 
@@ -424,12 +426,50 @@ def test_a_file_of_deepspeed_is_read_with_its_number_of_ranks() -> None:
     }  # fmt: skip
     found = from_texts({"ds.json": json.dumps(config)})
     assert found.options == {
-        "gpus": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 4, "precision": "fp16-mixed", "strategy": "zero2",
+        "gpus": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 4, "global_batch_size": 64, "precision": "fp16-mixed",
+        "strategy": "zero2",
         "backend": "deepspeed", "offload": "optimizer", "offload_device": "nvme", "optim": "adamw_torch_fused", "framework": "deepspeed",
     }  # fmt: skip
     for words in ("reduce_bucket_size: 200000000.0 (the estimate assumes 500000000", "tensor_parallel: "):
         assert words in said(found, "not_modelled")
     assert "8 GPUs: train_batch_size / (micro-batch x accumulation)" in said(found, "assumed")
+
+
+BATCH = {"train_batch_size": 128, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+LAUNCH = "deepspeed --num_gpus 8 train.py --deepspeed ds.json --model_name_or_path gpt2 --bf16"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "more", "given", "refusal"),
+    [
+        (BATCH, "", {}, "micro-batch 2 x accumulation 4 x 8 GPUs = 64, not train_batch_size 128"),
+        (BATCH, "", {"gpus": 16}, None),
+        (BATCH, "", {"gradient_accumulation_steps": 8}, None),
+        (BATCH, "", {"global_batch_size": 64}, None),
+        ({"train_batch_size": 128, "train_micro_batch_size_per_gpu": 2}, "", {}, None),
+        (BATCH, " --per_device_train_batch_size 3", {}, "train_micro_batch_size_per_gpu is 2, not 3 as in run.sh"),
+        (BATCH | {"train_micro_batch_size_per_gpu": "auto"}, " --per_device_train_batch_size 4", {}, None),
+    ],
+)
+def test_sizes_with_which_deepspeed_stops_are_refused(
+    sizes: dict[str, Any], more: str, given: dict[str, Any], refusal: str | None
+) -> None:
+    config = json.dumps({**sizes, "zero_optimization": {"stage": 2}})
+    files = {"run.sh": LAUNCH + more, "ds.json": config}
+    if refusal is not None:
+        with pytest.raises(UsageError, match=refusal):
+            complete(from_texts(files), given)
+        return
+    request = divided(make_request(complete(from_texts(files), given).options))
+    world, whole = given.get("gpus", 8), given.get("global_batch_size", 128)
+    assert (request.gpus, request.micro_batch_size * request.gradient_accumulation_steps * world) == (world, whole)
+
+
+def test_the_number_of_gpus_of_deepspeeds_launcher_wins_unless_a_host_file_may_name_more_nodes() -> None:
+    config = json.dumps({**BATCH, "zero_optimization": {"stage": 2}})
+    assert from_texts({"run.sh": LAUNCH, "ds.json": config}).options["gpus"] == 8
+    hosts = LAUNCH.replace("--num_gpus 8", "--num_gpus 8 --hostfile hosts")
+    assert from_texts({"run.sh": hosts, "ds.json": config}).options["gpus"] == 16
 
 
 def test_a_file_of_torchtune_is_read() -> None:
@@ -1097,7 +1137,7 @@ def test_llamafactory_with_an_unknown_multimodal_model_says_that_the_tower_is_co
     assert "makes no adapters in the vision tower" in said(found, "not_modelled")
 
 
-@pytest.mark.parametrize(("given", "is_assumed"), [({}, True), ({"gpus": 4}, False)])
+@pytest.mark.parametrize(("given", "is_assumed"), [({}, True), ({"gpus": 16}, False)])
 def test_an_assumption_about_an_option_that_is_given_is_not_reported(
     given: dict[str, Any], *, is_assumed: bool
 ) -> None:
