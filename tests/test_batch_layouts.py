@@ -54,7 +54,7 @@ def test_speeds_count_tokens_that_are_not_padding(model: str) -> None:
     assert "25% padding" in " ".join(str(padded).split())
 
 
-def test_cut_sequences_fill_rows_as_before(model: str) -> None:
+def test_wrapped_packing_needs_what_unpacked_rows_need(model: str) -> None:
     assert peak(model, packing="wrapped") == peak(model)
 
 

@@ -13,6 +13,9 @@ from random_jobs import random_jobs
 from fsdp_advisor import estimate
 from fsdp_advisor.cli import main
 from fsdp_advisor.job.fields import dashed
+from fsdp_advisor.render.markdown import markdown
+from fsdp_advisor.render.terminal import Screen
+from fsdp_advisor.render.text import text
 from fsdp_advisor.render.view import report_view
 
 JOBS = list(random_jobs(100 if ALL else 40, seed=2024))
@@ -52,10 +55,6 @@ def test_every_interface_reports_the_same_figures(
 
 
 def test_text_and_markdown_show_the_figures_of_the_view() -> None:
-    from fsdp_advisor.render.markdown import markdown
-    from fsdp_advisor.render.terminal import Screen
-    from fsdp_advisor.render.text import text
-
     view = report_view(estimate(model="meta-llama/Llama-2-7b-hf", gpus=4, gpu="A100-40GB"))
     wide, narrow, table = text(view, Screen(width=200)), text(view, Screen(width=50)), markdown(view)
     for row in view.rows:

@@ -96,7 +96,7 @@ def test_a_full_disk_is_one_error() -> None:
     ]
 
 
-def test_closed_standard_streams() -> None:
+def test_closed_standard_streams_are_an_error_with_status_2() -> None:
     quoted = f"{' '.join(CLI)} {' '.join(JOB)}"
     ran = subprocess.run(["sh", "-c", f"{quoted} >&-"], capture_output=True, env=environment())
     assert ran.returncode == 2

@@ -186,7 +186,7 @@ def test_buffers_of_each_stage_are_those_that_it_allocates() -> None:
     assert buffers(LLAMA_7B, plan(2)).offload_temporaries(1000) == Storages()
 
 
-def test_a_single_piece_is_not_copied() -> None:
+def test_a_partition_of_a_single_gradient_is_not_flattened() -> None:
     """64 ranks own less than the embedding each: the gradient is a view, which lives on where it needs no cast."""
     mixed = {m.name: m for m in buffers(LLAMA_7B, plan(2, 64)).moments}
     owned = flat_elements(LLAMA_7B.parameters, 64) // 64

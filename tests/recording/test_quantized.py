@@ -102,7 +102,9 @@ def described(tensors: Any) -> dict[str, tuple[object, ...]]:
     ],
     ids=["nf4", "fp4-in-bf16", "tied", "conv1d", "8bit", "tied-8bit"],
 )
-def test_layers_are_those_that_transformers_loads(config: dict[str, Any], settings: Quantization, tmp_path: Path):
+def test_layers_are_those_that_transformers_loads(
+    config: dict[str, Any], settings: Quantization, tmp_path: Path
+) -> None:
     (tmp_path / "plain").mkdir()
     made = TransformersSource(config, name="plain").build(torch.bfloat16).to_empty(device="cpu")
     for parameter in made.parameters():
@@ -120,7 +122,9 @@ def test_layers_are_those_that_transformers_loads(config: dict[str, Any], settin
     )
     model = built(config, settings)
 
-    trained = {name: False for name, _ in loaded.named_parameters() if type(_).__name__ in quantized.PACKED}
+    trained = {
+        name: False for name, parameter in loaded.named_parameters() if type(parameter).__name__ in quantized.PACKED
+    }
     assert trained
     expected, found = described(loaded.named_parameters()), described(model.named_parameters())
     assert {n: d[:3] for n, d in found.items()} == {n: d[:3] for n, d in expected.items()}
@@ -129,7 +133,7 @@ def test_layers_are_those_that_transformers_loads(config: dict[str, Any], settin
     assert described(quantized.state_tensors(model)) == described(quantized.state_tensors(loaded))
 
 
-def test_prepare_stores_what_is_not_quantized_in_fp32():
+def test_prepare_stores_what_is_not_quantized_in_fp32() -> None:
     model = built(QWEN, Quantization(method="bnb_4bit", storage_dtype="bfloat16"))
     quantized.prepare_for_training(model)
 
@@ -141,7 +145,7 @@ def test_prepare_stores_what_is_not_quantized_in_fp32():
 
 
 @pytest.mark.parametrize("settings", [NESTED, EIGHT], ids=["4bit", "8bit"])
-def test_inventory_lists_packed_weights_and_their_scales(settings: Quantization):
+def test_inventory_lists_packed_weights_and_their_scales(settings: Quantization) -> None:
     profile = Recorder(QuantizedSource(LLAMA, settings, prepare=True)).profile
     layer = profile.stacks[0].units[0]
     weights = {p.name: p for p in layer.parameters}
@@ -199,7 +203,7 @@ class Nested:
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
 def test_product_in_4_bits_allocates_as_the_cuda_code_of_bitsandbytes(
     dtype: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)  # PyTorch's CPU build lacks it
     ops = importlib.import_module("bitsandbytes.backends.cuda.ops")
     for kernel in ("_dequantize_blockwise_impl", "_dequantize_4bit_impl"):
@@ -214,7 +218,7 @@ def test_product_in_4_bits_allocates_as_the_cuda_code_of_bitsandbytes(
     assert (0, 256 * 128 * dtype.itemsize) in found
 
 
-def test_product_in_8_bits_allocates_as_on_cuda():
+def test_product_in_8_bits_allocates_as_on_cuda() -> None:
     m, n, k = 2048, 352, 128
     layer = built(LLAMA, EIGHT).model.layers[0].mlp.gate_proj
     with as_on_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -300,7 +304,7 @@ def peaks(recorder: Recorder, key: TapeKey, b: int, t: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", taken(["8bit", "dora on 4bit"], [*REHEARSALS]))
-def test_step_allocates_what_a_rehearsal_allocates(name: str):
+def test_step_allocates_what_a_rehearsal_allocates(name: str) -> None:
     row = REHEARSALS[name]
     recorder = Recorder(QuantizedSource(REHEARSED, row.settings, prepare=row.prepare, use_dora=row.use_dora))
     found = peaks(recorder, row.key, 2, 1024)
@@ -330,7 +334,7 @@ def in_bytes(element_bytes: int) -> set[int]:
 )
 def test_a_tape_tells_unpacked_weights_from_other_temporaries(
     settings: Quantization, use_dora: bool, expected: set[int]
-):
+) -> None:
     recorder = Recorder(QuantizedSource(LLAMA, settings, prepare=True, use_dora=use_dora))
     assert unpacked(recorder, gpu_key("bf16-mixed")) == expected
 
@@ -342,7 +346,7 @@ def unpacked(recorder: Recorder, key: TapeKey) -> set[int]:
     return {value_at(tape.sizes[size], 2, 16) for size, category in births if category == Category.DEQUANTIZED}
 
 
-def test_fsdp1_makes_gradients_of_packed_weights_too():
+def test_fsdp1_makes_gradients_of_packed_weights_too() -> None:
     """Weights packed in floats are parts of the flat parameter. Autograd fills their part of its gradient with zeros."""
     settings = Quantization(method="bnb_4bit", storage_dtype="bfloat16")
     recorder = Recorder(QuantizedSource(LLAMA, settings, prepare=False))
@@ -382,7 +386,7 @@ def packed_source(method: str, config: Mapping[str, Any] = LLAMA, **settings: An
         ("awq", {"qweight": ((128, 44), "int32"), "qzeros": ((1, 44), "int32"), "scales": ((1, 352), "float16")}),
     ],
 )  # fmt: skip
-def test_packed_checkpoints_have_the_tensors_of_gptqmodel(method: str, tensors: dict[str, Any]):
+def test_packed_checkpoints_have_the_tensors_of_gptqmodel(method: str, tensors: dict[str, Any]) -> None:
     profile = Recorder(packed_source(method)).profile
     layer = profile.stacks[0].units[0]
     found = {b.name: (b.shape, b.dtype) for b in layer.buffers if b.name.startswith("mlp.gate_proj")}
@@ -390,12 +394,12 @@ def test_packed_checkpoints_have_the_tensors_of_gptqmodel(method: str, tensors: 
     assert {b.matrix for b in layer.buffers if b.name == "mlp.gate_proj.qweight"} == {(352, 128)}
     assert load(dump(profile)).stacks == profile.stacks
 
-    dtypes = {p.role: p.dtype for _, unit in [(0, layer)] for p in unit.parameters}
+    dtypes = {p.role: p.dtype for p in layer.parameters}
     assert dtypes == {"adapter": "float32", "norm": "bfloat16" if method == "gptq" else "float32"}
     assert "lm_head.weight" in {p.name.rpartition("model.")[2] for p in profile.root.parameters}
 
 
-def test_modules_that_a_checkpoint_leaves_unpacked_stay_linear():
+def test_modules_that_a_checkpoint_leaves_unpacked_stay_linear() -> None:
     gptq = packed_source("gptq", modules_in_block_to_quantize=[["self_attn.q_proj", "self_attn.k_proj"]])
     awq = packed_source("awq", modules_to_not_convert=["gate_proj", "up_proj", "down_proj"])
     for source, expected in ((gptq, {"q_proj", "k_proj"}), (awq, {"q_proj", "k_proj", "v_proj", "o_proj"})):
@@ -404,7 +408,7 @@ def test_modules_that_a_checkpoint_leaves_unpacked_stay_linear():
 
 
 @pytest.mark.parametrize("method", taken(["gptq"], ["awq"]))
-def test_packed_step_allocates_what_gptqmodel_allocates_in_a_rehearsal(method: str):
+def test_packed_step_allocates_what_gptqmodel_allocates_in_a_rehearsal(method: str) -> None:
     """gptqmodel 7.7's own layers, with its compiled dequantization, on a simulated H100 at B = 2 and T = 1,024."""
     forward, backward = {"gptq": (302358576, 318537784), "awq": (386506800, 385384504)}[method]
     found = peaks(Recorder(packed_source(method, REHEARSED)), gpu_key("bf16-mixed"), 2, 1024)
@@ -412,17 +416,17 @@ def test_packed_step_allocates_what_gptqmodel_allocates_in_a_rehearsal(method: s
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_a_tape_tells_unpacked_weights_of_packed_checkpoints(method: str):
+def test_a_tape_tells_unpacked_weights_of_packed_checkpoints(method: str) -> None:
     assert unpacked(Recorder(packed_source(method)), gpu_key("bf16-mixed")) == in_bytes(BF16)
 
 
-def test_packed_experts_are_refused():
+def test_packed_experts_are_refused() -> None:
     mixtral = LLAMA | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2}
     with pytest.raises(UsageError, match="mixture of experts"):
         Recorder(packed_source("gptq", mixtral))
 
 
-def test_a_packed_checkpoint_stays_packed_under_adapters(tmp_path: Path):
+def test_a_packed_checkpoint_stays_packed_under_adapters(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}}))
     whole = estimate(model=str(path), gpus=2, strategy="ddp", seq_len=64)
@@ -437,7 +441,7 @@ def test_a_packed_checkpoint_stays_packed_under_adapters(tmp_path: Path):
         estimate(model=str(path), gpus=2, strategy="ddp", use_peft=True, use_dora=True)
 
 
-def test_a_step_in_8_bits_is_slower_than_in_16_and_a_few_times_slower_than_in_4(tmp_path: Path):
+def test_a_step_in_8_bits_is_slower_than_in_16_and_a_few_times_slower_than_in_4(tmp_path: Path) -> None:
     """Its forward has as many FLOPs as the others. Its backward multiplies in fp32."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(REHEARSED))
@@ -460,7 +464,7 @@ def test_a_step_in_8_bits_is_slower_than_in_16_and_a_few_times_slower_than_in_4(
     assert eight.model_flops == pytest.approx(whole.model_flops, rel=0.01) and eight.mfu > 0.05
 
 
-def test_units_of_adapters_that_cannot_be_recorded_are_named_without_an_option(tmp_path: Path):
+def test_units_of_adapters_that_cannot_be_recorded_are_named_without_an_option(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
     (row,) = estimate(

@@ -38,7 +38,7 @@ def test_micro_batches_that_look_the_same_are_shown_once() -> None:
 
 def test_the_hint_names_a_row_that_fits_and_one_that_does_not() -> None:
     report = estimate(model="meta-llama/Llama-2-7b-hf", gpus=4, gpu="A100-40GB")
-    fits = {f"{e.plan.strategy}": e.fits for e in report.estimates if e.plan.offload == "none"}
+    fits = {e.plan.strategy: e.fits for e in report.estimates if e.plan.offload == "none"}
     assert fits["ddp"] is False and fits["zero3"] is True
     hint = report_view(report).explain_hint
     assert "why DDP does not fit: --explain ddp" in hint

@@ -74,7 +74,7 @@ def test_requests_are_rounded_as_by_pytorch(asked: int, taken: int, conf: str) -
         (9 * MIB, 32 * MIB, "large_segment_size_mb:32"),
     ],
 )
-def test_get_allocation_size(need: int, segment: int, conf: str) -> None:
+def test_the_driver_is_asked_for_the_size_of_a_segment(need: int, segment: int, conf: str) -> None:
     assert allocation_size(need, AllocatorConf.parse(conf)) == segment
 
 
