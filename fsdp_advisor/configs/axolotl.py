@@ -41,6 +41,29 @@ _TOPICS = {
     "fp8 by accelerate's recipe for torchao, in the Trainer": ("fp8",),
 }  # fmt: skip
 _SWITCHES = {"flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}
+LORA_KEYS = {
+    "r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "target_modules": "lora_target_modules",
+    "target_parameters": "lora_target_parameters",
+    "modules_to_save": "lora_modules_to_save",
+    "use_dora": "peft_use_dora",
+    "use_rslora": "peft_use_rslora",
+    "layers_to_transform": "peft_layers_to_transform",
+    "layers_pattern": "peft_layers_pattern",
+    "exclude_modules": "lora_exclude_modules",
+    "trainable_token_indices": "peft_trainable_token_indices",
+    "rank_pattern": "lora_rank_pattern",
+    "alpha_pattern": "lora_alpha_pattern",
+    "layer_replication": "peft_layer_replication",
+    "ensure_weight_tying": "peft_ensure_weight_tying",
+    "fan_in_fan_out": "lora_fan_in_fan_out",
+    "init_lora_weights": "peft_init_lora_weights",
+}
+"""Keyword of PEFT's LoraConfig -> axolotl's key."""
+_LORA_OPTIONAL = ("target_parameters", "modules_to_save", "ensure_weight_tying", "fan_in_fan_out")
+"""Keywords whose empty values mean that the key is not set."""
 
 
 def is_axolotl(keys: Mapping[str, Any]) -> bool:
@@ -249,26 +272,9 @@ def _adapters(found: Collector) -> None:
         found.omits_key("adapter", "an adapter that is not modelled; the estimate trains every parameter")
         return
     found.take("adapter")
-    config = {
-        "r": found.take("lora_r"),
-        "lora_alpha": found.take("lora_alpha"),
-        "lora_dropout": found.take("lora_dropout") or 0.0,
-        "target_modules": found.take("lora_target_modules"),
-        "target_parameters": found.take("lora_target_parameters") or None,
-        "modules_to_save": found.take("lora_modules_to_save") or None,
-        "use_dora": found.take("peft_use_dora"),
-        "use_rslora": found.take("peft_use_rslora"),
-        "layers_to_transform": found.take("peft_layers_to_transform"),
-        "layers_pattern": found.take("peft_layers_pattern"),
-        "exclude_modules": found.take("lora_exclude_modules"),
-        "trainable_token_indices": found.take("peft_trainable_token_indices"),
-        "rank_pattern": found.take("lora_rank_pattern"),
-        "alpha_pattern": found.take("lora_alpha_pattern"),
-        "layer_replication": found.take("peft_layer_replication"),
-        "ensure_weight_tying": found.take("peft_ensure_weight_tying") or None,
-        "fan_in_fan_out": found.take("lora_fan_in_fan_out") or None,
-        "init_lora_weights": found.take("peft_init_lora_weights"),
-    }
+    config = {name: found.take(key) for name, key in LORA_KEYS.items()}
+    config["lora_dropout"] = config["lora_dropout"] or 0.0
+    config |= {name: config[name] or None for name in _LORA_OPTIONAL}
     if active(found.peek("peft_autocast_adapter_dtype")):
         found.take("peft_autocast_adapter_dtype")  # PEFT's default
     else:

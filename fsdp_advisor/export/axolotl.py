@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fsdp_advisor.configs.axolotl import LORA_KERNEL_KEYS
+from fsdp_advisor.configs.axolotl import LORA_KERNEL_KEYS, LORA_KEYS
 from fsdp_advisor.export import accelerate, deepspeed, trainer
 from fsdp_advisor.export.adapters import lora, lora_limit
 from fsdp_advisor.export.batches import axolotl_keys as batch_keys
@@ -25,7 +25,6 @@ from fsdp_advisor.export.losses import axolotl_keys, loss_limit
 from fsdp_advisor.export.model_arguments import experts_limit
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
-from fsdp_advisor.job.adaptation import LORA_OPTIONS
 from fsdp_advisor.job.lora_kernels import kernels_not_modelled
 from fsdp_advisor.job.plan import Plan
 
@@ -117,8 +116,6 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
     return {"optimizer": named.name, **({"optim_args": dict(named.options)} if named.options else {}), **targets}
 
 
-_LORA = LORA_OPTIONS | {"use_dora": "peft_use_dora", "use_rslora": "peft_use_rslora"}
-"""Keyword of PEFT's LoraConfig -> axolotl's key."""
 _OF_BITSANDBYTES = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage")
 
 
@@ -127,7 +124,7 @@ def _adapter(job: Job) -> dict[str, Any]:
     if not job.adaptation.peft:
         return {}
     config: dict[str, Any] = {"adapter": "qlora" if "load_in_4bit" in quantization else "lora"}
-    config |= {_LORA[name]: value for name, value in lora(job).items()}
+    config |= {LORA_KEYS[name]: value for name, value in lora(job).items()}
     config |= {key: part in job.lora_kernels for key, part in LORA_KERNEL_KEYS.items()}
     if config["lora_target_modules"] == "all-linear":
         del config["lora_target_modules"]
