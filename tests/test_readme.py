@@ -119,9 +119,10 @@ def test_the_readme_of_a_package_lists_every_module(package: str) -> None:
     assert {module for module in modules if not any(fnmatch(module, pattern) for pattern in patterns)} == set()
 
 
-def test_paths_in_contributing_exist() -> None:
-    text = (README.parent / "CONTRIBUTING.md").read_text()
-    paths = set(re.findall(r"\b(?:tests|fsdp_advisor)/[\w./]*\w", text))
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "tests/README.md"])
+def test_paths_in_guides_for_contributors_exist(document: str) -> None:
+    text = (README.parent / document).read_text()
+    paths = set(re.findall(r"\b(?:tests|fsdp_advisor)/[\w./-]*\w", text))
     assert len(paths) > 10
     missing = {path for path in paths if "NAME" not in path and not (README.parent / path).exists()}
     assert not missing
