@@ -117,52 +117,31 @@ def _row(row: dict[str, Any]) -> Row:
 
 
 def plan_of(row: dict[str, Any]) -> tuple[Plan, str]:
-    text = f"{row['strategy']} {row['offload']}"
-    strategy, backend = _strategy(row["strategy"])
-    offload = "none"
-    if "CPU" in row["offload"]:
-        offload = "parameters" if "param" in row["offload"] else "optimizer"
-    checkpointing = row["activation_checkpointing"].split()[0]
-    if checkpointing == "selective":
-        checkpointing += " " + ("layer" if "layer" in row["activation_checkpointing"] else "op")
-    if row["source"].startswith("huggingface/blog"):
-        checkpointing = "full"  # not stated; without it micro-batch 8 needs more than 80 GB
+    """The plan of a row that can be an input, and its checkpointing. `plan` in a row has what the source says of these in prose, or what
+    its numbers imply.
+    """
+    stated = row["plan"]
+    strategy, gpus = stated["strategy"], row["n_gpus"]
     precision = {"fp32": "fp32", "fp16": "fp16-mixed"}.get(re.split(r"[ ,(]", row["precision"])[0], "bf16-mixed")
-    found = re.search(r"[Gg]radient accumulation (\d+)", row["notes"])
-    steps = int(found[1]) if found else 1
-    if row["source"].startswith("huggingface/transformers"):
-        steps = 4 if row["micro_batch"] == 1 else 1
-    if row["source"].startswith("QwenLM"):
-        steps = 8
-    gpus = row["n_gpus"]
     nodes = max(1, gpus // _per_node(row))
     eager = "eager" in row["attention"] or "unfused" in row["attention"] or "Multihead" in row["attention"]
+    by_lightning = any("Lightning" in row[key] for key in ("strategy", "offload", "source"))
     shards = 1 if strategy == "ddp" else gpus
+    checkpointing = stated["activation_checkpointing"]
     plan = Plan(
         strategy=strategy,
-        backend=backend,
-        offload=offload,
+        backend=stated["backend"],
+        offload=stated["offload"],
         mesh=Mesh(dp_shard=shards, dp_replicate=gpus // shards, nnodes=nodes),
         precision=precision,
-        optim="adamw_torch"
-        if "Lightning" in text or "Lightning" in row["source"] or gpus == 1
-        else "adamw_torch_fused",
+        optim="adamw_torch" if by_lightning or gpus == 1 else "adamw_torch_fused",
         micro_batch_size=row["micro_batch"],
         seq_len=row["seq_len"],
-        gradient_accumulation_steps=steps,
+        gradient_accumulation_steps=stated["gradient_accumulation_steps"],
         activation_checkpointing="full" if checkpointing == "full" else "none",
         attention="eager" if eager else "flash_attention_2",
     )
     return plan, checkpointing
-
-
-def _strategy(text: str) -> tuple[str, str]:
-    if text.startswith(("single GPU", "DDP")):
-        return "ddp", "ddp"
-    if "ZeRO" in text and "DeepSpeed" in text:
-        return f"zero{text[text.index('ZeRO-') + 5]}", "deepspeed"
-    backend = "fsdp2" if text.startswith("FSDP2") else "fsdp1"
-    return ("zero2" if "SHARD_GRAD_OP" in text else "zero3"), backend
 
 
 def _per_node(row: dict[str, Any]) -> int:
