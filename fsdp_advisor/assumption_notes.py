@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from math import prod
 
 from fsdp_advisor.assumptions import sequence_length, stores_frozen_base_in_fp32
+from fsdp_advisor.engines.vllm import SETTINGS
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, usual_gpus_per_node
 from fsdp_advisor.job.adaptation import adaptation_of
@@ -68,6 +69,10 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
     if "bnb_4bit_quant_storage" in request.assumed:
         notes.append(
             f"the weights in 4 bits are stored as {request.bnb_4bit_quant_storage}, which FSDP shards; bnb_4bit_quant_storage changes it"
+        )
+    if chosen := [f"{name} {getattr(request, name)}" for name in SETTINGS if name in request.assumed]:
+        notes.append(
+            f"{' and '.join(chosen)} {'is' if len(chosen) == 1 else 'are'} chosen: otherwise vLLM does not start"
         )
     adaptation = adaptation_of(request)
     if FRAMEWORKS[request.framework].trains_half and request.precision == "bf16-mixed" and not adaptation.peft:

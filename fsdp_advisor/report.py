@@ -65,8 +65,8 @@ class StrategyEstimate:
 
     `needed_bytes` is the device memory at the worst moment of the job: reserved by the caching allocator, plus CUDA and NCCL.
     If the job completes on this GPU, it is the peak on this GPU; if not, the peak on a GPU that is large enough. So the GPU's
-    side of `fits` is exactly `headroom_bytes >= 0`. If a node's memory was given and the host lacks it, `fits` is False too,
-    and `fails_in` names the phase.
+    side of `fits` is exactly `headroom_bytes >= 0`. If a node's memory was given and the host lacks it, or if vLLM cannot start in its
+    share of the GPU, `fits` is False too, and `fails_in` names the phase.
     `states` are the bytes kept from step to step; `at_peak` the bytes alive at the tensors' peak, by account.
     `paged_optimizer_bytes` is optimizer state in CUDA's managed memory. Neither `states` nor `at_peak` contains it: it uses free memory of
     the GPU and moves to the host when the GPU is full. `host_bytes_per_node` contains all of it; it is None if
@@ -170,6 +170,12 @@ class StrategyEstimate:
     def fails_in(self) -> JobPhase | None:
         """The first phase of the job that does not fit, on the GPU or on the host; None if all fit or it is unknown."""
         return None if self.job_peaks is None else self.job_peaks.fails
+
+    @property
+    def vllm_missing_bytes(self) -> int:
+        """By how much vLLM's share of the GPU is too small for vLLM to start; 0 if it may start, or does not run there."""
+        vllm = None if self.job_peaks is None else self.job_peaks.vllm
+        return 0 if vllm is None else vllm.missing_bytes
 
     @property
     def allocator_retries_per_step(self) -> int | None:

@@ -190,6 +190,7 @@ def _base_row(
             *packed_warnings(profile, plan),
             *saving_warnings(profile, plan),
             *wrap_warnings(profile, plan),
+            *((job.vllm.text,) if job.vllm is not None and job.vllm.missing_bytes else ()),
         ),
         omissions=tuple(omissions),
     )

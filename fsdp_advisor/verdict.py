@@ -18,6 +18,8 @@ def verdict_text(report: Report, estimate: StrategyEstimate, full: Callable[[int
         return _lacks_without_peak(report, estimate, full)
     if estimate.fits:
         return f"fits, {full(estimate.headroom_bytes)} free{_retries(estimate)}"
+    if estimate.headroom_bytes >= 0 and estimate.vllm_missing_bytes:
+        return f"vLLM lacks {full(estimate.vllm_missing_bytes)}"
     if estimate.headroom_bytes >= 0:
         return f"host lacks {full(_missing_host_bytes(report, estimate))}"
     return f"{_worst_phase(estimate)}lacks {full(-estimate.headroom_bytes)}"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from jobs import row_of_trl
+from matrix import in_turn
 from tiny_llama import LLAMA, PARAMETERS
 
-from fsdp_advisor import estimate
+from fsdp_advisor import estimate, recommend
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.render.check_line import check_result
 from fsdp_advisor.report import StrategyEstimate
 
 pytestmark = pytest.mark.slow
@@ -42,6 +45,8 @@ def phases(found: StrategyEstimate) -> set[str]:
         ({"vllm_mode": "server"}, "--vllm-mode configures vLLM"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_enable_sleep_mode": True}, "on the training GPUs"),
         ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "not divisible"),
+        ({"use_vllm": True, "vllm_max_model_length": 32}, "64 tokens are longer than --vllm-max-model-length 32"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 64}, "on the training GPUs"),
         ({"precompute_ref_log_probs": True}, "scores new completions"),
         ({"ignored_labels": 0.5}, "only the tokens of completions"),
     ],
@@ -118,6 +123,63 @@ def test_colocated_vllm_takes_its_share_in_every_phase_unless_it_sleeps(model: s
 def test_a_share_that_leaves_too_little_does_not_fit(model: str) -> None:
     found = row(model, use_vllm=True, vllm_gpu_memory_utilization=1.0)
     assert found.fits is False and found.headroom_bytes < 0
+
+
+LONG = {"use_vllm": True, "vllm_gpu_memory_utilization": 0.05}
+"""Options with which vLLM's share, 3.96 GiB, does not hold the keys and values of the longest sequence of `long_model`, 8 GiB."""
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("long") / "config.json"
+    path.write_text(json.dumps(LLAMA | {"num_hidden_layers": 2, "max_position_embeddings": 2**25}))
+    return str(path)
+
+
+@in_turn(0, of=4)
+def test_a_share_in_which_vllm_does_not_start_does_not_fit(long_model: str) -> None:
+    found = row(long_model, **LONG)
+    assert (found.fits, found.fails_in) == (False, "generate") and found.headroom_bytes > 0
+    assert found.vllm_missing_bytes > 4 * 2**30
+    (warning,) = (text for text in found.warnings if "vLLM does not start" in text)
+    assert "--vllm-max-model-length 64, or --vllm-gpu-memory-utilization 0.15" in warning
+    assert row(long_model, **LONG, vllm_enable_sleep_mode=True).fits is False  # it sleeps only once it has started
+    shorter = row(long_model, **LONG, vllm_max_model_length=64)
+    assert shorter.fits and shorter.needed_bytes == found.needed_bytes
+
+
+@in_turn(0, of=4)
+def test_check_and_estimate_say_why_vllm_does_not_start(long_model: str) -> None:
+    job = {"gpu": "H100-80GB", "framework": "trl", "strategy": "ddp", "seq_len": 64, "micro_batch_size": 8}
+    report = estimate(model=long_model, task="grpo", max_completion_length=16, **job, **LONG)
+    line = check_result(report)["line"]
+    assert line.startswith("does not fit") and "vLLM lacks 4.04 GiB; vLLM does not start: its share of each GPU" in line
+    assert "Nothing fits, because vLLM does not start" in " ".join(str(report).split())
+
+
+SEARCH = {
+    "gpu": "H100-80GB", "framework": "trl", "task": "grpo", "strategy": "ddp", "seq_len": 64, "micro_batch_size": 8,
+    "max_completion_length": 16, "activation_checkpointing": "none",
+}  # fmt: skip
+
+
+@in_turn(2, of=4)
+def test_a_search_chooses_settings_with_which_vllm_starts(long_model: str) -> None:
+    advice = recommend(model=long_model, **SEARCH, **LONG)
+    plan = advice.recommendation.winner.plan
+    assert (plan.generation.max_length, plan.generation.memory_utilization) == (64, 0.05)
+    assert "vllm_max_model_length 64 is chosen: otherwise vLLM does not start" in advice.report.notes
+    assert "--vllm-max-model-length 64" in str(advice)
+
+
+@in_turn(2, of=4)
+def test_a_search_keeps_settings_that_are_given_and_names_those_with_which_vllm_starts(long_model: str) -> None:
+    found = recommend(model=long_model, **SEARCH, **LONG, vllm_max_model_length=2**24).recommendation
+    assert found.winner is None and "vLLM's share of the GPU lacks" in found.rejected[0].reason
+    assert [dict(remedy.options) for remedy in found.remedies] == [
+        {"vllm_max_model_length": 64},
+        {"vllm_gpu_memory_utilization": 0.1},
+    ]
 
 
 @pytest.mark.parametrize(

@@ -10,5 +10,15 @@ from fsdp_advisor.advice.answer import recommend, recommend_resolved
 from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.result import Advice, Recommendation, Remedy
 from fsdp_advisor.advice.search import Rejection
+from fsdp_advisor.advice.vllm_settings import with_vllm_started
 
-__all__ = ["Advice", "Candidate", "Recommendation", "Rejection", "Remedy", "recommend", "recommend_resolved"]
+__all__ = [
+    "Advice",
+    "Candidate",
+    "Recommendation",
+    "Rejection",
+    "Remedy",
+    "recommend",
+    "recommend_resolved",
+    "with_vllm_started",
+]

@@ -21,6 +21,7 @@ from fsdp_advisor.advice.savings import savings
 from fsdp_advisor.advice.search import Rejection, Search, SearchResult
 from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice, base_plan
 from fsdp_advisor.advice.sweeps import Sweep, SweepResult
+from fsdp_advisor.advice.vllm_settings import with_vllm_started
 from fsdp_advisor.assumptions import gpu_of, settled
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, UsageError, assert_never
 from fsdp_advisor.estimator import lazy_report, requested
@@ -72,6 +73,7 @@ def recommend(
 
 
 def _advice(request: RecommendRequest, model: Resolved, timer: Timer | None) -> Advice:
+    request = with_vllm_started(request, model)
     report = lazy_report(request.as_estimate, model)
     return Advice(report=report, recommendation=recommend_resolved(report, model, request, timer=timer))
 

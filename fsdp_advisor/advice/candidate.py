@@ -166,6 +166,8 @@ class Candidate:
         text = self.gpu_memory_text
         if self.allocator_conf is not None:
             text += f", with PYTORCH_ALLOC_CONF={self.allocator_conf}"
+        if missing := self.estimate.vllm_missing_bytes:
+            text += f"; vLLM's share of the GPU lacks {format_gib(missing)}"
         if self.plan.offload != "none" or self.host_fits is False:
             limit = self.host_available_bytes
             if self.host_bytes_per_node is None and self.host_fits is None:

@@ -1,5 +1,5 @@
-"""Changes that make a job fit if no plan does, the cheapest first: checkpointing, a fused loss, a shorter sequence, offload, a larger
-host, more GPUs, another GPU.
+"""Changes that make a job fit if no plan does, the cheapest first: settings with which vLLM starts; checkpointing, a fused loss, a shorter
+sequence, offload, a larger host, more GPUs, another GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from fsdp_advisor.advice.open_choices import open_choices
 from fsdp_advisor.advice.result import Remedy
 from fsdp_advisor.advice.search import Search
 from fsdp_advisor.advice.sweeps import Sweep
+from fsdp_advisor.engines.vllm import vllm_share, with_settings
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.choices import Loss
 from fsdp_advisor.job.evaluation import evaluation_of
@@ -31,6 +32,9 @@ def remedies(sweep: Sweep) -> Iterator[Remedy]:
     search = sweep.search
     profile = search.evaluator.model.profile
     fits = "fits" if profile is not None else "may fit"  # without a profile only the states are known
+    if (of_vllm := _of_vllm(search)) is not None:
+        yield from of_vllm
+        return
     checkpointing, offload = {"activation_checkpointing": "full"}, {"offload": "parameters"}
     yield from _with_smaller_evaluation(sweep)
     saving = [
@@ -52,6 +56,21 @@ def remedies(sweep: Sweep) -> Iterator[Remedy]:
                 yield from _with_fused_loss(wider, change)
     yield from _with_a_larger_host(sweep, fits)
     yield from _with_other_gpus(sweep, fits)
+
+
+def _of_vllm(search: Search) -> list[Remedy] | None:
+    """The settings with which vLLM starts and a plan fits, if vLLM does not start in its share of the GPUs; None if that is not the
+    reason.
+    """
+    base, profile = search.base, search.evaluator.model.profile
+    share = None if profile is None else vllm_share(profile, base, search.evaluator.gpu)
+    if share is None or not share.missing_bytes:
+        return None
+    return [
+        Remedy(options=settings, because="vLLM then starts in its share of the GPUs, and a plan fits")
+        for settings in share.remedies
+        if replace(search, base=with_settings(base, settings)).any_fit() is not None
+    ]
 
 
 def _with_smaller_evaluation(sweep: Sweep) -> Iterator[Remedy]:

@@ -26,7 +26,7 @@ from fsdp_advisor.report import Printable, Report, StrategyEstimate
 class Remedy(JsonFields):
     """A change with which a plan fits: `options` replace those of the request."""
 
-    options: Mapping[str, int | str]
+    options: Mapping[str, int | float | str]
     because: str
 
 

@@ -18,6 +18,7 @@ from fsdp_advisor.engines.reference import loading_bytes
 from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.engines.saving import choose_save_method, save_methods
 from fsdp_advisor.engines.transfer import LoadMethod, SaveMethod
+from fsdp_advisor.engines.vllm import VllmShare, vllm_share
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.hardware.gpu import Gpu
 from fsdp_advisor.job.plan import Plan
@@ -56,7 +57,8 @@ class JobPeaks:
     """Peaks of a job's phases, the load and save methods assumed for them, and all methods of the plan's backend.
 
     `merge`: how adapters are merged after training, None if there are none to merge; `merge_peak` is its peak. `fails`:
-    the first phase that does not fit (`PhasePeak.fits`), None if there is none.
+    the first phase that does not fit (`PhasePeak.fits`), None if there is none. Generation does not either if vLLM cannot start in its
+    share of the GPU (`vllm`).
     """
 
     phases: Mapping[JobPhase, PhasePeak]
@@ -67,6 +69,7 @@ class JobPeaks:
     merge: SaveMethod | None
     merge_peak: PhasePeak | None
     fails: JobPhase | None
+    vllm: VllmShare | None = None
 
     @property
     def worst_outside_steps(self) -> JobPhase:
@@ -153,6 +156,10 @@ def job_peaks(
         ),
     }
     merge = merge_method(profile, plan)
+    vllm = vllm_share(profile, plan, gpu)
+    fits = {name: peak.fits(available, host_memory_bytes) for name, peak in phases.items()}
+    if vllm is not None and vllm.missing_bytes:
+        fits["generate"] = False
     return JobPeaks(
         phases=phases,
         merge=merge,
@@ -161,7 +168,8 @@ def job_peaks(
         save_method=save,
         load_methods=loads,
         save_methods=saves,
-        fails=next((name for name, peak in phases.items() if not peak.fits(available, host_memory_bytes)), None),
+        fails=next((name for name, phase_fits in fits.items() if not phase_fits), None),
+        vllm=vllm,
     )
 
 

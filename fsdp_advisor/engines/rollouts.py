@@ -107,6 +107,7 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
             )
         case "colocate":
             notes.append("vLLM's CUDA graphs, which some of its versions capture outside its share of the GPU")
+            notes.append("what vLLM's share must hold besides its weights and one sequence: activations, CUDA graphs")
         case "server":
             notes.append("the GPUs of vLLM's server, which are not among --gpus")
     if generation.generator != "transformers" and profile.adapter_parameters:

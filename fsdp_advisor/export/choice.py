@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from fsdp_advisor.advice import recommend_resolved
+from fsdp_advisor.advice import recommend_resolved, with_vllm_started
 from fsdp_advisor.assumptions import gpu_of, sequence_length, settled
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
 from fsdp_advisor.errors import AdvisorError, NotRecordable, UsageError
@@ -175,6 +175,7 @@ def _recommended(consumer: Target, request: EstimateRequest, model: Resolved) ->
     fixed = {name: v for name, v in request.changed.items() if name not in request.assumed}
     fixed |= {name: getattr(request, name) for name in request.given}
     searched = settled(RecommendRequest(**fixed, given=request.given, configs=request.configs))
+    searched = with_vllm_started(searched, model)
     request = searched.as_estimate
     report = estimate_resolved(request, model)
     job = Job.of(report, report.estimates[0])

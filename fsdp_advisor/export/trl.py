@@ -163,6 +163,7 @@ def _generation(generation: Generation) -> dict[str, Any]:
             "vllm_gpu_memory_utilization": generation.memory_utilization,
             "vllm_enable_sleep_mode": generation.sleeps,
             "vllm_tensor_parallel_size": generation.tensor_parallel,
+            **({} if generation.max_length is None else {"vllm_max_model_length": generation.max_length}),
         }
     return settings
 

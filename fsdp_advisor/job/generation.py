@@ -19,10 +19,12 @@ Generator = Literal["transformers", "colocate", "server"]
 
 OPTIONS = (
     "num_generations", "max_completion_length", "beta", "num_iterations", "steps_per_generation", "use_vllm", "vllm_mode",
-    "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size",
+    "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size", "vllm_max_model_length",
 )  # fmt: skip
 """The options that only GRPO has."""
-OF_COLOCATED = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size")
+OF_COLOCATED = (
+    "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size", "vllm_max_model_length",
+)  # fmt: skip
 """The options that only vLLM on the training GPUs (``colocate``) has."""
 
 
@@ -33,7 +35,7 @@ class Generation:
     `completion_length`: tokens of a sequence that are generated and scored. `completions_per_prompt`: the size of a group whose rewards
     are compared. `steps`: micro-batches whose completions are generated together; None: those of one optimizer step. `iterations`: the
     number of updates that use each completion. `beta`: if it is above 0, a reference model scores completions too. `memory_utilization`,
-    `sleeps` and `tensor_parallel` are settings of colocated vLLM.
+    `sleeps`, `tensor_parallel` and `max_length` (None: the model's) are settings of colocated vLLM.
     """
 
     completion_length: int
@@ -45,6 +47,7 @@ class Generation:
     memory_utilization: float = 0.3
     sleeps: bool = False
     tensor_parallel: int = 1
+    max_length: int | None = None
 
     @property
     def text(self) -> str:
@@ -122,6 +125,7 @@ def generation_of(request: EstimateRequest) -> Generation | None:
         memory_utilization=request.vllm_gpu_memory_utilization,
         sleeps=request.vllm_enable_sleep_mode,
         tensor_parallel=request.vllm_tensor_parallel_size,
+        max_length=request.vllm_max_model_length,
     )
 
 
@@ -137,6 +141,11 @@ def check_generation(request: EstimateRequest, seq_len: int) -> None:
         raise UsageError(
             f"a completion of {request.max_completion_length} tokens leaves no room for a prompt in {seq_len} tokens",
             hint="--seq-len is the length of prompt and completion together",
+        )
+    if request.use_vllm and (request.vllm_max_model_length or seq_len) < seq_len:
+        raise UsageError(
+            f"sequences of {seq_len} tokens are longer than --vllm-max-model-length {request.vllm_max_model_length}",
+            hint=f"use --vllm-max-model-length {seq_len}, or a smaller --seq-len",
         )
     accumulation, batch = request.gradient_accumulation_steps or 1, request.micro_batch_size or 1
     steps = request.steps_per_generation or accumulation

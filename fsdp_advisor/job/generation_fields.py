@@ -39,3 +39,12 @@ VllmGpuMemoryUtilization = Annotated[
 ]
 VllmEnableSleepMode = Annotated[bool, rule("colocated vLLM frees its memory while the model trains")]
 VllmTensorParallelSize = Annotated[int, rule("the GPUs that share one colocated copy of the model", ge=1, le=65_536)]
+VllmMaxModelLength = Annotated[
+    int | None,
+    rule(
+        "the tokens of the longest sequence for which colocated vLLM has memory",
+        default="the model's maximum",
+        ge=1,
+        le=16_777_216,
+    ),
+]

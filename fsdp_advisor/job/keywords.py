@@ -102,6 +102,7 @@ class _Options(TypedDict, total=False):
     vllm_gpu_memory_utilization: float
     vllm_enable_sleep_mode: bool
     vllm_tensor_parallel_size: int
+    vllm_max_model_length: int | None
     eval_strategy: EvalStrategy
     per_device_eval_batch_size: int
     compute_metrics: bool

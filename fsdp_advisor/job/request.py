@@ -114,6 +114,7 @@ class EstimateRequest:
     vllm_gpu_memory_utilization: generation.VllmGpuMemoryUtilization = 0.3
     vllm_enable_sleep_mode: generation.VllmEnableSleepMode = False
     vllm_tensor_parallel_size: generation.VllmTensorParallelSize = 1
+    vllm_max_model_length: generation.VllmMaxModelLength = None
     eval_strategy: evaluation.EvalStrategyOption = "no"
     per_device_eval_batch_size: evaluation.PerDeviceEvalBatchSize = 8
     compute_metrics: evaluation.ComputeMetrics = False

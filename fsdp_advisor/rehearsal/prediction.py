@@ -230,7 +230,7 @@ def _generation(given: Mapping[str, Any]) -> dict[str, str]:
         kept = {name: value for name, value in given.items() if not name.startswith("vllm_") or name == "vllm_mode"}
     else:
         kept = dict(given)
-    return {name.replace("_", "-"): _word(value) for name, value in kept.items()}
+    return {name.replace("_", "-"): _word(value) for name, value in kept.items() if value is not None}
 
 
 def _word(value: object) -> str:

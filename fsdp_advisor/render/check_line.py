@@ -35,6 +35,8 @@ def check_result(report: Report) -> dict[str, Any]:
         f"{verdict}: {report.model_name}, {row.label} ({plan.backend}), {plan.world_size} x {report.gpu_name}{nodes}: "
         f"{needs}{verdict_text(report, row, sizes.full).removeprefix('fits, ')}"
     )
+    if row.vllm_missing_bytes and row.job_peaks is not None and row.job_peaks.vllm is not None:
+        line += f"; {row.job_peaks.vllm.text}"
     if row.needed_bytes is None:
         line += f" ({why_unknown(row)})"
     if row.fits and row.host_bytes_per_node != 0 and report.request.host_memory is None:

@@ -29,6 +29,8 @@ def way_out(report: Report) -> str:
     if not known or report.model_source == "count" or any(row.fits and row.plan.offload == "none" for row in known):
         return ""
     request = report.request
+    if any(row.vllm_missing_bytes for row in known):
+        return _answer("Nothing fits, because vLLM does not start in its share of the GPUs", ())
     if any(row.only_evaluation_lacks for row in known):
         return _answer("The steps fit, but evaluation does not", _smaller_evaluation(request))
     smaller_states = []

@@ -12,7 +12,7 @@ from typing import Concatenate, Literal, ParamSpec
 
 from pydantic_core import to_json
 
-from fsdp_advisor.advice import Advice, recommend_resolved
+from fsdp_advisor.advice import Advice, recommend_resolved, with_vllm_started
 from fsdp_advisor.advice.methods import advice_of_methods
 from fsdp_advisor.assumptions import DEFAULT_GPU, settled
 from fsdp_advisor.comparison import compare_resolved
@@ -170,7 +170,7 @@ def advise(model: Resolved, request: RecommendRequest, *, explain: bool = False)
     """The recommendation for a request."""
     if request.method == "any":
         return advice_of_methods(request, lambda one: advise(model, one, explain=explain))
-    with_gpu = decided(request)
+    with_gpu = with_vllm_started(decided(request), model)
     report = _with_gpu_note(request, lazy_report(with_gpu.as_estimate, model, explain=explain))
     return Advice(report=report, recommendation=recommend_resolved(report, model, with_gpu))
 

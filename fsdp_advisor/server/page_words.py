@@ -47,6 +47,7 @@ _LABELS = {
     "vllm_gpu_memory_utilization": "vLLM's fraction of a GPU",
     "vllm_enable_sleep_mode": "vLLM sleeps",
     "vllm_tensor_parallel_size": "GPUs per copy in vLLM",
+    "vllm_max_model_length": "Longest sequence in vLLM",
     "eval_strategy": "Evaluation",
     "per_device_eval_batch_size": "Micro-batch of evaluation",
     "compute_metrics": "Metrics of logits",

@@ -199,7 +199,7 @@ def test_the_weight_of_the_routers_loss_is_recognized(name: str, tmp_path: Path)
     ("changed", "present", "absent"),
     [
         ({}, {"num-generations": "4", "beta": "0.1", "use-vllm": None}, "vllm-mode"),
-        ({"use_vllm": True}, {"use-vllm": "true", "vllm-gpu-memory-utilization": "0.3"}, "vllm-server"),
+        ({"use_vllm": True}, {"use-vllm": "true", "vllm-gpu-memory-utilization": "0.3"}, "vllm-max-model-length"),
         ({"use_vllm": True, "vllm_mode": "server"}, {"use-vllm": "true", "vllm-mode": "server"}, "vllm-gpu-memory-utilization"),
     ],
     ids=["transformers", "vLLM on the same GPUs", "a server"],
@@ -209,6 +209,7 @@ def test_how_grpo_generates_is_recognized(
 ) -> None:
     generation = {
         "num_generations": 4, "beta": 0.1, "use_vllm": False, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3,
+        "vllm_max_model_length": None,
     }  # fmt: skip
     task = {"name": "grpo", "precompute_ref_log_probs": False, "generation": {**generation, **changed}}
     found = options(tmp_path, task=task)

@@ -46,6 +46,7 @@ JOBS = {
                 beta=0.04,
                 generator="colocate",
                 sleeps=True,
+                max_length=2048,
             ),
         )
     ),
@@ -89,7 +90,7 @@ def test_the_completions_are_the_plan_s(read: dict[str, dict[str, Any]]) -> None
     assert read["grpo"]["completions"] == {
         "num_generations": 4, "max_completion_length": 64, "beta": 0.04, "num_iterations": 2, "steps_per_generation": 1,
         "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_enable_sleep_mode": True,
-        "vllm_tensor_parallel_size": 1,
+        "vllm_tensor_parallel_size": 1, "vllm_max_model_length": 2048,
     }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ TASKS = {
 """The tasks of TRL's trainers that `estimate` describes."""
 GENERATION = (
     "num_generations", "max_completion_length", "beta", "num_iterations", "steps_per_generation", "use_vllm", "vllm_mode",
-    "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size",
+    "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size", "vllm_max_model_length",
 )  # fmt: skip
 """The settings of TRL's GRPOConfig that are options of `estimate` with the same names."""
 

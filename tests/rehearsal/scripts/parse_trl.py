@@ -21,7 +21,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 CONFIGURATIONS = {"sft": SFTConfig, "dpo": DPOConfig, "kto": KTOConfig, "reward": RewardConfig, "grpo": GRPOConfig}
 OF_GRPO = (
     "num_generations", "max_completion_length", "beta", "num_iterations", "steps_per_generation", "use_vllm", "vllm_mode",
-    "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size",
+    "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size", "vllm_max_model_length",
 )  # fmt: skip
 OF_EVALUATION = ("per_device_eval_batch_size", "prediction_loss_only", "eval_accumulation_steps")
 
