@@ -13,6 +13,7 @@ from fsdp_advisor.engines.job_peaks import JobPeaks, job_peaks
 from fsdp_advisor.engines.learned import gradient_warnings, learned
 from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.model_outputs import searches_unused
+from fsdp_advisor.engines.reference import copy_warnings
 from fsdp_advisor.engines.registry import not_modelled, states_of
 from fsdp_advisor.engines.rollouts import batch_warnings
 from fsdp_advisor.engines.textbook import textbook_states
@@ -191,6 +192,7 @@ def _base_row(
             *saving_warnings(profile, plan),
             *wrap_warnings(profile, plan),
             *((job.vllm.text,) if job.vllm is not None and job.vllm.missing_bytes else ()),
+            *copy_warnings(profile, plan),
         ),
         omissions=tuple(omissions),
     )

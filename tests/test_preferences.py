@@ -14,6 +14,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.units import format_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -175,6 +176,17 @@ def test_fsdp2_gathers_the_whole_copy_as_one_unit(model: str) -> None:
     copy = [point for point in found.timeline if point.where.startswith("reference")]
     before = next(point for point in reversed(found.timeline[: found.timeline.index(copy[0])]))
     assert copy[0].high_bytes - before.live_bytes >= 2 * HALF
+
+
+def test_a_copy_that_fsdp2_gathers_as_a_whole_is_warned_of(model: str) -> None:
+    def warned(**options: Any) -> list[str]:
+        return [text for text in row(model, gpus=4, **options).warnings if "whole reference model" in text]
+
+    (resharded,), (kept,) = warned(strategy="zero3", backend="fsdp2"), warned(strategy="zero2", backend="fsdp2")
+    assert f"gathers all {format_bytes(HALF)} of its weights" in resharded and "gathers and keeps all" in kept
+    assert "--precompute-ref-log-probs" in resharded
+    assert not warned(strategy="zero3", backend="fsdp2", precompute_ref_log_probs=True)
+    assert not warned(strategy="zero3", backend="deepspeed")
 
 
 def test_trl_gathers_the_head_of_a_model_with_adapters_by_itself(model: str) -> None:

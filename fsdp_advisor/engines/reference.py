@@ -26,10 +26,12 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.parallelism.mesh import ONE_RANK
+from fsdp_advisor.policies.dtypes import compute_bytes
 from fsdp_advisor.program.accounts import Account
 from fsdp_advisor.program.builder import StepBuilder
 from fsdp_advisor.program.hooks import StepHooks
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
+from fsdp_advisor.units import format_bytes
 
 EngineStep = DdpStep | Fsdp1Step | Fsdp2Step | DeepspeedStep
 
@@ -156,6 +158,19 @@ def loading_bytes(profile: Profile, plan: Plan) -> int:
     if plan.reference != "copy" or (plan.backend == "deepspeed" and plan.strategy == "zero3"):
         return 0
     return load_methods(frozen(profile), reference_plan(plan))[0].gpu_bytes
+
+
+def copy_warnings(profile: Profile, plan: Plan) -> list[str]:
+    """A warning about a copy that FSDP2 gathers as a whole."""
+    if plan.reference != "copy" or plan.backend != "fsdp2" or plan.shard_degree == 1:
+        return []
+    whole = format_bytes(profile.bytes_of(lambda p: compute_bytes(plan, p)))
+    gathers = "gathers" if plan.reshards else "gathers and keeps"
+    precomputed = "" if plan.task == "grpo" else "--precompute-ref-log-probs needs no copy; "
+    return [
+        f"{FRAMEWORK_NAMES[plan.framework]} makes the whole reference model one FSDP2 unit, whose forward {gathers} all {whole} of its "
+        f"weights; {precomputed}--strategy zero3 with --backend fsdp1 or deepspeed gathers them by layers"
+    ]
 
 
 def not_modelled(plan: Plan) -> list[str]:
