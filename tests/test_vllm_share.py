@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_advisor.engines.registry import model_refusal
 from fsdp_advisor.engines.vllm import VllmShare, starting_settings, vllm_share, with_settings
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.compatibility import plans
@@ -123,6 +124,14 @@ def test_only_open_settings_are_chosen() -> None:
     assert starting_settings(*job, []) == {}
     profile, plan = plan_of("Qwen/Qwen3-8B")
     assert starting_settings(profile, plan, find_gpu("H100"), ["vllm_max_model_length"]) == {}  # it starts
+
+
+def test_vllm_divides_only_whole_heads() -> None:
+    """Qwen2.5-7B has 28 attention heads."""
+    assert model_refusal(*plan_of("Qwen/Qwen2.5-7B", vllm_tensor_parallel_size=4)) is None
+    refused = model_refusal(*plan_of("Qwen/Qwen2.5-7B", vllm_tensor_parallel_size=8))
+    assert refused is not None and "28 attention heads among 8 GPUs" in refused.message
+    assert refused.hint.endswith("one of 1, 2, 4")
 
 
 def test_a_share_is_only_of_colocated_vllm() -> None:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import combinations, product
 from typing import Any
 
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware.gpu import Gpu
 from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.job.generation import Generation
@@ -84,6 +85,18 @@ def with_settings(plan: Plan, settings: Mapping[str, Any]) -> Plan:
     """The plan with these settings of vLLM."""
     assert plan.generation is not None
     return replace(plan, generation=_changed(plan.generation, settings))
+
+
+def parallelism_refusal(profile: Profile, plan: Plan) -> UsageError | None:
+    """Why vLLM cannot divide the model among its GPUs; None if it can."""
+    generation, heads = plan.generation, profile.text_config.get("num_attention_heads")
+    if generation is None or not isinstance(heads, int) or heads % generation.tensor_parallel == 0:
+        return None
+    sizes = ", ".join(map(str, _parallel_sizes(profile, plan)))
+    return UsageError(
+        f"vLLM does not divide {heads} attention heads among {generation.tensor_parallel} GPUs",
+        hint=f"--vllm-tensor-parallel-size can be one of {sizes}",
+    )
 
 
 def vllm_share(profile: Profile, plan: Plan, gpu: Gpu) -> VllmShare | None:
