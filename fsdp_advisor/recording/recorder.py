@@ -22,29 +22,22 @@ from torch import nn
 
 from fsdp_advisor.errors import AdvisorError, NotPolynomial, NotRecordable
 from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
-from fsdp_advisor.job.images import Images
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ScoringPhase, Tape
 from fsdp_advisor.model.tape_key import TapeKey
-from fsdp_advisor.recording.batches import with_batch
 from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
-from fsdp_advisor.recording.evaluation import EvaluationSource
-from fsdp_advisor.recording.experts import with_experts
 from fsdp_advisor.recording.fake import fake_tensors, materialise, steady
 from fsdp_advisor.recording.fp8 import convert_linears, on_fake_tensors
 from fsdp_advisor.recording.host import RecordedOnHost, save_inputs_on_host
-from fsdp_advisor.recording.images import with_images, with_rows_of_images
+from fsdp_advisor.recording.images import with_rows_of_images
 from fsdp_advisor.recording.inventory import inventory_of, kinds_of_layers
 from fsdp_advisor.recording.kinds import representatives
 from fsdp_advisor.recording.liger_kernels import check_kernels, with_liger_kernels
 from fsdp_advisor.recording.linear_attention import CHUNK
-from fsdp_advisor.recording.llamafactory import WholeLogitsSource
 from fsdp_advisor.recording.lora_kernels import use_lora_kernels
-from fsdp_advisor.recording.losses.source import with_loss
 from fsdp_advisor.recording.on_gpu import as_on_gpu
 from fsdp_advisor.recording.package_kernels import with_kernels
-from fsdp_advisor.recording.preferences import PreferenceSource
 from fsdp_advisor.recording.quantized import is_packed
 from fsdp_advisor.recording.raw_steps import (
     Fitted,
@@ -58,12 +51,12 @@ from fsdp_advisor.recording.raw_steps import (
 )
 from fsdp_advisor.recording.remembered import Operators
 from fsdp_advisor.recording.replaced_buffers import replaced_buffers
-from fsdp_advisor.recording.rewards import RewardSource
 from fsdp_advisor.recording.selective_scan import CHUNK as SCAN_CHUNK
 from fsdp_advisor.recording.source import Source, is_of_torchtitan
 from fsdp_advisor.recording.state_space import USUAL_CHUNKS
 from fsdp_advisor.recording.step import Step
 from fsdp_advisor.recording.tiled_mlp import tile_mlps
+from fsdp_advisor.recording.trainers import source_of_step
 from fsdp_advisor.recording.values import needs_values
 from fsdp_advisor.recording.wrapping import units_to_record, with_whole_gradients
 from fsdp_advisor.recording.zero3_linear import saving_inputs
@@ -80,19 +73,19 @@ class Recorder:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._made: list[tuple[object, Fitted]] = []
+        self._fits: list[tuple[object, Fitted]] = []
         self._operators = Operators()
         self._chunks = tuple(dict.fromkeys([*chunk_sizes(source.config()), CHUNK, *USUAL_CHUNKS, SCAN_CHUNK]))
-        self._warm = False
+        self._has_run = False
         model = source.build(source.inventory_dtype)
         stacks = source.stacks(model)
         self._replaced = replaced_buffers(model, [layer for stack in stacks for layer in stack.layers])
         kinds = kinds_of_layers(model, stacks)
-        self._kept = {path: representatives(of_stack) for path, of_stack in kinds.items()}
-        self.recorded_kinds = [[kinds[path][layer] for layer in kept] for path, kept in self._kept.items()]
+        self._recorded_layers = {path: representatives(of_stack) for path, of_stack in kinds.items()}
+        self.recorded_kinds = [[kinds[path][layer] for layer in kept] for path, kept in self._recorded_layers.items()]
         """The kinds of the recorded layers of each stack, as numbers."""
-        self.profile = inventory_of(model, source, stacks, kinds, self._kept, self._replaced)
-        source.keep_layers(model, self._kept)
+        self.profile = inventory_of(model, source, stacks, kinds, self._recorded_layers, self._replaced)
+        source.keep_layers(model, self._recorded_layers)
         self._models = {source.inventory_dtype: model}
 
     def tape(self, key: TapeKey) -> Tape:
@@ -109,10 +102,10 @@ class Recorder:
         return self._tape(key, sums_in_place=False)
 
     def _tape(self, key: TapeKey, *, sums_in_place: bool) -> Tape:
-        source = _stepping(self.source, key)
+        source = source_of_step(self.source, key)
         grid = _grid(source, key)
         try:
-            with self._step(source, key, sums_in_place=sums_in_place) as step:
+            with self._prepared_step(source, key, sums_in_place=sums_in_place) as step:
                 self._create_tensors(step, key, grid)
                 if key.at is not None:
                     raw_step = step.run(*key.at)
@@ -136,9 +129,9 @@ class Recorder:
         first = key.at or grid.points[0]
         if self.source.alike_up_to or self._replaced or key.compiles:
             step.run(*first)
-        elif not self._warm:
+        elif not self._has_run:
             _run_briefly(step, first, grid.brief_t)
-        self._warm = True
+        self._has_run = True
 
     def _fit(self, step: Step, key: TapeKey, grid: _Grid) -> Tape:
         """The tape of a step for any (B, T): of three steps if they confirm the usual sizes, else of all of the grid."""
@@ -162,7 +155,7 @@ class Recorder:
             )
             if fitted.chunks:
                 self._confirm(step, key, fitted, corner, check[1])
-        self._made.append((storages_of(corner), fitted))
+        self._fits.append((storages_of(corner), fitted))
         return tape_of(corner, fitted)
 
     def _confirm(self, step: Step, key: TapeKey, fitted: Fitted, known: RawStep, longest: int) -> None:
@@ -184,7 +177,7 @@ class Recorder:
         """
         last = list(raw_steps.values())[-1]
         storages = storages_of(last)
-        for known, fitted in self._made:
+        for known, fitted in self._fits:
             if known == storages and all(fitted.at(*point) == raw_step.totals for point, raw_step in raw_steps.items()):
                 return tape_of(last, fitted)
         return None
@@ -195,13 +188,13 @@ class Recorder:
         """A copy of the model with the recorded layers only. Packed parameters cannot be copied, so the copies share them."""
         if dtype not in self._models:
             model = self.source.build(dtype)
-            self.source.keep_layers(model, self._kept)
+            self.source.keep_layers(model, self._recorded_layers)
             self._models[dtype] = model
         model = self._models[dtype]
         return copy.deepcopy(model, {id(p): p for p in model.parameters() if is_packed(p)})
 
     @contextlib.contextmanager
-    def _step(self, source: Source, key: TapeKey, *, sums_in_place: bool) -> Iterator[Step]:
+    def _prepared_step(self, source: Source, key: TapeKey, *, sums_in_place: bool) -> Iterator[Step]:
         """Context with the model on fake tensors, ready to run steps of this key."""
         model = self._configured(source, key)
         units = units_to_record(self.source, self.profile, key)
@@ -264,6 +257,9 @@ class _Grid(NamedTuple):
 
 
 def _grid(source: Source, key: TapeKey) -> _Grid:
+    """The points of a fit. They are lengths that the model takes and that run the same code, and B is 1 if the key's is. The point that
+    checks the fit is as long as possible, and a multiple of the chunks of torchtitan's loss.
+    """
     least = source.min_seq_len - 1
     limit = min(source.max_seq_len or CHECK_T + least, source.alike_up_to or CHECK_T + least)
     ts = tuple(least + t for t in GRID_T)
@@ -347,32 +343,6 @@ def _run_briefly(step: Step, point: tuple[int, int], seq_len: int) -> None:
         if seq_len >= longest:
             raise
         step.run(*point)
-
-
-def _stepping(source: Source, key: TapeKey) -> Source:
-    """The source with the step of the key's trainer: its batch and loss, in training or in evaluation."""
-    trained = _training(source, key)
-    return EvaluationSource(trained) if key.evaluates else trained
-
-
-def _training(source: Source, key: TapeKey) -> Source:
-    """The source with the batch and the loss of the key's trainer."""
-    if key.compiles and is_of_torchtitan(source):
-        from fsdp_advisor.recording.torchtitan_models import CompiledSource
-
-        source = CompiledSource(source)
-    source = with_experts(source, key.experts, key.imbalance)
-    source = with_images(source, Images(*key.images) if key.images else None)
-    if key.task == "sft":
-        source = with_batch(source, key.batch, key.padding)
-        return with_loss(source, key.loss, key.ignored_labels, key.gathered_head, router_loss=key.router_loss)
-    if key.task == "reward":
-        return RewardSource(source)
-    if key.loss == "full":
-        return WholeLogitsSource(source, key)
-    # accelerate does not prepare FSDP's copy of the model, so only GRPO runs it under autocast
-    autocasts = key.task == "grpo" or not key.autocasts_fsdp1
-    return PreferenceSource(source, key, autocasts_copy=autocasts)
 
 
 def record_module(

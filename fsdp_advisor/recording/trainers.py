@@ -1,0 +1,41 @@
+"""The batch and the loss with which each trainer runs a model."""
+
+from __future__ import annotations
+
+from fsdp_advisor.job.images import Images
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.recording.batches import with_batch
+from fsdp_advisor.recording.evaluation import EvaluationSource
+from fsdp_advisor.recording.experts import with_experts
+from fsdp_advisor.recording.images import with_images
+from fsdp_advisor.recording.llamafactory import WholeLogitsSource
+from fsdp_advisor.recording.losses.source import with_loss
+from fsdp_advisor.recording.preferences import PreferenceSource
+from fsdp_advisor.recording.rewards import RewardSource
+from fsdp_advisor.recording.source import Source, is_of_torchtitan
+
+
+def source_of_step(source: Source, key: TapeKey) -> Source:
+    """The source with the step of the key's trainer: its batch and loss, in training or in evaluation."""
+    trained = _source_of_trainer(source, key)
+    return EvaluationSource(trained) if key.evaluates else trained
+
+
+def _source_of_trainer(source: Source, key: TapeKey) -> Source:
+    """The source with the batch and the loss of the key's trainer."""
+    if key.compiles and is_of_torchtitan(source):
+        from fsdp_advisor.recording.torchtitan_models import CompiledSource
+
+        source = CompiledSource(source)
+    source = with_experts(source, key.experts, key.imbalance)
+    source = with_images(source, Images(*key.images) if key.images else None)
+    if key.task == "sft":
+        source = with_batch(source, key.batch, key.padding)
+        return with_loss(source, key.loss, key.ignored_labels, key.gathered_head, router_loss=key.router_loss)
+    if key.task == "reward":
+        return RewardSource(source)
+    if key.loss == "full":
+        return WholeLogitsSource(source, key)
+    # accelerate does not prepare FSDP's copy of the model, so only GRPO runs it under autocast
+    autocasts = key.task == "grpo" or not key.autocasts_fsdp1
+    return PreferenceSource(source, key, autocasts_copy=autocasts)
