@@ -72,7 +72,8 @@ class StrategyEstimate:
     the GPU and moves to the host when the GPU is full. `host_bytes_per_node` contains all of it; it is None if
     states are offloaded to NVMe, because swap buffers are not modelled.
     `evaluation` is the allocator's result of steps with the Trainer's evaluation between them; None without one.
-    `units` describes the FSDP units of a wrap policy other than `layer`. `searches_unused`: whether DDP has to search for parameters that
+    `units` describes the FSDP units of a wrap policy other than `layer`. `whole_reference_bytes`: of a reference model that FSDP2 gathers
+    as one unit, when it is gathered; None without one. `searches_unused`: whether DDP has to search for parameters that
     get no gradient. `lora_kernels`: the parts of the model whose adapters run in axolotl's kernels.
     """
 
@@ -97,6 +98,7 @@ class StrategyEstimate:
     overhead: DeviceOverhead | None = None
     job_peaks: JobPeaks | None = None
     units: str | None = None
+    whole_reference_bytes: int | None = None
     searches_unused: bool = False
     lora_kernels: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

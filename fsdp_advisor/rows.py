@@ -13,7 +13,7 @@ from fsdp_advisor.engines.job_peaks import JobPeaks, job_peaks
 from fsdp_advisor.engines.learned import gradient_warnings, learned
 from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.model_outputs import searches_unused
-from fsdp_advisor.engines.reference import copy_warnings
+from fsdp_advisor.engines.reference import copy_warnings, gathered_bytes
 from fsdp_advisor.engines.registry import not_modelled, states_of
 from fsdp_advisor.engines.rollouts import batch_warnings
 from fsdp_advisor.engines.textbook import textbook_states
@@ -185,6 +185,7 @@ def _base_row(
         overhead=overhead,
         job_peaks=job,
         units=units_text(profile, plan) if plan.wrap != "layer" else None,
+        whole_reference_bytes=gathered_bytes(profile, plan),
         lora_kernels=kernels_of_model(plan, profile.config, profile.parameter_names()),
         warnings=(
             *(unit_warnings(profile, plan) if plan.backend == "fsdp2" else ()),

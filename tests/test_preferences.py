@@ -13,6 +13,7 @@ from fsdp_advisor import estimate, recommend
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.render.view import report_view
 from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.units import format_bytes
 
@@ -111,6 +112,33 @@ def test_a_copy_is_kept_and_a_precomputed_reference_is_not(model: str) -> None:
     assert sum(copied.at_peak.values()) == copied.peak_tensor_bytes
 
 
+@pytest.mark.parametrize("task", ["dpo", "kto"])
+def test_a_precomputed_reference_under_fsdp2_is_a_copy_before_training(model: str, task: str) -> None:
+    """Shards, the all-gather's output and the parameters copied out of it."""
+    job = {"task": task, "gpus": 2, "strategy": "zero3", "precompute_ref_log_probs": True}
+    found, in_parts = row(model, backend="fsdp2", **job), row(model, backend="fsdp1", **job)
+    assert found.whole_reference_bytes == pytest.approx(FP32 // 2 + 2 * HALF, abs=ROUNDING)
+    assert found.job_peaks.phases["load"].gpu_bytes >= found.whole_reference_bytes
+    assert in_parts.whole_reference_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("model_name", "gpus", "named"),
+    [
+        ("meta-llama/Llama-3.1-8B", 8, ("deepspeed or fsdp1", "--precompute-ref-log-probs", "--offload parameters")),
+        ("meta-llama/Llama-3.1-70B", 64, ("deepspeed or fsdp1",)),
+    ],
+)
+def test_the_way_out_of_a_whole_reference_model_names_what_avoids_it(
+    model_name: str, gpus: int, named: tuple[str, ...]
+) -> None:
+    """If the gathered reference model alone is larger than the GPU, neither offload nor gathering it before training helps."""
+    job = {"gpu": "A100-40GB", "gpus": gpus, "strategy": "zero3", "framework": "trl", "task": "dpo"}
+    line = report_view(estimate(model=model_name, **job)).way_out
+    every = ("deepspeed or fsdp1", "--precompute-ref-log-probs", "--offload parameters")
+    assert tuple(option for option in every if option in line) == named
+
+
 def test_pairs_are_two_sequences_of_one_example(model: str) -> None:
     pairs, sequences = row(model, precompute_ref_log_probs=True), row(model, task="sft", micro_batch_size=4)
     assert pairs.step.tokens == sequences.step.tokens == 4 * 64
@@ -185,7 +213,8 @@ def test_a_copy_that_fsdp2_gathers_as_a_whole_is_warned_of(model: str) -> None:
     (resharded,), (kept,) = warned(strategy="zero3", backend="fsdp2"), warned(strategy="zero2", backend="fsdp2")
     assert f"gathers all {format_bytes(HALF)} of its weights" in resharded and "gathers and keeps all" in kept
     assert "--precompute-ref-log-probs" in resharded
-    assert not warned(strategy="zero3", backend="fsdp2", precompute_ref_log_probs=True)
+    (precomputed,) = warned(strategy="zero3", backend="fsdp2", precompute_ref_log_probs=True)
+    assert "of its weights before training" in precomputed and "--precompute-ref-log-probs" not in precomputed
     assert not warned(strategy="zero3", backend="deepspeed")
 
 

@@ -14,7 +14,7 @@ from fsdp_advisor.engines import rollouts
 from fsdp_advisor.engines.deepspeed.partitions import optimizer_states
 from fsdp_advisor.engines.loading import choose_load_method, load_methods
 from fsdp_advisor.engines.merging import merge_method
-from fsdp_advisor.engines.reference import loading_bytes
+from fsdp_advisor.engines.reference import gathered_bytes, loading_bytes, loads_copy
 from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.engines.saving import choose_save_method, save_methods
 from fsdp_advisor.engines.transfer import LoadMethod, SaveMethod
@@ -183,12 +183,17 @@ def _merge_peak(merge: SaveMethod, plan: Plan, kept_bytes: int, host_bytes: int)
 
 
 def _loading_peak(profile: Profile, plan: Plan, load: LoadMethod) -> int:
-    """Peak of loading the model. A reference model that is a copy is loaded first, and stays."""
-    if plan.reference != "copy":
+    """Peak before training: of loading the model, and of a copy as the reference. The copy is loaded first and stays, or computes its
+    log-probabilities and is freed.
+    """
+    if not loads_copy(plan):
         return load.gpu_bytes
+    copied = loading_bytes(profile, plan)
+    if plan.reference == "none":
+        return max(load.gpu_bytes, copied, gathered_bytes(profile, plan) or 0)
     kept = states_of(profile, plan).parameters.rounded
     kept -= states_of(profile, replace(plan, reference="none")).parameters.rounded
-    return max(load.gpu_bytes + kept, loading_bytes(profile, plan))
+    return max(load.gpu_bytes + kept, copied)
 
 
 def bytes_between_steps(plan: Plan, states: States) -> int:

@@ -17,6 +17,7 @@ from fsdp_advisor.engines.deepspeed.partitions import persistent, shards
 from fsdp_advisor.engines.deepspeed.step import DeepspeedStep
 from fsdp_advisor.engines.fsdp1.step import Fsdp1Step
 from fsdp_advisor.engines.fsdp2.step import Fsdp2Step
+from fsdp_advisor.engines.fsdp2.units import fsdp2_units
 from fsdp_advisor.engines.loading import load_methods
 from fsdp_advisor.engines.units import buffers
 from fsdp_advisor.errors import UsageError, assert_never
@@ -49,6 +50,25 @@ def precomputation_refusal(profile: Profile, plan: Plan) -> UsageError | None:
         "TRL 1.16 cannot precompute the reference of adapters with FSDP: it runs the model before FSDP moves it to the GPU",
         hint="leave --precompute-ref-log-probs out, or use --backend ddp or deepspeed",
     )
+
+
+def loads_copy(plan: Plan) -> bool:
+    """Whether a copy of the model is loaded as the reference: for the steps, or by TRL under FSDP to compute its log-probabilities before
+    them. It is freed then. Source: trl 1.16, trainer/dpo_trainer.py and kto_trainer.py, `__init__`.
+    """
+    precomputes = plan.task in ("dpo", "kto") and plan.reference == "none" and plan.backend in ("fsdp1", "fsdp2")
+    return plan.reference == "copy" or precomputes
+
+
+def gathered_bytes(profile: Profile, plan: Plan) -> int | None:
+    """Bytes of the copy on a GPU when FSDP2 gathers it as one unit: shards, the all-gather's output, and the parameters that are copied out
+    of it. None if there is no such copy.
+    """
+    if plan.backend != "fsdp2" or not loads_copy(plan):
+        return None
+    _, units, states = fsdp2_units(frozen(profile), reference_plan(plan))
+    output = units[AT_ROOT].gather_output if plan.shard_degree > 1 else NO_STORAGES
+    return (states.parameters + output + units[AT_ROOT].unsharded).rounded
 
 
 def copy_refusal(plan: Plan) -> UsageError | None:
@@ -155,21 +175,24 @@ def loading_bytes(profile: Profile, plan: Plan) -> int:
     """Peak bytes on a GPU while the copy is prepared, which happens before the trained model is prepared; 0 if it is sharded while it is
     read.
     """
-    if plan.reference != "copy" or (plan.backend == "deepspeed" and plan.strategy == "zero3"):
+    if not loads_copy(plan) or (plan.backend == "deepspeed" and plan.strategy == "zero3"):
         return 0
     return load_methods(frozen(profile), reference_plan(plan))[0].gpu_bytes
 
 
 def copy_warnings(profile: Profile, plan: Plan) -> list[str]:
-    """A warning about a copy that FSDP2 gathers as a whole."""
-    if plan.reference != "copy" or plan.backend != "fsdp2" or plan.shard_degree == 1:
+    """A warning about a copy that FSDP2 gathers as a whole, in the steps or before them."""
+    if plan.backend != "fsdp2" or not loads_copy(plan) or plan.shard_degree == 1:
         return []
     whole = format_bytes(profile.bytes_of(lambda p: compute_bytes(plan, p)))
-    gathers = "gathers" if plan.reshards else "gathers and keeps"
-    precomputed = "" if plan.task == "grpo" else "--precompute-ref-log-probs needs no copy; "
+    in_steps = plan.reference == "copy"
+    gathers = "gathers and keeps" if in_steps and not plan.reshards else "gathers"
+    when = "" if in_steps else " before training"
+    precomputed = "--precompute-ref-log-probs gathers them only before training; "
     return [
         f"{FRAMEWORK_NAMES[plan.framework]} makes the whole reference model one FSDP2 unit, whose forward {gathers} all {whole} of its "
-        f"weights; {precomputed}--strategy zero3 with --backend fsdp1 or deepspeed gathers them by layers"
+        f"weights{when}; {precomputed if in_steps and plan.task != 'grpo' else ''}--strategy zero3 with --backend fsdp1 or deepspeed "
+        "gathers them by layers"
     ]
 
 
@@ -182,8 +205,10 @@ def not_modelled(plan: Plan) -> list[str]:
     ]
     if plan.task == "reward":
         return notes
-    if plan.reference == "copy":
+    if loads_copy(plan):
         notes.append("host memory while the reference model is loaded")
+        if plan.reference == "none":
+            notes.append("activations while the reference's log-probabilities are computed before training")
     if plan.reference == "adapters-off" and plan.backend == "deepspeed" and plan.strategy == "zero3":
         notes.append(
             "parameters of the trained model that ZeRO-3 still keeps gathered when the reference's forward begins"

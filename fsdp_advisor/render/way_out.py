@@ -39,10 +39,10 @@ def way_out(report: Report) -> str:
     if request.load_in_4bit and request.bnb_4bit_quant_storage == "uint8" and request.gpus > 1:
         stored = sharded_storage(request.precision)
         smaller_states.append(f"--bnb-4bit-quant-storage {stored} (FSDP then shards the base)")
-    offload = _offload(report, known)
+    reference, offload = _reference(report, known), _offload(report, known)
     options = [*smaller_states, *offload]
     if options or _states_may_fit(report, known):
-        options = [*smaller_states, *_small_savers(report, known), *offload]
+        options = [*smaller_states, *reference, *_small_savers(report, known), *offload]
     fits = any(row.fits for row in known)
     if not fits and len(known) < len(report.estimates):
         return ""
@@ -72,6 +72,31 @@ def _small_savers(report: Report, known: Sequence[StrategyEstimate]) -> list[str
     if request.activation_checkpointing == "none":
         options.append("--activation-checkpointing full")
     return [*options, *_loss(report, known)]
+
+
+def _reference(report: Report, known: Sequence[StrategyEstimate]) -> list[str]:
+    """The options with which FSDP2 does not gather a whole reference model, or only before training."""
+    whole = [row for row in known if row.whole_reference_bytes is not None]
+    if not whole:
+        return []
+    options = []
+    if any(row.plan.strategy == "zero3" for row in whole):
+        options.append("--backend deepspeed or fsdp1 (gathers the reference model in parts)")
+    if any(_may_precompute(report, row) for row in whole):
+        options.append("--precompute-ref-log-probs (no reference model in the steps)")
+    return options
+
+
+def _may_precompute(report: Report, row: StrategyEstimate) -> bool:
+    """Whether the row's steps have a copy of the model that fits the GPU alone, as it is gathered before training."""
+    if row.plan.reference != "copy" or row.plan.task == "grpo" or _gathers_too_much(report, row):
+        return False
+    return row.fails_in != "load"
+
+
+def _gathers_too_much(report: Report, row: StrategyEstimate) -> bool:
+    """Whether the reference model that FSDP2 gathers at once is larger than the GPU."""
+    return (row.whole_reference_bytes or 0) > report.gpu_memory_bytes
 
 
 def _answer(what: str, options: Sequence[str]) -> str:
@@ -104,6 +129,9 @@ def _offload(report: Report, known: Sequence[StrategyEstimate]) -> list[str]:
     """The option that moves all states to the host, if that has memory of its own, no row offloads and a row's engine can."""
     if find_gpu(report.gpu_name).unified_memory:
         return []
-    can = any(row.plan.backend in OFFLOADS["parameters"].get(row.plan.strategy, ()) for row in known)
+    can = any(
+        row.plan.backend in OFFLOADS["parameters"].get(row.plan.strategy, ()) and not _gathers_too_much(report, row)
+        for row in known
+    )
     is_asked = any(row.plan.offload != "none" for row in report.estimates)
     return ["--offload parameters (states in the host's memory)"] if can and not is_asked else []

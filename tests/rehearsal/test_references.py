@@ -64,6 +64,26 @@ def test_steps_need_what_is_predicted(name: str, run_on_ranks: Callable[..., dic
     assert row.peak_allocated_bytes == pytest.approx(found["allocated"], rel=1e-3)
 
 
+CUBLAS_BYTES = 2**20 * 32 + 2**13
+"""cuBLAS's workspace on an H100."""
+
+
+@in_turn(1, of=6)
+@pytest.mark.parametrize(
+    ("task", "precision"), taken([("dpo", "bf16-mixed")], [("kto", "bf16-mixed"), ("dpo", "bf16")])
+)
+def test_fsdp2_gathers_the_whole_reference_before_training(
+    task: str, precision: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
+) -> None:
+    """TRL's script gives no reference model: the trainer loads a copy, computes its log-probabilities and frees it."""
+    same = {"task": task, "precision": precision, "precompute_ref_log_probs": True}
+    job = {**SETTINGS, **FSDP2_SETTINGS, **same, "length": 16}
+    found = run_on_ranks("preferences.py", json.dumps(CONFIG), json.dumps(job), gpus=2)
+    row = predicted(tmp_path, seq_len=16, **FSDP2_OPTIONS, **same)
+    gathered = row.job_peaks.phases["load"].gpu_bytes
+    assert found["before"] == pytest.approx(gathered + CUBLAS_BYTES, rel=0.015)
+
+
 EXPERTS = {
     **CONFIG, "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 64,
     "vocab_size": 1000,

@@ -1,4 +1,4 @@
-"""The peak of training steps of TRL's trainers on preferences after the first, and of their evaluations, on each rank.
+"""The peak of training steps of TRL's trainers on preferences after the first, before training, and of their evaluations, on each rank.
 
 Arguments: the model's configuration and the job, as JSON: task, precision, micro-batch, sequence length, and more settings of the
 task's configuration; `lora` for adapters of queries and values, or of the modules that it names.
@@ -12,7 +12,8 @@ import sys
 from typing import Any
 
 import torch
-from datasets import Dataset
+from accelerate import PartialState
+from datasets import Dataset, load_from_disk
 from evaluation import EvaluationPeak
 from peft import LoraConfig
 from training import tokenizer
@@ -63,23 +64,36 @@ def main() -> None:
         settings.num_labels = 1
     auto = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     model = auto.from_config(settings, dtype=dtype)
-    copies = not (scores or lora or job.get("precompute_ref_log_probs"))
+    precomputes = job.get("precompute_ref_log_probs", False)
+    copies = not (scores or lora or precomputes)
     models = [model, auto.from_config(settings, dtype=dtype).eval() if copies else None][: 1 if scores else 2]
     arguments = configuration(
         max_steps=3, optim="adamw_torch_fused", output_dir="out", report_to="none", save_strategy="no",
         bf16=precision == "bf16-mixed", max_length=length, disable_tqdm=True, **job,
     )  # fmt: skip
     data = Dataset.from_dict(examples(task, rows, length))
+    if precomputes and job.get("fsdp"):  # the trainer loads the copy itself, and all ranks read what rank 0 computed
+        with PartialState().main_process_first():
+            if PartialState().is_main_process:
+                model.save_pretrained("model")
+                data.save_to_disk("data")
+        model.config._name_or_path, data = "model", load_from_disk("data")
     trainer = trainer_class(
         *models, args=arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer(),
         peft_config=LoraConfig(
             r=16, target_modules=TARGETS if lora is True else lora, task_type="SEQ_CLS" if scores else "CAUSAL_LM"
         ) if lora else None,
     )  # fmt: skip
+    before = torch.cuda.max_memory_allocated()
     found = EvaluationPeak()
     trainer.add_callback(found)
     trainer.train()
-    values = {"rank": int(os.environ.get("RANK", "0")), "allocated": found.peak, "evaluated": found.evaluated}
+    values = {
+        "rank": int(os.environ.get("RANK", "0")),
+        "before": before,
+        "allocated": found.peak,
+        "evaluated": found.evaluated,
+    }
     print("FOUND", json.dumps(values), flush=True)
 
 
