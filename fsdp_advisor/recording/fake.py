@@ -70,9 +70,16 @@ def fake_tensors(
         readable_weights(),
         sorted_sets(),
         FakeTensorMode(allow_non_fake_inputs=True),
-        KnownValues(expert_imbalance, operators.result if operators else None) if values else contextlib.nullcontext(),
+        _known_values(expert_imbalance, operators) if values else contextlib.nullcontext(),
     ):
         yield
+
+
+def _known_values(expert_imbalance: float | None, operators: Operators | None) -> KnownValues:
+    """The values of small tensors, with the results of earlier steps that `operators` has."""
+    if operators is None:
+        return KnownValues(expert_imbalance)
+    return KnownValues(expert_imbalance, operators.result, operators.contents)
 
 
 def materialise(model: nn.Module, parameter_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None = None) -> None:

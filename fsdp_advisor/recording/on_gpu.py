@@ -34,6 +34,7 @@ from fsdp_advisor.recording.cuda import as_on_cuda
 from fsdp_advisor.recording.fake_operators import fake_operator
 from fsdp_advisor.recording.flash import cudnn, flash, scratch
 from fsdp_advisor.recording.masked_scatter import masked_scatter
+from fsdp_advisor.recording.values import unread
 
 HEAD_BYTES = 16
 """The size of a head's row must be a multiple of this. Source: sdp_utils.cpp, minimum_gemm_alignment."""
@@ -188,7 +189,8 @@ def additive(attn_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The mask as a tensor that is added to the scores. Source: attention.cpp, `convert_boolean_attn_mask`."""
     if attn_mask.dtype != torch.bool:
         return attn_mask
-    return torch.where(attn_mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype))
+    with unread():
+        return torch.where(attn_mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype))
 
 
 # The composite

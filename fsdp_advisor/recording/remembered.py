@@ -14,7 +14,8 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_advisor.recording import values as known_values
-from fsdp_advisor.recording.operators import Work, work_of
+from fsdp_advisor.recording.contents import Contents
+from fsdp_advisor.recording.operators import NONE, Work, work_of
 
 MOST = 200_000
 """The largest number of calls in the cache (some 100 MB). When it is reached, the cache is emptied."""
@@ -22,14 +23,19 @@ _CPU = torch.device("cpu")
 _INDEX = torch.ops.aten.index.Tensor
 _MASKS = (torch.bool, torch.uint8, torch.int8)
 """The dtypes of an index that is a mask, whose values decide the shape of the result."""
+_SELECT = torch.ops.aten.select.int
+_INDEPENDENT_OF_LAST = (torch.ops.aten.select_backward.default, torch.ops.aten.select_scatter.default)
+"""Operators whose last argument, an index, does not change the shape of the result."""
+_AT_AN_OFFSET = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
+"""Operators with an offset in the storage as an argument. The others do not read that of their tensors."""
 _UNPREDICTABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _FRESH, _SAME = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """A tensor that a call returns. `of`: the index of the argument whose storage it shares; -1 for a new storage. `same`: the tensor
-    is that argument itself.
+    """A tensor that a call returns. `of`: the index of the argument whose storage it shares; -1 for a new storage. `offset`: how many
+    elements it begins after that argument. `same`: the tensor is that argument itself.
     """
 
     shape: tuple[int, ...]
@@ -53,8 +59,9 @@ class Outcome:
 
 @dataclass
 class Operators:
-    """Calls ATen operators on fake tensors, and caches the results."""
+    """Calls ATen operators on fake tensors, and caches the results. `contents`: of the values that some tensors have."""
 
+    contents: Contents = field(default_factory=Contents)
     _known: dict[Any, Outcome] = field(default_factory=dict)
     _attributes: dict[str, Any] = field(default_factory=dict)
     _mode: FakeTensorMode | None = None
@@ -69,6 +76,8 @@ class Operators:
             result = func(*args, **kwargs)
             return result, work_of(func, args, kwargs, result)
         known = self._known.get(key)
+        if known is None and func is _SELECT and not kwargs:
+            known = self._known[key] = _selection(*args)
         if known is None:
             result = func(*args, **kwargs)
             work = work_of(func, args, kwargs, result)
@@ -91,8 +100,9 @@ class Operators:
         with torch._C._DisableTorchDispatch():
             bare = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device="meta")
             if output.of != _FRESH:
-                storage = tensors[output.of].untyped_storage()
-                bare.set_(storage, output.offset, output.shape, output.stride)
+                shared = tensors[output.of]
+                offset = shared.storage_offset() + output.offset
+                bare.set_(shared.untyped_storage(), offset, output.shape, output.stride)
         mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         if mode is not self._mode:
             self._mode = mode
@@ -122,6 +132,8 @@ def _is_predictable(func: Any) -> bool:
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTensor]) -> Any:
     """A key that is equal for calls with results of the same shapes; None if there is none. Appends the arguments that are tensors."""
     parts: list[Any] = [func, torch.get_default_dtype()]
+    if func in _INDEPENDENT_OF_LAST and not kwargs:
+        args = args[:-1]
     try:
         _describe(args, parts, tensors)
         if kwargs:
@@ -130,12 +142,14 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list
                 _describe((value,), parts, tensors)
     except _Unknown:
         return None
-    if len(tensors) > 1:
-        storages = [t.untyped_storage()._cdata for t in tensors]
-        if len(set(storages)) < len(storages):
-            parts.append(tuple(storages.index(storage) for storage in storages))
-        if func is _INDEX and any(t.dtype in _MASKS for t in tensors[1:]):
-            return None
+    storages = [t.untyped_storage()._cdata for t in tensors]
+    shares = len(set(storages)) < len(storages)
+    if shares:
+        parts.append(tuple(storages.index(storage) for storage in storages))
+    if shares or func in _AT_AN_OFFSET:
+        parts.append(tuple(t.storage_offset() for t in tensors))
+    if func is _INDEX and any(t.dtype in _MASKS for t in tensors[1:]):
+        return None
     return tuple(parts)
 
 
@@ -152,7 +166,7 @@ def _describe(values: Any, parts: list[Any], tensors: list[FakeTensor]) -> None:
         if kind is FakeTensor:
             if value.constant is not None:
                 raise _Unknown
-            parts += (value.shape, value.stride(), value.storage_offset(), value.dtype)
+            parts += (value.shape, value.stride(), value.dtype)
             tensors.append(value)
         elif kind is list or kind is tuple:
             parts.append(len(value))
@@ -170,6 +184,17 @@ def _outcome(result: Any, tensors: list[FakeTensor], work: Work) -> Outcome:
     return Outcome(container, tuple(outputs) if known else None, work)  # type: ignore[arg-type]  # no element is False here
 
 
+def _selection(tensor: FakeTensor, dim: int, index: int) -> Outcome:
+    """The outcome of `select`. A loop over experts calls it with each index, and a call on PyTorch's fake tensors is slow."""
+    dim %= tensor.dim()
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    offset = index % shape[dim] * stride[dim]
+    kept = _Output(
+        shape[:dim] + shape[dim + 1 :], stride[:dim] + stride[dim + 1 :], offset, tensor.dtype, 0, same=False
+    )
+    return Outcome(None, (kept,), NONE)
+
+
 def _output(value: Any, tensors: list[FakeTensor]) -> _Output | bool | None:
     """The description of one element of a result; False if the element cannot be made again from it."""
     if value is None:
@@ -185,7 +210,8 @@ def _output(value: Any, tensors: list[FakeTensor]) -> _Output | bool | None:
     of = next((n for n, t in enumerate(tensors) if t.untyped_storage()._cdata == storage._cdata), _FRESH)
     if of == _FRESH and (value.storage_offset() or storage.nbytes() != _span_bytes(value)):
         return False
-    return _Output(tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, of, same=False)
+    offset = int(value.storage_offset()) - (0 if of == _FRESH else int(tensors[of].storage_offset()))
+    return _Output(tuple(value.shape), value.stride(), offset, value.dtype, of, same=False)
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:

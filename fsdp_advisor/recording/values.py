@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 from unittest import mock
@@ -22,12 +22,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
 
+from fsdp_advisor.recording.contents import Contents
 from fsdp_advisor.recording.experts import chosen_experts
 from fsdp_advisor.recording.storages import tensors_in
 
 LARGEST = 256 << 20
 """Bytes of the largest storage whose values are kept. Gemma 4's one-hot matrix of 2,520 patches and 280 tokens has 5.4 MiB per image."""
 
+_CPU = torch.device("cpu")
 _aten: Any = torch.ops.aten
 _ITEM = _aten._local_scalar_dense.default
 _INDEX, _SELECT = _aten.index.Tensor, _aten.masked_select.default
@@ -51,10 +53,11 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The values of a storage. `where`: which elements are known; None if all are."""
+    """The values of a storage. `content`: the number of `Contents`. `where`: which elements are known; None if all are."""
 
     storage: weakref.ref[torch.UntypedStorage]
     values: torch.Tensor
+    content: int
     where: torch.Tensor | None = None
 
 
@@ -65,8 +68,9 @@ class KnownValues(TorchDispatchMode):
         self,
         expert_imbalance: float | None = None,
         call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
+        contents: Contents | None = None,
     ) -> None:
-        """`call(func, args, kwargs)`: runs an operator on fake tensors.
+        """`call(func, args, kwargs)`: runs an operator on fake tensors. `contents`: those of earlier steps.
 
         `expert_imbalance`: the tokens of the busiest expert as a multiple of the mean, for routers that choose by unknown numbers;
         None: their choices are unknown too.
@@ -75,6 +79,7 @@ class KnownValues(TorchDispatchMode):
         self._expert_imbalance = expert_imbalance
         self._call = call or _call
         self._known: dict[int, _Known] = {}
+        self._contents = Contents() if contents is None else contents
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -82,16 +87,17 @@ class KnownValues(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if _Current.is_unread:
+            return self._call_with_unknown(func, args, kwargs)
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if _RANDOM in func.tags or not all(map(self._has_value, tensors)):
             return self._call_with_unknown(func, args, kwargs)
-        values = {id(tensor): value for tensor in tensors if (value := self.value_of(tensor)) is not None}
         if func is _ITEM:
             with _on_host():
-                return values[id(tensors[0])].item()
+                return self._value(tensors[0]).item()
         if not tensors and not _makes_few(func, args, kwargs):
             return func(*args, **kwargs)
-        return self._call_with_known(func, args, kwargs, values)
+        return self._call_with_known(func, args, kwargs)
 
     def _call_with_unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an operator with an argument whose values are unknown. The tensors that it writes are unknown afterwards."""
@@ -111,32 +117,52 @@ class KnownValues(TorchDispatchMode):
             self._choose(result[1], args[0].shape, kwargs.get("dim", args[2] if len(args) > 2 else -1))
         return result
 
-    def _call_with_known(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[int, torch.Tensor]
-    ) -> Any:
-        """The result of an operator on arguments with known values. `values`: by the `id` of each argument.
+    def _call_with_known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator on arguments with known values.
 
         Computes and keeps the values of the result too, unless it is large or a view: the values of a view's storage are known.
         """
-        leaves, tree = tree_flatten((args, kwargs))
-        hosted = [values[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        host_args, host_kwargs = tree_unflatten(hosted, tree)
-        if func in _SIZED_BY_VALUES:  # fake tensors do not know the size: the values come first
-            with _on_host():
-                made = func(*host_args, **host_kwargs)
-            result = tree_map(_empty_like, made)
-        else:
+        result, written = None, _written(func, args, kwargs)
+        is_sized_by_values = func in _SIZED_BY_VALUES  # fake tensors do not know the size: the values come first
+        if not is_sized_by_values:
             result = self._call(func, args, kwargs)
-            new = [t for t in tensors_in(result) if t.untyped_storage()._cdata not in self._known]
-            if not _written(func, args, kwargs) and (not new or not _are_few(new)):
+            new = [t for t in tensors_in(result) if not self.knows(t)]
+            if not written and (not new or not _are_few(new)):
                 return result
+        leaves, tree = tree_flatten((args, kwargs))
+        made_by = self._made_by(func, leaves, tree)
+
+        def on_host() -> Any:
+            hosted = [self._value(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            host_args, host_kwargs = tree_unflatten(hosted, tree)
             with _on_host():
                 made = func(*host_args, **host_kwargs)
-                if func in _EMPTY:
-                    made.zero_()
-        for tensor, value in zip(tensors_in(result), tensors_in(made), strict=True):
-            self._learn(tensor, value)
+                return made.zero_() if func in _EMPTY else made
+
+        if is_sized_by_values:
+            made = self._contents.find(made_by, on_host)
+            result = tree_map(self._empty_like, made)
+        else:
+            made = on_host()
+            for tensor in written:
+                self._change(tensor)
+        owned = made_by is not None and not is_sized_by_values
+        for number, (tensor, value) in enumerate(zip(tensors_in(result), tensors_in(made), strict=True)):
+            self._learn(tensor, value, made_by and (number, made_by), owned=owned)
         return result
+
+    def _made_by(self, func: Any, leaves: Sequence[Any], tree: Any) -> Hashable:
+        """A key that is equal for calls of an operator with equal results; None if an argument is a real tensor. All others are known."""
+        parts: list[Any] = [func, tree, torch.get_default_dtype()]
+        for leaf in leaves:
+            if isinstance(leaf, FakeTensor):
+                content = self._known[leaf.untyped_storage()._cdata].content
+                parts += (content, leaf.shape, leaf.stride(), leaf.storage_offset())
+            elif isinstance(leaf, torch.Tensor):
+                return None
+            else:
+                parts += [type(leaf), leaf]
+        return tuple(parts)
 
     def __enter__(self) -> KnownValues:
         self._patches = contextlib.ExitStack()
@@ -172,14 +198,20 @@ class KnownValues(TorchDispatchMode):
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A real tensor with the values of `tensor`; None if they are unknown."""
-        if not self._has_value(tensor):
-            return None
+        return self._value(tensor) if self._has_value(tensor) else None
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`value_of` a tensor whose values are known."""
         if not isinstance(tensor, FakeTensor):
             return tensor
         return _view_of(self._known[tensor.untyped_storage()._cdata].values, tensor)
 
-    def _learn(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-        """Keep the values of a tensor whose storage is new. `value` None means all zeros, or False."""
+    def _learn(
+        self, tensor: torch.Tensor, value: torch.Tensor | None, made_by: Hashable = None, *, owned: bool = False
+    ) -> None:
+        """Keep the values of a tensor whose storage is new. `value` None means all zeros, or False. `made_by`: as in `Contents`. `owned`:
+        nothing else has the storage of `value`.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -188,12 +220,12 @@ class KnownValues(TorchDispatchMode):
         with _on_host():
             fills = value is not None and (value.numel(), value.dtype) == (size, tensor.dtype)
             if value is not None and fills and value.is_contiguous() and tensor.is_contiguous():
-                held = value.flatten().clone()  # takes half as long as filling zeros
+                held = value.flatten() if owned else value.flatten().clone()  # takes half as long as filling zeros
             else:
                 held = torch.zeros(size, dtype=tensor.dtype)
                 if value is not None:
                     held.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
-        self._keep(storage, held)
+        self._keep(storage, held, made_by=made_by)
 
     def _learn_parts(self, result: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> None:
         """Keep the known values among `parts`, which were concatenated to `result` along `dim`."""
@@ -212,9 +244,22 @@ class KnownValues(TorchDispatchMode):
                     its_where.copy_(torch.tensor(True) if known.where is None else _view_of(known.where, part))
             self._keep(result.untyped_storage(), values.flatten(), where.flatten())
 
-    def _keep(self, storage: torch.UntypedStorage, values: torch.Tensor, where: torch.Tensor | None = None) -> None:
+    def _keep(
+        self,
+        storage: torch.UntypedStorage,
+        values: torch.Tensor,
+        where: torch.Tensor | None = None,
+        made_by: Hashable = None,
+    ) -> None:
         key = storage._cdata
-        self._known[key] = _Known(weakref.ref(storage, lambda _: self._known.pop(key, None)), values, where)
+        reference = weakref.ref(storage, lambda _: self._known.pop(key, None))
+        self._known[key] = _Known(reference, values, self._contents.number(made_by), where)
+
+    def _change(self, tensor: torch.Tensor) -> None:
+        """Note that an operator has written to a tensor with known values."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._known:
+            self._known[key] = replace(self._known[key], content=self._contents.number())
 
     def assumes_result_of(self, func: Any) -> bool:
         """Whether this mode assumes a result of the operator if its inputs are unknown: comparisons are False, and a router
@@ -228,8 +273,16 @@ class KnownValues(TorchDispatchMode):
         chosen = indices.shape[dim]
         rows = indices.movedim(dim, -1).shape
         with _on_host():
-            picked = chosen_experts(indices.numel() // chosen, chosen, scores[dim], self._expert_imbalance)
-            self._learn(indices, picked.view(rows).movedim(-1, dim))
+            choice = indices.numel() // chosen, chosen, scores[dim], self._expert_imbalance
+            picked = chosen_experts(*choice)
+            self._learn(indices, picked.view(rows).movedim(-1, dim), ("choice", choice, rows, dim, indices.stride()))
+
+    def _empty_like(self, value: Any) -> Any:
+        """A fake tensor of the same shape as a real one."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        settings = {"dtype": value.dtype, "device": _CPU}
+        return self._call(_aten.empty_strided.default, (tuple(value.shape), value.stride()), settings)
 
     def _forget(self, tensor: torch.Tensor) -> None:
         self._known.pop(tensor.untyped_storage()._cdata, None)
@@ -257,6 +310,17 @@ def needs_values(error: Exception) -> bool:
 
 class _Current:
     values: KnownValues | None = None
+    is_unread = False
+
+
+@contextlib.contextmanager
+def unread() -> Iterator[None]:
+    """Context in which results have no values, because nothing reads them: a mask of floats takes hundreds of megabytes in each layer."""
+    _Current.is_unread = True
+    try:
+        yield
+    finally:
+        _Current.is_unread = False
 
 
 def depends(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
@@ -307,7 +371,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _selected(mask: torch.Tensor, shape: torch.Size) -> int:
     """The number of elements that a real mask selects after it is expanded to `shape`."""
     with _on_host():
-        return int(mask.expand(shape).sum())
+        return int(mask.expand(shape).count_nonzero())  # `sum` converts the whole mask to 64-bit integers
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -328,10 +392,3 @@ def _are_few(tensors: list[torch.Tensor]) -> bool:
 def _makes_few(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator without tensor arguments makes a tensor of known content."""
     return not func._schema.name.startswith(("aten::empty", "prim::", "profiler::"))
-
-
-def _empty_like(value: Any) -> Any:
-    """A fake tensor of the same shape as a real one."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")

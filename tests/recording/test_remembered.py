@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_advisor.recording.remembered import Operators
 from fsdp_advisor.recording.storages import StorageWatch
@@ -38,6 +39,12 @@ def some_operators() -> list[Any]:
         x.to(torch.bfloat16),
         *x.split(2),
         x * 2,
+        x[1].t(),
+        x[-2].t(),
+        x.select(1, 5),
+        x[2:].as_strided((2,), (6,)),
+        x[3:].as_strided((2,), (6,)),
+        torch.ops.aten.select_backward(x[0], (4, 6), 0, 3),
     ]
 
 
@@ -75,6 +82,27 @@ def test_the_dtype_of_a_number_is_part_of_a_call() -> None:
         multiply = torch.ops.aten.mul.Tensor
         assert operators.call(multiply, (x, 2), {})[0].dtype == torch.long
         assert operators.call(multiply, (x, 2.0), {})[0].dtype == torch.float32
+
+
+def test_views_at_other_places_of_a_storage_are_remembered_as_one_call() -> None:
+    operators = Operators()
+    asked: list[Any] = []
+
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode():
+        weights, x = torch.empty(8, 4, 4), torch.empty(2, 4)
+        with Asked():
+            for expert in range(8):
+                weight = operators.call(torch.ops.aten.select.int, (weights, 0, expert), {})[0]
+                assert weight.storage_offset() == expert * 16
+                transposed = operators.call(torch.ops.aten.t.default, (weight,), {})[0]
+                assert (transposed.storage_offset(), transposed.stride()) == (expert * 16, (1, 4))
+                operators.call(torch.ops.aten.mm.default, (x, transposed), {})
+    assert asked.count(torch.ops.aten.mm.default) == 1 and torch.ops.aten.select.int not in asked
 
 
 def test_results_that_depend_on_values_are_not_remembered() -> None:
