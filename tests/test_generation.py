@@ -182,6 +182,21 @@ def test_a_search_keeps_settings_that_are_given_and_names_those_with_which_vllm_
     ]
 
 
+@in_turn(3, of=8)
+def test_a_search_for_a_shorter_sequence_keeps_room_for_the_completion() -> None:
+    """Shorter sequences than a completion have a negative number of tokens in the prompt."""
+    job = {
+        "model": "meta-llama/Llama-3.1-8B",
+        "gpus": 8,
+        "gpu": "24GiB",
+        "strategy": "zero3",
+        "offload": "none",
+        "micro_batch_size": 8,
+    }
+    found = recommend(**job, framework="trl", task="grpo", max_completion_length=1024).recommendation
+    assert {"seq_len": 1792} in [dict(remedy.options) for remedy in found.remedies]
+
+
 @pytest.mark.parametrize(
     ("strategy", "backend", "handed"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from typing import Any
 
 from fsdp_advisor.advice.batches import Batches, batches
@@ -116,7 +117,8 @@ class Sweep:
 
     def shorter_sequence(self) -> int | None:
         """The most tokens that fit, fewer than the job's; None if none do."""
-        winner = self._longest(self.search.base.seq_len - 1).winner
+        most = self.search.base.seq_len - 1
+        winner = self._longest(most).winner if self._lengths(most) else None
         return winner.plan.seq_len if winner else None
 
     def _longest(self, most: int) -> Largest:
@@ -141,10 +143,13 @@ class Sweep:
         return profile.max_seq_len if profile is not None else None
 
     def _lengths(self, most: int) -> Sequence[int]:
-        """The sequence lengths to try: multiples of SEQUENCE_STEP up to `most`, and the model's maximum; all lengths if `most` is below
-        the step.
+        """The sequence lengths to try: multiples of SEQUENCE_STEP up to `most`, and the model's maximum; all lengths if there is no
+        multiple. GRPO's sequences are longer than a completion.
         """
-        lengths = range(SEQUENCE_STEP, most + 1, SEQUENCE_STEP) or range(1, most + 1)
+        generation = self.search.base.generation
+        least = generation.completion_length + 1 if generation else 1
+        multiples = range(SEQUENCE_STEP * ceil(least / SEQUENCE_STEP), most + 1, SEQUENCE_STEP)
+        lengths = multiples or range(least, most + 1)
         return lengths if most != self._model_max or most in lengths else (*lengths, most)
 
     @property
