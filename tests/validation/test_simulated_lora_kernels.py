@@ -71,6 +71,7 @@ MORE: tuple[Case, ...] = (
         "mixtral",
         {**SHARDED, **FULL, "gradient_accumulation_steps": 2, "lora_target_modules": "q_proj,k_proj,v_proj,o_proj"},
     ),
+    ("mixtral", {**SHARDED, **FULL, "gpus": 2, "seq_len": 128, "lora_kernels": "none"}),
     ("glm", {"gpus": 2, **NESTED}),
     ("cohere2", {}),
     ("nemotron", {}),

@@ -52,6 +52,7 @@ class Fsdp2Step(StepHooks):
         self._runs_head = self._loss_ended = False
         self._forward_order = ForwardOrder()
         self._ran_in_layer: set[UnitId] = set()  # units within the current layer whose forward has run
+        self._root_of_recomputation: UnitId | None = None
 
     # The step
 
@@ -65,6 +66,7 @@ class Fsdp2Step(StepHooks):
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         self._repeated = self._runs_head = self._loss_ended = False
         self._ran_in_layer.clear()
+        self._root_of_recomputation = None
         self._forward_order.clear()
         self._walk.begin()
         self._reducing.begin_micro_batch(is_first=is_first, is_last=is_last)
@@ -111,11 +113,24 @@ class Fsdp2Step(StepHooks):
             self._gathering.free_previous_output(step)
 
     def before_recomputation(self, step: StepBuilder, unit: UnitId) -> None:
-        """Gather a unit within a layer. It stays gathered until its backward has run (`FSDPParamGroup.post_forward`)."""
-        if self._is_empty(unit) or self._gathering.is_unsharded(unit):
+        """Gather a unit within a layer. It stays gathered until its backward has run (`FSDPParamGroup.post_forward`).
+
+        The first one is the root of a forward for FSDP2 (`iter_forward_root`). If checkpointing stops in it, it stays the root.
+        """
+        if self._is_empty(unit):
+            return
+        if self._root_of_recomputation is None:
+            self._root_of_recomputation = unit
+        if self._gathering.is_unsharded(unit):
             return
         step.add(PythonHooks())
         self._gathering.unshard(step, unit, "recomputation")
+
+    def after_recomputation(self, step: StepBuilder, unit: UnitId) -> None:
+        """After the root's forward, free the output of the last all-gather (`FSDPState._post_forward`)."""
+        if unit == self._root_of_recomputation:
+            self._gathering.free_previous_output(step)
+            self._root_of_recomputation = None
 
     def pre_backward(self, step: StepBuilder, unit: UnitId) -> None:
         unit = self._walk.pre_backward(unit)
