@@ -33,7 +33,8 @@ instead of a storage.
 
 
 def operation(kind: int, storage: int) -> int:
-    """The number that stands for an operation. Loops over all operations of a step compute it and its parts in place.
+    """The number that stands for an operation. Loops over all operations of a step compute it and its parts in place: as calls they would
+    take 2 % of the time of an estimate.
 
     >>> kind_of(operation(FREE, 7)) == FREE, storage_of(operation(FREE, 7))
     (True, 7)

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
-from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT, kind_of, operation, storage_of
+from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT, operation, storage_of
 from fsdp_advisor.memory.allocator.job_operations import StepOperations
 from fsdp_advisor.model.tape import ROOT, Category, Op, ScoringPhase, Segment, Tape, value_at
 from fsdp_advisor.program.accounts import Account, Stream
@@ -210,7 +210,7 @@ class _Reader:
         if self._one_batch and number in self._inputs:
             return
         self._left_over.pop(number, None)
-        self.operations.append(operation(FREE, number))
+        self.operations.append(number * 4 + FREE)
 
     def _births(self, segment: Segment, span: Span, layer: int) -> tuple[list[int], list[list[int]], int]:
         """(the storages of the span's segment by birth, those of every layer of its stack, index of this layer). The root counts as one
@@ -300,7 +300,7 @@ class _Assembly:
         self._step = list(read.operations)
 
     def operations(self) -> StepOperations:
-        freed = {storage_of(op) for op in self._step if kind_of(op) in (FREE, FREE_LATER)}
+        freed = {op >> 2 for op in self._step if op & 3 in (FREE, FREE_LATER)}
         carried_over = self._end_step(freed)
         not_yet = {number for numbers in self._read.lazily_created.values() for number in numbers}
         setup = self._setup(not_yet)
@@ -324,7 +324,7 @@ class _Assembly:
         wanted: defaultdict[int, list[int]] = defaultdict(list)
         for number in sorted({number for _, number in self._read.residents} & freed, reverse=True):
             wanted[requests[number]].append(number)
-        allocated = {storage_of(op) for op in self._step if kind_of(op) == MALLOC}
+        allocated = {op >> 2 for op in self._step if op & 3 == MALLOC}
         carried_over = []
         for number in sorted(allocated - freed):
             if wanted[requests[number]]:
