@@ -4,7 +4,7 @@ sequence, offload, a larger host, more GPUs, another GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from fsdp_advisor.advice.candidate import Candidate
@@ -100,8 +100,8 @@ def _with_smaller_evaluation(sweep: Sweep) -> Iterator[Remedy]:
             return
 
 
-def _opened(sweep: Sweep, options: Mapping[str, str]) -> Search | None:
-    """The search with these options left open; None if the request does not fix all of them to `none`."""
+def _opened(sweep: Sweep, options: Collection[str]) -> Search | None:
+    """The search in which the fields named by `options` are searched instead of fixed; None if one of them is not `none` in the request."""
     if any(getattr(sweep.request, option) != "none" for option in options):
         return None
     search, request = sweep.search, sweep.request.but(**dict.fromkeys(options, "auto"))
