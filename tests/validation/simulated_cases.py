@@ -117,6 +117,10 @@ TORCH = [
     Case(PYTHIA, "fsdp1", "zero3", 3, 2, 256, "bf16", optim="adagrad"),
     Case(PYTHIA, "ddp", "ddp", 2, 2, 256, "fp32", optim="schedule_free_adamw"),
     Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, "bf16", optim="schedule_free_sgd"),
+    Case(PYTHIA, "ddp", "ddp", 2, 2, 256, optim="adamw_bnb_8bit"),
+    Case(PYTHIA, "fsdp1", "zero3", 3, 2, 256, optim="paged_adamw_8bit"),
+    Case(PYTHIA, "ddp", "ddp", 1, 2, 256, "bf16", optim="lion_8bit"),
+    Case(GPT2, "ddp", "ddp", 2, 2, 256, optim="paged_ademamix_8bit"),
 ]
 """Cases of PyTorch's own engines."""
 
@@ -127,6 +131,7 @@ FRAMEWORKS = [
     Case(GPTJ, "fsdp1", "zero3", 8, 2, 512, attention="eager", framework="accelerate"),
     Case(WHISPER, "ddp", "ddp", 2, 2, 448, "fp32", framework="trainer"),
     Case(BERT, "ddp", "ddp", 2, 4, 512, attention="eager", framework="accelerate"),
+    Case(TINY, "ddp", "ddp", 2, 2, 256, optim="paged_adamw_32bit", framework="trainer"),
 ]
 """Cases of the engines under accelerate and the Trainer, and of wrapping the whole model."""
 
@@ -174,10 +179,6 @@ MORE_TORCH = [
     Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="adagrad"),
     Case(PYTHIA, "fsdp1", "zero3", 3, 2, 256, "bf16", optim="schedule_free_adamw"),
     Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="schedule_free_adamw"),
-    Case(PYTHIA, "ddp", "ddp", 2, 2, 256, optim="adamw_bnb_8bit"),
-    Case(PYTHIA, "fsdp1", "zero3", 3, 2, 256, optim="paged_adamw_8bit"),
-    Case(PYTHIA, "ddp", "ddp", 1, 2, 256, "bf16", optim="lion_8bit"),
-    Case(GPT2, "ddp", "ddp", 2, 2, 256, optim="paged_ademamix_8bit"),
     Case(TINY, "fsdp2", "zero2", 3, 1, 128),
     Case(TINY, "fsdp2", "hsdp", 4, 1, 128, nnodes=2),
     Case(TINY, "fsdp2", "zero3", 8, 4, 2048),
@@ -244,7 +245,6 @@ MORE_FRAMEWORKS = [
     Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="schedule_free_adamw", framework="accelerate"),
     Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="schedule_free_adamw", framework="trainer"),
     Case(PYTHIA, "ddp", "ddp", 4, 2, 256, optim="adamw_bnb_8bit", framework="trainer"),
-    Case(TINY, "ddp", "ddp", 2, 2, 256, optim="paged_adamw_32bit", framework="trainer"),
     Case(TINY, "fsdp2", "zero3", 8, 2, 512, framework="accelerate"),
     Case(TINY, "fsdp2", "zero3", 64, 1, 2048, activation_checkpointing="full", framework="trainer"),
     Case(GPT2, "fsdp2", "zero3", 4, 1, 512, gradient_accumulation_steps=3, framework="trainer"),
