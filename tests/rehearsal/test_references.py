@@ -47,6 +47,10 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
             ("a copy on every rank", ({"gradient_checkpointing": True}, {"gpus": 2, **CHECKPOINTED})),
             ("adapters, checkpointed", ({**LORA_SETTINGS, "gradient_checkpointing": True}, {**LORA_OPTIONS, **CHECKPOINTED})),
             ("log-probabilities in the batch", ({"precompute_ref_log_probs": True}, {"precompute_ref_log_probs": True})),
+            ("KTO whose backward gathers the head again", (
+                {"task": "kto", "precompute_ref_log_probs": True, **FSDP2_SETTINGS, "length": 64},
+                {"task": "kto", "precompute_ref_log_probs": True, **FSDP2_OPTIONS, "seq_len": 64},
+            )),
         ],
         days=2,
     )
