@@ -134,7 +134,8 @@ def test_flash_attention_on_a_cpu_is_refused() -> None:
     [
         ({}, False),
         ({"model": "smollm3 3b"}, False),
-        ({"model": "state-spaces/mamba-130m-hf"}, True),
+        ({"model": "databricks/dbrx-base"}, True),
+        ({"model": "state-spaces/mamba-130m-hf"}, False),
         ({"model": "7e9", "backend": "fsdp1"}, False),
         ({"backend": "fsdp1"}, False),
         ({"backend": "fsdp1", "model": "smollm3 3b"}, True),
@@ -150,7 +151,7 @@ def test_flash_attention_on_a_cpu_is_refused() -> None:
     ids=str,
 )
 def test_needs_recording_says_whether_the_catalog_lacks_a_step(options: dict[str, Any], expected: bool) -> None:
-    """gpt2 has all tapes, SmolLM3 the usual ones, Mamba none. The last job is refused, which no recording changes."""
+    """gpt2 has all tapes, SmolLM3 and Mamba the usual ones, DBRX none. The last job is refused, which no recording changes."""
     job = {"model": "gpt2", "gpus": 4, "strategy": "zero3", **options}
     assert needs_recording(make_request(job)) is expected
     assert needs_recording(make_request(job, RecommendRequest)) is expected

@@ -27,6 +27,7 @@ from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotPolynomial, to
 from fsdp_advisor.job.choices import Attention, default_seq_len
 from fsdp_advisor.model.catalog import CONFIGS, INDEX, PATH, find, profile, stored
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_keys
+from fsdp_advisor.model.kernels import has_long_loop
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import RECORDING, dump, load
 from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
@@ -90,7 +91,7 @@ def usual_keys(profile: Profile) -> tuple[TapeKey, ...]:
     """The keys of the most usual steps, on a CPU and on a GPU: FSDP2, DDP and DeepSpeed in mixed precision.
 
     They depend on the profile's refusals: eager attention for a model without sdpa, and a single sequence of the default length for a
-    model whose sizes are not polynomials.
+    model whose sizes are not polynomials. A loop in Python over that sequence, which only a CPU runs, takes long and has no tape.
     """
     kinds = {refusal["kind"] for refusal in profile.refusals.values()}
     keys: Iterable[TapeKey] = USUAL
@@ -106,6 +107,8 @@ def usual_keys(profile: Profile) -> tuple[TapeKey, ...]:
         for k in (key, *on_gpu):
             if k.name not in not_polynomial:
                 kept[k] = None
+            elif k.device == "cpu" and has_long_loop(profile, length):
+                pass
             elif one and k.window_filled in (False, profile.fills_window(length)):
                 kept[replace(k, at=(1, length))] = None
     return tuple(kept)

@@ -27,7 +27,7 @@ from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
 from fsdp_advisor.rows import estimate_plan
 from fsdp_advisor.tape_keys import gpu_tape_key_of
-from fsdp_advisor.tapes import cpu_tape, row_tape
+from fsdp_advisor.tapes import cpu_tape, row_tape, takes_long_on_cpu
 
 CHECKPOINTING: list[TapeCheckpointing] = ["none", "full"]
 """The policies that the catalog has tapes of; others are recorded on demand."""
@@ -296,7 +296,7 @@ def test_model_of_embeddings_says_that_contrastive_training_is_not_modelled(name
 
 
 def test_models_without_tapes_are_those_that_the_table_says() -> None:
-    assert {catalogued_tapes(name) for name in ("longcat flash", "state-spaces/mamba-130m-hf")} == {"none"}
+    assert {catalogued_tapes(name) for name in ("longcat flash", "databricks/dbrx-base")} == {"none"}
     assert {name: catalogued_tapes(name) for name in ("gpt2", "smollm3 3b", "nobody/nothing", "7B", "qwen3.5")} == {
         "gpt2": "all", "smollm3 3b": "usual", "nobody/nothing": None, "7B": None, "qwen3.5": None,
     }  # fmt: skip
@@ -458,7 +458,8 @@ def test_usual_tapes_answer_the_default_question(entry: catalog.Entry) -> None:
     assert profile is not None and profile.parameters == entry.parameters and entry.source
     request = make_request({"model": entry.id, "gpus": "8"})
     for plan in plans(request, seq_len=default_seq_len(profile.max_seq_len)):
-        cpu_tape(model, plan)
+        if not takes_long_on_cpu(profile, plan):
+            cpu_tape(model, plan)
         key, _ = row_tape(model, plan)
         assert gpu_tape_key_of(profile, key, plan, find_gpu("H100-80GB")).name in profile.tapes
 
