@@ -56,6 +56,8 @@ def peak_of(
     tile(model, code, shards)
     if adapts:
         model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+        if code == "axolotl":  # as its loader of models does
+            model.enable_input_require_grads()
     return peak_of_steps(prepared(model, engine, precision), precision, engine, batch, length, accumulation)
 
 
