@@ -2,7 +2,8 @@
 
 The order of a set of strings depends on a random number of the process (PYTHONHASHSEED). Gemma 3 and a dozen other architectures make
 the rotations of each kind of layers in such an order: `for layer_type in set(self.config.layer_types)`, transformers 5.23,
-models/gemma3/modeling_gemma3.py. Without a fixed order two recordings of a step could differ in the order of storages.
+models/gemma3/modeling_gemma3.py. `create_masks_for_generate` in masking_utils.py makes their masks so, for Gemma 4 with images among
+others. Without a fixed order two recordings of a step could differ in the order of storages.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class SortedSet(set[Any]):
 
 @contextlib.contextmanager
 def sorted_sets() -> Iterator[None]:
-    """Context in which the imported modules of transformers' models make sorted sets."""
+    """Context in which the imported modules of transformers' models, and that of their masks, make sorted sets."""
     code = [
         module
         for name, module in list(sys.modules.items())
-        if name.startswith("transformers.models.") and ".modeling_" in name
+        if (name.startswith("transformers.models.") and ".modeling_" in name) or name == "transformers.masking_utils"
     ]
     with contextlib.ExitStack() as patches:
         for module in code:
