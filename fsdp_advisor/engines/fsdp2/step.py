@@ -143,9 +143,8 @@ class Fsdp2Step(StepHooks):
         target = self._forward_order.pop_target(unit)
         if target is None or self._gathering.is_requested(target) or self._was_recomputed(target):
             return
-        if self._reshards(target) or not self._gathering.is_unsharded(
-            target
-        ):  # of an earlier forward, it may be freed already
+        # a unit of an earlier forward may be freed already
+        if self._reshards(target) or not self._gathering.is_unsharded(target):
             self._gathering.request(step, target, "backward")
 
     def post_backward(self, step: StepBuilder, unit: UnitId) -> None:

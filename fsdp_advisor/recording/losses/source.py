@@ -46,9 +46,8 @@ class LossSource(FusedLossSource):
     ) -> None:
         super().__init__(base, router_loss=router_loss)
         self._loss = loss
-        if (
-            loss != "cce"
-        ):  # they call `base_model` of either (trl 1.16, trainer/utils.py, `_fused_forward`; Liger's `lce_forward`)
+        # the others call `base_model` of either (trl 1.16, trainer/utils.py, `_fused_forward`; Liger's `lce_forward`)
+        if loss != "cce":
             self.tasks = ("causal-lm", "image-text-to-text")
         self._ignored_labels = ignored_labels
         self._gathered_head = gathered_head
