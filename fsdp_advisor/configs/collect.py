@@ -31,7 +31,8 @@ class Collector:
 
     A reader takes each key that it knows and sets options of a request. `defaults` apply to options that no file sets, and `guesses` to
     options for which no file has a default either. `mixed` and `dtype` are two options that together are a request's precision.
-    `checkpoints`: who checkpoints activations, FSDP's plugin or the Trainer. `layer_classes`: the classes that a setting makes FSDP units.
+    `checkpoints`: who checkpoints activations, FSDP's plugin or the Trainer. `loads_on_rank_0`: whether rank 0 loads the weights for
+    all ranks of FSDP; None without FSDP. `layer_classes`: the classes that a setting makes FSDP units.
     `references` are other configuration files that a setting names, by key. The prefix `optional_prefix` of keys may be left out, as the
     consumer allows; reports name keys with it.
     """
@@ -47,6 +48,7 @@ class Collector:
         self.defaults: dict[str, tuple[Any, str]] = {}
         self.guesses: dict[str, tuple[Any, str]] = {}
         self.checkpoints: set[Literal["FSDP", "Trainer"]] = set()
+        self.loads_on_rank_0: bool | None = None
         self.layer_classes: list[str] = []
         self.references: list[str] = []
         self.missing: list[str] = []

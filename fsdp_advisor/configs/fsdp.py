@@ -69,6 +69,8 @@ def read_fsdp(found: Collector, prefix: str, version: int, units: str = "layer")
     else:
         found.default("offload", "none")
     _checkpoints(found, prefix, version)
+    loads_on_rank_0 = found.peek(f"{prefix}cpu_ram_efficient_loading")
+    found.loads_on_rank_0 = prefix == OF_ACCELERATE if loads_on_rank_0 is None else truth(loads_on_rank_0)
     if strategy == "ddp":
         options["backend"] = "ddp"
     else:

@@ -97,6 +97,7 @@ def merge(parts: Sequence[Collector]) -> Configuration:
     _resolve_torchtitan(options, parts)
     _resolve_precision(options, parts)
     _resolve_engine(options)
+    _note_spread_reference(options, parts)
     return Configuration(options=options, readings=_grouped(parts), assumed=assumed)
 
 
@@ -134,6 +135,25 @@ def _check_sizes(parts: Sequence[Collector]) -> None:
                     f"{part.file}: {key} is {size}, not {other.options[option]} as in {other.file}; the Trainer stops at such values",
                     hint=f'"{key}": "auto" takes the Trainer\'s',
                 )
+
+
+def _note_spread_reference(options: Mapping[str, Any], parts: Sequence[Collector]) -> None:
+    """Note that TRL stops at the first step if it spreads a reference model over the GPUs that a rank sees.
+
+    Under FSDP it loads the model with `device_map="auto"`. Only with `cpu_ram_efficient_loading` transformers adds no hooks that run its
+    layers on several devices. Source: trl 1.16, trainer/dpo_trainer.py and kto_trainer.py, `__init__`; trainer/utils.py,
+    `create_model_from_path`; transformers 5.23, integrations/accelerate.py, `accelerate_dispatch`.
+    """
+    part = next((part for part in parts if part.loads_on_rank_0 is False), None)
+    has_reference = options.get("task") in ("dpo", "kto") and not has_adapters(options)
+    if part and has_reference and options.get("backend") in ("fsdp1", "fsdp2") and options.get("gpus") != 1:
+        part.omits(SPREAD_REFERENCE)
+
+
+SPREAD_REFERENCE = (
+    "FSDP without cpu_ram_efficient_loading: TRL spreads the reference model over the GPUs of the node and stops at the first step,"
+    " because tensors are on two devices; set it to true"
+)
 
 
 def _resolve_torchtitan(options: dict[str, Any], parts: Sequence[Collector]) -> None:

@@ -760,6 +760,27 @@ def test_the_task_of_trl_is_read(name: str, text: str) -> None:
     assert "preference" not in said(found, "not_modelled")
 
 
+DPO = "model_name_or_path: gpt2\nbeta: 0.2\nmax_length: 512\n"
+BY_ACCELERATE = (
+    "distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_version: 2, fsdp_cpu_ram_efficient_loading: "
+)
+
+
+@pytest.mark.parametrize(
+    ("texts", "stops"),
+    [
+        ({"dpo.yaml": DPO, "fsdp.yaml": BY_ACCELERATE + "false}\n"}, True),
+        ({"dpo.yaml": DPO, "fsdp.yaml": BY_ACCELERATE + "true}\n"}, False),
+        ({"dpo.yaml": DPO, "fsdp.yaml": BY_ACCELERATE + "null}\n"}, False),
+        ({"dpo.yaml": DPO + "use_peft: true\n", "fsdp.yaml": BY_ACCELERATE + "false}\n"}, False),
+        ({"dpo.yaml": DPO + "fsdp: true\nfsdp_config: {version: 2}\n"}, True),
+        ({"sft.yaml": "model_name_or_path: gpt2\nmax_length: 512\npacking: true\n", "fsdp.yaml": BY_ACCELERATE + "false}\n"}, False),
+    ],
+)  # fmt: skip
+def test_a_reference_model_that_trl_spreads_over_gpus_is_noted(texts: dict[str, str], stops: bool) -> None:
+    assert ("tensors are on two devices" in said(from_texts(texts), "not_modelled")) is stops
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
