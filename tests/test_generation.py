@@ -182,6 +182,16 @@ def test_a_search_keeps_settings_that_are_given_and_names_those_with_which_vllm_
     ]
 
 
+@in_turn(1, of=4)
+def test_a_search_takes_completions_almost_as_long_as_the_models_longest_sequence(model: str) -> None:
+    """No sequence may be recorded that lacks a prompt."""
+    job = {"gpu": "H100-80GB", "gpus": 8, "framework": "trl", "task": "grpo", "max_completion_length": 250}
+    assert (
+        recommend(model=model, find="sequence", **job, strategy="ddp").recommendation.sweep.answer
+        == LLAMA["max_position_embeddings"]
+    )
+
+
 @in_turn(3, of=8)
 def test_a_search_for_a_shorter_sequence_keeps_room_for_the_completion() -> None:
     """Shorter sequences than a completion have a negative number of tokens in the prompt."""

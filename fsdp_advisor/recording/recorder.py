@@ -264,7 +264,8 @@ def _grid(source: Source, key: TapeKey) -> _Grid:
     limit = min(source.max_seq_len or CHECK_T + least, source.alike_up_to or CHECK_T + least)
     ts = tuple(least + t for t in GRID_T)
     if limit < max(ts):
-        ts = (max(1, limit // 4), max(2, limit // 2), max(3, limit))
+        more = limit - least
+        ts = (least + max(1, more // 4), least + max(2, more // 2), least + max(3, more))
     longest = min(CHECK_T + least, limit)
     if key.loss == "torchtitan":  # so that all chunks of a sequence are equal
         longest -= longest % TORCHTITAN_CHUNKS
