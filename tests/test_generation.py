@@ -109,9 +109,12 @@ def test_completions_are_generated_before_the_gradients_of_a_step(model: str) ->
     assert once.step.seconds == pytest.approx(each.step.seconds, rel=0.1)
 
 
-def test_colocated_vllm_takes_its_share_in_every_phase_unless_it_sleeps(model: str) -> None:
-    alone = row(model, use_vllm=True, vllm_mode="server")
-    shared, sleeping = row(model, use_vllm=True), row(model, use_vllm=True, vllm_enable_sleep_mode=True)
+@pytest.mark.parametrize("gpu", ["H100-80GB", "MI300X", "Gaudi-3", "TPU-v6e", "Trainium2"])
+def test_colocated_vllm_takes_its_share_in_every_phase_unless_it_sleeps(gpu: str, model: str) -> None:
+    """The GPUs have the five runtimes."""
+    alone = row(model, gpu=gpu, use_vllm=True, vllm_mode="server")
+    shared = row(model, gpu=gpu, use_vllm=True)
+    sleeping = row(model, gpu=gpu, use_vllm=True, vllm_enable_sleep_mode=True)
     share = shared.needed_bytes - alone.needed_bytes
     assert share == pytest.approx(0.3 * (shared.needed_bytes + shared.headroom_bytes), abs=2**20)
     assert share == shared.needed_breakdown["vllm"]

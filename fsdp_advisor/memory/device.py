@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from fsdp_advisor.errors import assert_never
 from fsdp_advisor.hardware.gpu import Gpu
 from fsdp_advisor.job.generation import Generation
 from fsdp_advisor.job.plan import Plan
@@ -158,21 +159,34 @@ def communicators(plan: Plan) -> tuple[int, int]:
 
 def device_overhead(gpu: Gpu, plan: Plan, *, lazy_loading: bool = True) -> DeviceOverhead:
     """The memory of `gpu` outside PyTorch's segments while `plan` trains."""
-    if gpu.runtime == "rocm":
-        return DeviceOverhead(_amd(plan))
-    if not gpu.uses_torch_cuda:
-        return DeviceOverhead(())  # unknown; a note of the report says so
-    context = _context(gpu)
+    parts = _runtime(gpu, plan, lazy_loading)
+    if plan.generation is not None and plan.generation.generator == "colocate" and not plan.generation.sleeps:
+        parts.append(_part("vLLM", (vllm_bytes(gpu, plan.generation),) * 2))
+    return DeviceOverhead(tuple(parts))
+
+
+def _runtime(gpu: Gpu, plan: Plan, lazy_loading: bool) -> list[Part]:
+    """The context, kernels and communicators."""
+    match gpu.runtime:
+        case "cuda":
+            return _cuda(gpu, plan, lazy_loading)
+        case "rocm":
+            return _amd(plan)
+        case "hpu" | "tpu" | "neuron":
+            return []  # unknown; a note of the report says so
+        case _:
+            assert_never(gpu.runtime)
+
+
+def _cuda(gpu: Gpu, plan: Plan, lazy_loading: bool) -> list[Part]:
     kernels = LAZY_KERNEL_BYTES if lazy_loading else EAGER_KERNEL_BYTES
-    parts = [_part("CUDA context", context), _part("kernels", kernels)]
+    parts = [_part("CUDA context", _context(gpu)), _part("kernels", kernels)]
     fewest, most = communicators(plan)
     if most:
         one_low, one_high = communicator_range(gpu, plan.world_size, plan.nnodes)
         parts.append(_part("NCCL kernels", NCCL_KERNEL_BYTES))
         parts.append(_part("NCCL buffers", (fewest * one_low, most * one_high)))
-    if plan.generation is not None and plan.generation.generator == "colocate" and not plan.generation.sleeps:
-        parts.append(_part("vLLM", (vllm_bytes(gpu, plan.generation),) * 2))
-    return DeviceOverhead(tuple(parts))
+    return parts
 
 
 def vllm_bytes(gpu: Gpu, generation: Generation) -> int:
@@ -218,11 +232,11 @@ def communicator_range(gpu: Gpu, ranks: int, nnodes: int = 1) -> tuple[int, int]
     return low, high
 
 
-def _amd(plan: Plan) -> tuple[Part, ...]:
+def _amd(plan: Plan) -> list[Part]:
     fewest, most = communicators(plan)
     further = (max(0, fewest - 1) * RCCL_FURTHER_BYTES[0], max(0, most - 1) * RCCL_FURTHER_BYTES[1])
     first = RCCL_FIRST_BYTES if most else (RCCL_FIRST_BYTES[0] // 2, RCCL_FIRST_BYTES[1] // 2)
-    return _part("HIP context and RCCL", first), _part("further RCCL communicators", further)
+    return [_part("HIP context and RCCL", first), _part("further RCCL communicators", further)]
 
 
 def _part(name: str, ends: tuple[int, int]) -> Part:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 import pytest
 
 from fsdp_advisor.hardware import GPUS, Gpu, find_gpu
+from fsdp_advisor.job.generation import Generation
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.device import (
     BUFFER_BYTES,
@@ -98,6 +100,18 @@ def test_a_job_has_a_communicator_for_each_group_of_ranks() -> None:
     assert communicators(plan(strategy="hsdp", ranks=16, nnodes=2)) == (2, 3)
     one, two = (device_overhead(find_gpu("H100"), plan("ddp", "ddp", ranks)) for ranks in (1, 2))
     assert {p.name for p in two.parts} - {p.name for p in one.parts} == {"NCCL kernels", "NCCL buffers"}
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda g: g.name)
+def test_colocated_vllm_that_is_awake_takes_its_share_of_every_gpu(gpu: Gpu) -> None:
+    awake = Generation(completion_length=16, generator="colocate", memory_utilization=0.5)
+    for generation, share in (
+        (awake, ceil(gpu.memory_bytes / 2)),
+        (replace(awake, sleeps=True), 0),
+        (replace(awake, generator="server"), 0),
+    ):
+        found = device_overhead(gpu, replace(plan(), generation=generation))
+        assert found.vllm_bytes == found.middle_bytes - device_overhead(gpu, plan()).middle_bytes == share
 
 
 def test_more_nodes_take_more() -> None:
