@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import row_of_trl
 from matrix import in_turn
-from tiny_llama import LLAMA, PARAMETERS
+from tiny_llama import LLAMA, PARAMETERS, write
 
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.errors import UsageError
@@ -248,3 +249,15 @@ def test_a_precomputed_reference_of_adapters_leaves_out_fsdp_only() -> None:
     found = recommend(**job, micro_batch_size=1).recommendation
     assert found.winner is not None and found.winner.plan.backend in ("ddp", "deepspeed")
     assert all(other.candidate.plan.backend in ("ddp", "deepspeed") for other in found.runners_up)
+
+
+@in_turn(1, of=4)
+def test_a_precomputed_reference_is_advised_if_the_steps_then_fit(tmp_path: Path) -> None:
+    """With the reference 16.2 GiB are needed, without it 13.1, and 14.7 are available."""
+    large = {**LLAMA, "vocab_size": 400_000, "hidden_size": 1024, "num_attention_heads": 8}
+    job: dict[str, Any] = {
+        "model": str(write(tmp_path / "config.json", large)), "gpu": "16GiB", "framework": "trl", "task": "dpo", "strategy": "ddp",
+        "seq_len": 64, "micro_batch_size": 1, "activation_checkpointing": "full", "offload": "none",
+    }  # fmt: skip
+    found = recommend(**job).recommendation
+    assert found.winner is None and dict(found.remedies[0].options) == {"precompute_ref_log_probs": True}

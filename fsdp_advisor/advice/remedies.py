@@ -1,5 +1,5 @@
-"""Changes that make a job fit if no plan does, the cheapest first: settings with which vLLM starts; checkpointing, a fused loss, a shorter
-sequence, offload, a larger host, more GPUs, another GPU.
+"""Changes that make a job fit if no plan does, the cheapest first: settings with which vLLM starts; a precomputed reference, checkpointing,
+a fused loss, a shorter sequence, offload, a larger host, more GPUs, another GPU.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def remedies(sweep: Sweep) -> Iterator[Remedy]:
         return
     checkpointing, offload = {"activation_checkpointing": "full"}, {"offload": "parameters"}
     yield from _with_smaller_evaluation(sweep)
+    yield from _with_precomputed_reference(search)
     saving = [
         *_without_fixed(sweep, checkpointing, f"it {fits} with activation checkpointing"),
         *_with_fused_loss(search),
@@ -98,6 +99,17 @@ def _with_smaller_evaluation(sweep: Sweep) -> Iterator[Remedy]:
             )
             yield Remedy(options={"per_device_eval_batch_size": size}, because=because)
             return
+
+
+def _with_precomputed_reference(search: Search) -> Iterator[Remedy]:
+    """The remedy to compute the reference's log-probabilities before training, if the steps then fit without the reference model."""
+    base = search.base
+    if base.reference != "copy" or base.task == "grpo" or not base.facts.precomputes_reference:
+        return
+    found = replace(search, base=replace(base, reference="none")).any_fit()
+    if found is not None:
+        because = "it fits without a reference model in the steps" + _host_text(found)
+        yield Remedy(options={"precompute_ref_log_probs": True}, because=because)
 
 
 def _opened(sweep: Sweep, options: Collection[str]) -> Search | None:
