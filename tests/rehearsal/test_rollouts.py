@@ -60,6 +60,20 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
                 ),
             ),
             ("a copy that FSDP2 shards", ({**OLD, **FSDP2_SETTINGS}, {**OLD, **FSDP2_OPTIONS})),
+            (
+                "adapters, accumulated and checkpointed",
+                (
+                    {**LORA_SETTINGS, **ACCUMULATED, "gradient_checkpointing": True},
+                    {**LORA_OPTIONS, **ACCUMULATED, "activation_checkpointing": "full"},
+                ),
+            ),
+            (
+                "adapters, generated within an update and checkpointed",
+                (
+                    {**LORA_SETTINGS, "gradient_checkpointing": True, "gradient_accumulation_steps": 2, "beta": 0.1},
+                    {**LORA_OPTIONS, "activation_checkpointing": "full", "gradient_accumulation_steps": 2, "beta": 0.1},
+                ),
+            ),
         ],
         days=3,
     )
