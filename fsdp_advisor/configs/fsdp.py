@@ -7,24 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_advisor.configs.collect import Collector, truth
+from fsdp_advisor.engines.fsdp1.sharding import NAMES, sharding_options
 
-SHARDING = {
-    "shard_grad_op": "zero2",
-    "full_shard": "zero3",
-    "hybrid_shard": "hsdp",
-    "hybrid_shard_zero2": "hsdp",
-    "1": "zero3",
-    "2": "zero2",
-    "4": "hsdp",
-    "5": "hsdp",
-}
-"""FSDP1's sharding strategies by name, and by the number that accelerate also accepts. Source: accelerate/utils/constants.py,
-FSDP_SHARDING_STRATEGY.
-"""
-HYBRID_ZERO2 = ("hybrid_shard_zero2", "5")
-"""The sharding strategies that keep gathered parameters after forward."""
+AS_DDP = "the estimate is of DDP, which keeps everything on each rank too"
+"""What a reader says of NO_SHARD."""
 PREFETCH = {"backward_pre": "pre", "backward_post": "post", "no_prefetch": "none"}
-NO_SHARD = ("no_shard", "3")
 OF_ACCELERATE = "fsdp_"
 """The prefix of the FSDP keys in accelerate's own configuration."""
 WRAP = ("transformer_based_wrap", "no_wrap")
@@ -137,18 +124,17 @@ def _strategy_1(found: Collector, name_key: str, reshard_key: str) -> str | None
     if str(found.peek(reshard_key)).lower() in ("none", "true", "1", name):
         found.take(reshard_key)
     found.omits_key(reshard_key, f"with FSDP1 it has no effect: {name} decides")
-    if name in SHARDING:
-        found.take(name_key)
-        if name in HYBRID_ZERO2:
-            found.options["reshard_after_forward"] = "false"
-        return SHARDING[name]
-    if name in NO_SHARD:
-        found.omits_key(name_key, "the estimate is of DDP, which keeps everything on each rank too")
-        return "ddp"
-    near = difflib.get_close_matches(name, SHARDING, n=1)
-    meant = f"did you mean {near[0].upper()}? " if near else ""
-    found.omits_key(name_key, f"{meant}the estimate assumes full sharding")
-    return None
+    sharding = sharding_options(name)
+    if sharding is None:
+        near = difflib.get_close_matches(name.upper(), NAMES, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        found.omits_key(name_key, f"{meant}the estimate assumes full sharding")
+        return None
+    found.options |= sharding
+    if sharding["strategy"] == "ddp":
+        found.omits_key(name_key, AS_DDP)
+    found.take(name_key)
+    return sharding["strategy"]
 
 
 def _strategy_2(found: Collector, name_key: str, reshard_key: str) -> str | None:

@@ -14,8 +14,9 @@ from fsdp_advisor.configs import torchtitan, trainer
 from fsdp_advisor.configs.adapters import METHODS, set_lora, set_peft_config, set_quantization
 from fsdp_advisor.configs.checkpointing import set_reentrant
 from fsdp_advisor.configs.collect import Collector
-from fsdp_advisor.configs.fsdp import wrap_of
+from fsdp_advisor.configs.fsdp import AS_DDP, wrap_of
 from fsdp_advisor.configs.names import optimizer_called
+from fsdp_advisor.engines.fsdp1.sharding import sharding_options
 from fsdp_advisor.errors import UsageError
 
 _CONSTANTS = {
@@ -254,7 +255,7 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
     elif "FullyShardedDataParallel" in calls:
         _fsdp1(found, source, calls, constants)
     elif "DistributedDataParallel" in calls:
-        found.options |= {"strategy": "ddp", "backend": "ddp", "framework": "torch", "mixed": _half(source, "autocast")}
+        found.options |= _ddp(_half(source, "autocast"))
     found.take("LAYERS")
     found.take("REPLICAS")
     return found
@@ -271,6 +272,10 @@ def _half(source: str, marker: str) -> str:
     if marker not in source:
         return "no"
     return "fp16" if "torch.float16" in source else "bf16"
+
+
+def _ddp(mixed: str) -> dict[str, str]:
+    return {"strategy": "ddp", "backend": "ddp", "framework": "torch", "mixed": mixed}
 
 
 def _fsdp2(found: Collector, tree: ast.Module, source: str, constants: dict[str, Any]) -> None:
@@ -291,7 +296,7 @@ def _fsdp2(found: Collector, tree: ast.Module, source: str, constants: dict[str,
         strategy = "hsdp"
         if not reshard:
             found.options["reshard_after_forward"] = "false"
-        found.default("nnodes", constants["REPLICAS"], f"{constants['REPLICAS']} nodes, one for each replica")
+        _replicas(found, constants)
     found.options |= {
         "strategy": strategy,
         "backend": "fsdp2",
@@ -300,6 +305,10 @@ def _fsdp2(found: Collector, tree: ast.Module, source: str, constants: dict[str,
         "wrap": _wrap(found, source, constants),
         "mixed": _half(source, "MixedPrecisionPolicy("),
     }
+
+
+def _replicas(found: Collector, constants: Mapping[str, Any]) -> None:
+    found.default("nnodes", constants["REPLICAS"], f"{constants['REPLICAS']} nodes, one for each replica")
 
 
 def _wrap(found: Collector, source: str, constants: dict[str, Any]) -> str:
@@ -316,8 +325,16 @@ def _fsdp1(found: Collector, source: str, calls: dict[str, dict[str, Any]], cons
     keywords = calls["FullyShardedDataParallel"]
     sharding = str(keywords.get("sharding_strategy", "ShardingStrategy.FULL_SHARD")).rsplit(".", 1)[-1]
     prefetch = str(keywords.get("backward_prefetch", "BackwardPrefetch.BACKWARD_PRE")).rsplit("_", 1)[-1].lower()
+    options = sharding_options(sharding)
+    if options is None:
+        found.omits(f"sharding_strategy: {sharding} (the estimate assumes full sharding)")
+        options = {"strategy": "zero3"}
+    if options["strategy"] == "ddp":
+        found.omits(f"sharding_strategy: {sharding} ({AS_DDP})")
+        found.options |= _ddp(_half(source, "MixedPrecision("))
+        return
+    found.options |= options
     found.options |= {
-        "strategy": {"SHARD_GRAD_OP": "zero2", "FULL_SHARD": "zero3", "HYBRID_SHARD": "hsdp"}.get(sharding, "zero3"),
         "backend": "fsdp1",
         "framework": "torch",
         "offload": "parameters" if calls.get("CPUOffload", {}).get("offload_params") else "none",
@@ -326,7 +343,11 @@ def _fsdp1(found: Collector, source: str, calls: dict[str, dict[str, Any]], cons
         "wrap": _wrap(found, source, constants),
         "mixed": _half(source, "MixedPrecision("),
     }
-    if sharding == "HYBRID_SHARD":
+    if keywords.get("forward_prefetch") is True:
+        found.options["forward_prefetch"] = True
+    if constants.get("REPLICAS"):
+        _replicas(found, constants)
+    elif found.options["strategy"] == "hsdp":
         found.assume("one replica per node")
 
 

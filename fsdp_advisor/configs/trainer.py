@@ -14,8 +14,9 @@ from fsdp_advisor.configs.adapters import set_lora, set_quantization
 from fsdp_advisor.configs.checkpointing import set_reentrant
 from fsdp_advisor.configs.collect import Collector, active, truth
 from fsdp_advisor.configs.compilation import read_torch_compile
-from fsdp_advisor.configs.fsdp import NO_SHARD, SHARDING, read_fsdp, read_replicas
+from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_experts, set_optimizer
+from fsdp_advisor.engines.fsdp1.sharding import sharding_options
 from fsdp_advisor.job.adaptation import LORA_OPTIONS
 from fsdp_advisor.job.checkpointing import MAX_NUMBER
 from fsdp_advisor.job.choices import TrainingTask
@@ -319,9 +320,9 @@ def read_words(found: Collector, words: Any, version: int) -> None:
         elif version == 2 and word in ("full_shard", "shard_grad_op"):
             if "fsdp_config.reshard_after_forward" not in found:
                 found.replace("fsdp_config.reshard_after_forward", word == "full_shard")
-        elif version == 2 and word in (*SHARDING, *NO_SHARD):
+        elif version == 2 and sharding_options(word) is not None:
             found.omits(f"fsdp: {word}, which the Trainer refuses with FSDP2; the estimate shards fully")
-        elif word != "full_shard" and word in (*SHARDING, *NO_SHARD):
+        elif word != "full_shard" and sharding_options(word) is not None:
             found.omits(f"fsdp: {word}; with FSDP1 the Trainer shards fully, as estimated")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from fsdp_advisor.engines.deepspeed.settings import stage
+from fsdp_advisor.engines.fsdp1.sharding import sharding_name
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import deepspeed
 from fsdp_advisor.export.adapters import weights
@@ -36,8 +37,6 @@ from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.refusals import has_whole_replicas
 from fsdp_advisor.policies.optimizers import optimizer_of
-
-FSDP1_SHARDING = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "hsdp": "HYBRID_SHARD"}
 
 
 def unsupported(job: Job, framework: Framework = "accelerate") -> str | None:
@@ -135,9 +134,8 @@ def _fsdp2(plan: Plan) -> dict[str, Any]:
 
 
 def _fsdp1(plan: Plan) -> dict[str, Any]:
-    hybrid_zero2 = plan.strategy == "hsdp" and not plan.reshards
     return {
-        "fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2" if hybrid_zero2 else FSDP1_SHARDING[plan.strategy],
+        "fsdp_sharding_strategy": sharding_name(plan),
         "fsdp_backward_prefetch": FSDP1_PREFETCH[plan.backward_prefetch],
         "fsdp_forward_prefetch": plan.forward_prefetch,
         "fsdp_use_orig_params": plan.use_orig_params,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_advisor.engines.deepspeed.settings import stage
+from fsdp_advisor.engines.fsdp1.sharding import torch_sharding_name
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import accelerate, deepspeed
 from fsdp_advisor.export.adapters import packages as adapting_packages
@@ -111,10 +112,8 @@ def _through_deepspeed(job: Job) -> dict[str, Any]:
 def _through_fsdp1(plan: Plan) -> dict[str, Any]:
     prefetch = {"pre": "BackwardPrefetch.BACKWARD_PRE", "post": "BackwardPrefetch.BACKWARD_POST", "none": "None"}
     return {
-        "sharding": accelerate.FSDP1_SHARDING[plan.strategy],
+        "sharding": torch_sharding_name(plan),
         "hybrid": plan.strategy == "hsdp",
-        "replicas": plan.replica_degree,
-        "shards": plan.shard_degree,
         "compute": COMPUTE.get(plan.precision),
         "prefetch": prefetch[plan.backward_prefetch],
         "offload": plan.offload == "parameters",

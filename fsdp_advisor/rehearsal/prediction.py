@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fsdp_advisor.configs.names import optimizer_called
+from fsdp_advisor.engines.fsdp1.sharding import sharding_options
 from fsdp_advisor.job.adapter_fields import LORA_KERNELS
 from fsdp_advisor.job.choices import Framework, TrainingTask
 from fsdp_advisor.job.frameworks import FIXED_SEGMENTS, FRAMEWORKS
@@ -21,7 +22,6 @@ from fsdp_advisor.model.liger import LIGER_KERNELS
 from fsdp_advisor.rehearsal.report import PEAKS, Prediction, RankResult
 
 TIMEOUT_S = 300
-_SHARDINGS = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp"}
 _OF_BITSANDBYTES = {
     ("AdamW", 8, False): "adamw_bnb_8bit", ("AdamW", 8, True): "paged_adamw_8bit", ("AdamW", 32, True): "paged_adamw_32bit",
     ("Lion", 32, False): "lion_32bit", ("Lion", 8, False): "lion_8bit", ("Lion", 32, True): "paged_lion_32bit",
@@ -94,7 +94,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         **quantization,
         "optim": _optimizer(job),
         **_rank(job),
-        **_engine(job["engine"]),
+        **_engine(job["engine"], rank.world_size),
     }
 
 
@@ -151,7 +151,7 @@ def predict(options: Mapping[str, str], variables: Mapping[str, str]) -> Predict
     return Prediction(options=options, figures=figures, reason=None if figures else "the peak is unknown")
 
 
-def _engine(engine: Mapping[str, Any]) -> dict[str, str]:
+def _engine(engine: Mapping[str, Any], ranks: int) -> dict[str, str]:
     match engine["backend"]:
         case "none":
             return {"strategy": "ddp"}
@@ -160,11 +160,8 @@ def _engine(engine: Mapping[str, Any]) -> dict[str, str]:
         case "deepspeed":
             return {"strategy": f"zero{engine['zero_stage']}", "backend": "deepspeed"}
         case "fsdp1":
-            sharding = engine["sharding"].rpartition(".")[2]
-            if sharding not in _SHARDINGS:
-                raise NotRecognized(f"{sharding} is not recognized")
             return {
-                "strategy": _SHARDINGS[sharding],
+                **_sharding(engine["sharding"].rpartition(".")[2], ranks),
                 "backend": "fsdp1",
                 "use-orig-params": _word(engine.get("use_orig_params", True)),
                 "backward-prefetch": engine.get("backward_prefetch", "BACKWARD_PRE").rpartition("_")[2].lower(),
@@ -174,9 +171,20 @@ def _engine(engine: Mapping[str, Any]) -> dict[str, str]:
         case "fsdp2":
             resharded = engine["reshard_after_forward"]
             strategy = "hsdp" if engine["mesh_dimensions"] == 2 else "zero3" if resharded else "zero2"
-            return {"strategy": strategy, "backend": "fsdp2", **_offload(engine)}
+            keeps = {"reshard-after-forward": "false"} if strategy == "hsdp" and not resharded else {}
+            return {"strategy": strategy, "backend": "fsdp2", **keeps, **_offload(engine)}
         case other:
             raise NotRecognized(f"{other} is not recognized")
+
+
+def _sharding(name: str, ranks: int) -> dict[str, str]:
+    """The options of FSDP1's sharding. On one rank FSDP1 replaces every sharding by NO_SHARD (torch 2.13, distributed/fsdp/_init_utils.py,
+    _init_core_state).
+    """
+    options = sharding_options("FULL_SHARD" if name == "NO_SHARD" and ranks == 1 else name)
+    if options is None or options["strategy"] == "ddp":
+        raise NotRecognized(f"{name} of FSDP1 is not recognized")
+    return {option.replace("_", "-"): value for option, value in options.items()}
 
 
 def _offload(engine: Mapping[str, Any]) -> dict[str, str]:

@@ -35,6 +35,7 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_advisor.engines.fsdp1.sharding import torch_sharding_name
 from fsdp_advisor.errors import MeasurementError
 from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.plan import Plan
@@ -201,11 +202,6 @@ def _fsdp1(
     device: str,
     materialise: Callable[[nn.Module], None] | None,
 ) -> nn.Module:
-    reshard = plan.reshards
-    if plan.strategy == "hsdp":
-        sharding = ShardingStrategy.HYBRID_SHARD if reshard else ShardingStrategy._HYBRID_SHARD_ZERO2
-    else:
-        sharding = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
     mixed = MixedPrecision(param_dtype=half(plan), reduce_dtype=torch.float32, buffer_dtype=half(plan))
     return FullyShardedDataParallel(
         model,
@@ -215,7 +211,7 @@ def _fsdp1(
         auto_wrap_policy=_fsdp1_policy(layers, plan),
         mixed_precision=mixed if plan.mixed else None,
         param_init_fn=materialise,
-        sharding_strategy=sharding,
+        sharding_strategy=ShardingStrategy[torch_sharding_name(plan)],
         backward_prefetch=_PREFETCH[plan.backward_prefetch],
         forward_prefetch=plan.forward_prefetch,
         cpu_offload=CPUOffload(offload_params=plan.offload == "parameters"),

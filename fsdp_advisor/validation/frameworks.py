@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_advisor.engines.fsdp1.sharding import sharding_name
 from fsdp_advisor.errors import MeasurementError
-from fsdp_advisor.export.accelerate import FSDP1_SHARDING
 from fsdp_advisor.export.constants import FSDP1_PREFETCH
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import optimizer_of
@@ -271,11 +271,8 @@ def _plugin(plan: Plan, classes: list[str]) -> Any:
     }
     if plan.backend == "fsdp2":
         return plugin(fsdp_version=2, reshard_after_forward=plan.reshards, **common)
-    sharding = FSDP1_SHARDING[plan.strategy]
-    if plan.strategy == "hsdp" and not plan.reshards:
-        sharding = "HYBRID_SHARD_ZERO2"
     return plugin(
-        fsdp_version=1, sharding_strategy=sharding, backward_prefetch=FSDP1_PREFETCH[plan.backward_prefetch],
+        fsdp_version=1, sharding_strategy=sharding_name(plan), backward_prefetch=FSDP1_PREFETCH[plan.backward_prefetch],
         forward_prefetch=plan.forward_prefetch,
         use_orig_params=plan.use_orig_params, sync_module_states=False, **common,
     )  # fmt: skip

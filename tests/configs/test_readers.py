@@ -1165,3 +1165,21 @@ def test_an_assumption_about_an_option_that_is_given_is_not_reported(
     text = '{"train_batch_size": 128, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}'
     (reading,) = complete(read("ds.json", text), given).readings
     assert any("16 GPUs" in sentence for sentence in reading.assumed) is is_assumed
+
+
+@pytest.mark.parametrize(
+    ("sharding", "backend", "strategy", "note"),
+    [
+        ("NO_SHARD", "ddp", "ddp", "the estimate is of DDP"),
+        ("_HYBRID_SHARD_ZERO2", "fsdp1", "hsdp", None),
+        ("HALF_SHARD", "fsdp1", "zero3", "the estimate assumes full sharding"),
+    ],
+)
+def test_a_script_with_fsdp1_has_the_strategy_of_its_sharding(
+    sharding: str, backend: str, strategy: str, note: str | None
+) -> None:
+    text = f'MODEL = "gpt2"\nFullyShardedDataParallel(x, sharding_strategy=ShardingStrategy.{sharding})'
+    found = read("train.py", text)
+    assert (found.options["backend"], found.options["strategy"]) == (backend, strategy)
+    assert (found.options.get("reshard_after_forward") == "false") == (sharding == "_HYBRID_SHARD_ZERO2")
+    assert note in said(found, "not_modelled") if note else not said(found, "not_modelled")

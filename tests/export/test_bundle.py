@@ -35,6 +35,10 @@ PLANS = {
     "fsdp2 through accelerate": plan("zero2", "fsdp2", framework="accelerate", **FULL),
     "fsdp2 on two nodes": plan("hsdp", "fsdp2", 2, framework="trainer", **FULL),
     "fsdp1": plan("zero2", "fsdp1", 2, precision="fp16-mixed", backward_prefetch="post"),
+    "fsdp1 with replicas that keep parameters": plan(
+        "hsdp", "fsdp1", 2, reshard_after_forward="false", forward_prefetch=True, backward_prefetch="none"
+    ),
+    "fsdp1 with one replica": plan("hsdp", "fsdp1"),
     "fsdp1 by size": plan("zero3", "fsdp1", wrap="size:1000000"),
     "fsdp1 with flat parameters": plan("zero3", "fsdp1", use_orig_params=False),
     "fsdp2 in groups": plan("zero3", "fsdp2", wrap="every:2"),

@@ -28,10 +28,10 @@ JOB: dict[str, Any] = {
 }  # fmt: skip
 
 
-def options(folder: Path, **changed: Any) -> dict[str, str]:
+def options(folder: Path, ranks: int = 1, **changed: Any) -> dict[str, str]:
     rank = RankResult(
-        rank=0, world_size=1, pid=1, status="completed", error=None, steps=3, seconds=1.0, torch="2.13.0", gpu_memory_bytes=1, phases=(),
-        out_of_memory=(), timeline=(), job={**JOB, **changed},
+        rank=0, world_size=ranks, pid=1, status="completed", error=None, steps=3, seconds=1.0, torch="2.13.0", gpu_memory_bytes=1,
+        phases=(), out_of_memory=(), timeline=(), job={**JOB, **changed},
     )  # fmt: skip
     return options_of(rank, "H100-80GB", 1, folder)
 
@@ -80,6 +80,34 @@ def test_a_base_of_bitsandbytes_is_recognized_by_its_settings(tmp_path: Path) ->
     )
     assert found["precision"] == "bf16-mixed" and "dtype" not in found
     assert "quantization_config" not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("sharding", "ranks", "expected"),
+    [
+        ("SHARD_GRAD_OP", 8, ("zero2", None)),
+        ("HYBRID_SHARD", 8, ("hsdp", None)),
+        ("_HYBRID_SHARD_ZERO2", 8, ("hsdp", "false")),
+        ("NO_SHARD", 1, ("zero3", None)),
+    ],
+)
+def test_fsdp1_is_recognized_by_its_sharding(
+    sharding: str, ranks: int, expected: tuple[str, str | None], tmp_path: Path
+) -> None:
+    found = options(tmp_path, ranks, engine={"backend": "fsdp1", "sharding": f"ShardingStrategy.{sharding}"})
+    assert (found["strategy"], found.get("reshard-after-forward")) == expected
+
+
+def test_fsdp1_without_shards_on_several_ranks_is_not_recognized(tmp_path: Path) -> None:
+    with pytest.raises(NotRecognized, match="NO_SHARD"):
+        options(tmp_path, 2, engine={"backend": "fsdp1", "sharding": "ShardingStrategy.NO_SHARD"})
+
+
+def test_fsdp2_s_replicas_that_keep_parameters_are_recognized(tmp_path: Path) -> None:
+    for reshards, expected in ((True, None), (False, "false")):
+        engine = {"backend": "fsdp2", "mesh_dimensions": 2, "reshard_after_forward": reshards}
+        found = options(tmp_path, 8, engine=engine)
+        assert (found["strategy"], found.get("reshard-after-forward")) == ("hsdp", expected)
 
 
 def test_a_base_in_fp32_is_recognized_as_such(tmp_path: Path) -> None:
