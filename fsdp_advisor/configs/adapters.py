@@ -17,10 +17,18 @@ _FLAGS = ("use_dora", "use_rslora")
 _ASIDE = ("task_type", "inference_mode", "base_model_name_or_path", "revision")
 """Keywords that change no tensor."""
 METHODS = {
-    "LoraConfig": "LORA", "AdaLoraConfig": "ADALORA", "IA3Config": "IA3", "LoHaConfig": "LOHA", "LoKrConfig": "LOKR",
-    "VeraConfig": "VERA", "OFTConfig": "OFT", "BOFTConfig": "BOFT", "LNTuningConfig": "LN_TUNING", "FourierFTConfig": "FOURIERFT",
-    "RandLoraConfig": "RANDLORA", "PrefixTuningConfig": "PREFIX_TUNING", "PromptTuningConfig": "PROMPT_TUNING",
-    "PromptEncoderConfig": "P_TUNING",
+    "LoraConfig": "LORA", "AdaLoraConfig": "ADALORA", "AdamssConfig": "ADAMSS", "AdaptionPromptConfig": "ADAPTION_PROMPT",
+    "BeftConfig": "BEFT", "BOFTConfig": "BOFT", "C3AConfig": "C3A", "CartridgeConfig": "CARTRIDGE", "CPTConfig": "CPT",
+    "DeftConfig": "DEFT", "DeloraConfig": "DELORA", "FourierFTConfig": "FOURIERFT", "FrodConfig": "FROD",
+    "GloraConfig": "GLORA", "GraloraConfig": "GRALORA", "HiraConfig": "HIRA", "HRAConfig": "HRA", "IA3Config": "IA3",
+    "LilyConfig": "LILY", "LNTuningConfig": "LN_TUNING", "LoHaConfig": "LOHA", "LoKrConfig": "LOKR", "MissConfig": "MISS",
+    "OFTConfig": "OFT", "ShiraConfig": "SHIRA", "PromptTuningConfig": "PROMPT_TUNING",
+    "MultitaskPromptTuningConfig": "MULTITASK_PROMPT_TUNING", "OSFConfig": "OSF", "PromptEncoderConfig": "P_TUNING",
+    "PeanutConfig": "PEANUT", "PolyConfig": "POLY", "PrefixTuningConfig": "PREFIX_TUNING", "PsoftConfig": "PSOFT",
+    "PveraConfig": "PVERA", "RandLoraConfig": "RANDLORA", "RoadConfig": "ROAD", "ShadowConfig": "SHADOW",
+    "SupertuningConfig": "SUPERTUNING", "TinyLoraConfig": "TINYLORA", "TrainableTokensConfig": "TRAINABLE_TOKENS",
+    "UniLoraConfig": "UNILORA", "VBLoRAConfig": "VBLORA", "VeraConfig": "VERA", "WaveFTConfig": "WAVEFT",
+    "XLoraConfig": "XLORA",
 }  # fmt: skip
 """Class of a PEFT configuration -> PEFT's name of the method."""
 _EXPRESSION = re.compile(r"[*+?^$()\[\]|\\]")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_advisor.configs import torchtitan, trainer
-from fsdp_advisor.configs.adapters import METHODS, set_lora, set_peft_config, set_quantization
+from fsdp_advisor.configs.adapters import METHODS, has_adapters, set_lora, set_peft_config, set_quantization
 from fsdp_advisor.configs.checkpointing import set_reentrant
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.fsdp import AS_DDP, wrap_of
@@ -178,6 +178,8 @@ def _arguments(file: str, tree: ast.Module) -> Collector | None:
     found = trainer.read(file, keys, trl=name in _OF_TRL, task=_OF_TRL.get(name))
     _adapted_calls(found, calls)
     _adapted_constants(found, constants)
+    if not has_adapters(found.options) and (text := _unread_adapters(nodes)) is not None:
+        found.omits(f"{text} (the code has no configuration of a known PEFT method; the estimate has no adapters)")
     if computed := _computed(nodes[name][0], variables):
         found.omits(f"arguments that the code computes: {', '.join(computed)}")
     if "ParallelismConfig" in calls:
@@ -381,3 +383,13 @@ def _adapted_calls(found: Collector, calls: Mapping[str, Mapping[str, Any]]) -> 
         found.omits("autocast_adapter_dtype=False (adapters in the base's dtype; the estimate has them in fp32)")
     if "BitsAndBytesConfig" in calls:
         set_quantization(found, calls["BitsAndBytesConfig"])
+
+
+def _unread_adapters(nodes: Mapping[str, Sequence[ast.Call]]) -> str | None:
+    """The first call that gives the model adapters, or the argument for a trainer that does; None if there is none."""
+    for call in (*nodes.get("get_peft_model", ()), *nodes.get("from_pretrained", ())):
+        name = ast.unparse(call.func)
+        if name.endswith("get_peft_model") or ("Peft" in name and _keywords(call, {}).get("is_trainable")):
+            return f"{name}(...)"
+    keywords = [k for calls in nodes.values() for call in calls for k in call.keywords if k.arg == "peft_config"]
+    return next((f"peft_config={ast.unparse(k.value)}" for k in keywords if not _is_none(k.value)), None)

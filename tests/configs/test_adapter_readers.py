@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp_advisor.configs import from_texts
+from fsdp_advisor.configs.adapters import METHODS
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.parsing import make_request
 
@@ -262,3 +263,34 @@ def test_a_script_that_keeps_adapters_in_the_bases_dtype_is_reported() -> None:
     """
     (reading,) = from_texts({"train.py": dedent(text)}).readings
     assert [note for note in reading.not_modelled if "autocast_adapter_dtype=False" in note]
+
+
+def test_every_method_of_peft_is_known() -> None:
+    mapping = pytest.importorskip("peft.mapping")
+    assert {kind.__name__: str(method.value) for method, kind in mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items()} == METHODS
+
+
+@pytest.mark.parametrize("config", METHODS)
+def test_a_script_gets_the_adapters_of_any_method(config: str) -> None:
+    text = f"get_peft_model(AutoModelForCausalLM.from_pretrained('gpt2'), {config}(target_modules=['c_attn']))"
+    found = from_texts({"train.py": f"{text}\nTrainingArguments(output_dir='out', bf16=True)"})
+    method = adaptation_of(make_request({"model": "gpt2", **found.options})).method
+    assert (method, found.readings[0].not_modelled) == (METHODS[config], ())
+
+
+@pytest.mark.parametrize(
+    ("code", "reported"),
+    [
+        ("get_peft_model(model, NewConfig(r=8))", "get_peft_model(...)"),
+        ("FastLanguageModel.get_peft_model(model, r=8)", "FastLanguageModel.get_peft_model(...)"),
+        ("PeftModel.from_pretrained(model, 'adapter', is_trainable=True)", "PeftModel.from_pretrained(...)"),
+        ("SFTTrainer(model='gpt2', peft_config=NewConfig(r=8))", "peft_config=NewConfig(r=8)"),
+        ("SFTTrainer(model='gpt2', peft_config=None)", None),
+        ("PeftModel.from_pretrained(model, 'adapter').merge_and_unload()", None),
+        ("get_peft_model(model, LoraConfig(r=8))", None),
+    ],
+)
+def test_a_script_with_adapters_of_an_unknown_configuration_is_reported(code: str, reported: str | None) -> None:
+    found = from_texts({"train.py": f"{code}\nSFTConfig(output_dir='out')"})
+    notes = [note for note in found.readings[0].not_modelled if "no configuration of a known PEFT method" in note]
+    assert [note.partition(" (the code")[0] for note in notes] == [reported] * (reported is not None)
