@@ -56,12 +56,7 @@ def read_into(found: Collector) -> None:
     section = found.section("optimizer")
     if section:
         arguments = section.get("optimizer.params")
-        if str(found.peek("optimizer.type")).lower() == "muon":
-            found.omits_key(
-                "optimizer.type", "DeepSpeed's Muon is not modelled; the estimate assumes adamw_torch_fused"
-            )
-        else:
-            set_optimizer(found, "optimizer.type", arguments if isinstance(arguments, Mapping) else None)
+        set_optimizer(found, "optimizer.type", arguments if isinstance(arguments, Mapping) else None)
         found.take("optimizer.params")
         _fused(found, arguments)
     _checkpoints(found)

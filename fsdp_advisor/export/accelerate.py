@@ -146,12 +146,12 @@ def _fsdp1(plan: Plan) -> dict[str, Any]:
 def needs_a_file(plan: Plan) -> bool:
     """Whether the plan needs settings that only DeepSpeed's own configuration file can express.
 
-    These are bf16 master weights, the NVMe path, optimizers other than AdamW on the host, and bucket sizes other than
+    These are bf16 master weights, the NVMe path, optimizers other than AdamW on the host, DeepSpeed's Muon, and bucket sizes other than
     DeepSpeed's defaults. (accelerate's launcher ignores `offload_*_nvme_path`: utils/launch.py, prepare_deepspeed_cmd_env.)
     Without a file, the plugin does not write the bucket sizes that it would fill in for "auto" (utils/dataclasses.py,
     DeepSpeedPlugin.__post_init__).
     """
-    if plan.precision == "bf16" or plan.uses_accelerate:
+    if plan.precision == "bf16" or plan.uses_accelerate or optimizer_of(plan).is_deepspeeds:
         return True
     return plan.offload != "none" and (plan.offload_device == "nvme" or not optimizer_of(plan).is_cpu_adam)
 

@@ -93,19 +93,23 @@ def names_optimizer(plan: Plan) -> bool:
 def through_trainer(job: Job) -> dict[str, Any]:
     """The configuration that Hugging Face's Trainer passes to DeepSpeed.
 
-    DeepSpeed's "auto" is replaced by the Trainer's own argument. The Trainer also creates the optimizer, with one exception: for bf16
-    master weights on the host it would create a DeepSpeedCPUAdam with fp32 states, so the configuration names AdamW instead.
+    DeepSpeed's "auto" is replaced by the Trainer's own argument. The Trainer also creates the optimizer, with two exceptions: Muon is
+    DeepSpeed's own, and for bf16 master weights on the host it would create a DeepSpeedCPUAdam with fp32 states, so the configuration names
+    AdamW instead.
     """
     config = dict.fromkeys(_batch(job), "auto") | engine(job)
-    if job.plan.precision == "bf16" and job.plan.offload != "none":
-        config |= _TRAINERS_OPTIMIZER
-    return config
+    return config | (_of_trainer(job.plan) if _is_named(job.plan) else {})
 
 
-_TRAINERS_OPTIMIZER = {
-    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-}
-"""An optimizer section with "auto" values, which the Trainer fills in. (It refuses values that differ from its own arguments.)"""
+def _is_named(plan: Plan) -> bool:
+    """Whether the configuration has to name the optimizer although accelerate or the Trainer could create one."""
+    return optimizer_of(plan).is_deepspeeds or (plan.precision == "bf16" and plan.offload != "none")
+
+
+def _of_trainer(plan: Plan) -> dict[str, Any]:
+    """An optimizer section with "auto" values, which the Trainer fills in. (It refuses values that differ from its own arguments.)"""
+    name = "Muon" if optimizer_of(plan).is_deepspeeds else "AdamW"
+    return {"optimizer": {"type": name, "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}}
 
 
 def _batch(job: Job) -> dict[str, int]:
@@ -174,15 +178,15 @@ def _place(plan: Plan) -> dict[str, Any]:
 def _optimizer(plan: Plan, learning_rate: float = 0.0) -> dict[str, Any] | Refusal:
     """The optimizer section; empty if the training loop creates the optimizer, a Refusal if DeepSpeed cannot create it.
 
-    AdamW on the host is DeepSpeedCPUAdam. accelerate and the Trainer create the optimizer, except for bf16 master weights on
-    the host. Source: deepspeed/runtime/engine.py, `_configure_basic_optimizer`: AdamW with `torch_adam` is torch's and takes
+    AdamW on the host is DeepSpeedCPUAdam. accelerate and the Trainer create the optimizer, except for Muon and for bf16 master weights
+    on the host. Source: deepspeed/runtime/engine.py, `_configure_basic_optimizer`: AdamW with `torch_adam` is torch's and takes
     torch's arguments; a name that DeepSpeed does not know is looked up in torch.optim.
     """
-    if plan.uses_accelerate and not (plan.precision == "bf16" and plan.offload != "none"):
+    optimizer = optimizer_of(plan)
+    if plan.uses_accelerate and not _is_named(plan):
         return {}
     if plan.facts.uses_trainer:
-        return _TRAINERS_OPTIMIZER
-    optimizer = optimizer_of(plan)
+        return _of_trainer(plan)
     named = optimizer.deepspeed if plan.offload == "none" else optimizer.deepspeed_offloaded
     if isinstance(named, Refusal):
         return named

@@ -35,7 +35,7 @@ def framework_limit(job: Job, framework: Framework) -> str | None:
     plan = job.plan
     optimizer = optimizer_of(plan)
     made = optimizer.transformers if FRAMEWORKS[framework].uses_trainer else optimizer.script
-    if isinstance(made, Refusal):
+    if isinstance(made, Refusal) and not optimizer.is_deepspeeds:
         return made.reason
     error = combination_refusal(
         plan.strategy,

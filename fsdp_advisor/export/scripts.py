@@ -60,8 +60,14 @@ def training_script(job: Job, consumer: Consumer, launch: str) -> tuple[str, str
             assert_never(consumer)
 
 
+_NOT_IN_THE_SCRIPT = Constructor(module="deepspeed", name="")
+"""Stands for an optimizer that DeepSpeed makes itself."""
+
+
 def _values(job: Job, consumer: Consumer) -> dict[str, Any]:
     plan, optimizer = job.plan, optimizer_of(job.plan).script
+    if optimizer_of(plan).is_deepspeeds:
+        optimizer = _NOT_IN_THE_SCRIPT
     assert job.task is not None and isinstance(optimizer, Constructor)
     return {
         "header": header(job, *PACKAGES[consumer], *adapting_packages(job), *loss_packages(job)),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.choices import Backend, Framework, Offload, OptimizerName
+from fsdp_advisor.job.choices import Backend, Framework, Offload, OptimizerName, Strategy
 from fsdp_advisor.job.frameworks import BACKEND_NAMES, FRAMEWORKS
 
 
@@ -118,7 +118,6 @@ LIMITS: Mapping[OptimizerName, Mapping[Backend, Limit]] = {
     },
     "muon": {
         "fsdp1": Limit("Muon steps matrices, and FSDP1 flattens them", "--backend fsdp2"),
-        "deepspeed": Limit("DeepSpeed's Muon is not modelled yet", "--backend fsdp2 has torch's"),
     },
     "schedule_free_adamw": _SCHEDULE_FREE,
     "schedule_free_sgd": _SCHEDULE_FREE,
@@ -157,12 +156,32 @@ OFFLOAD_LIMITS: Mapping[OptimizerName, Limit] = {
 """Why the states of an optimizer cannot be offloaded. The states of optimizers that are not listed can."""
 
 
+_MUON_UNDER_ZERO3 = Limit(
+    "DeepSpeed's Muon under ZeRO-3 gathers gradients and momentum and needs reduce_scatter: false, which is not modelled yet",
+    "--strategy zero2, or --backend fsdp2, which has torch's",
+)
+
+
+_OFFLOADED_MUON = Limit(
+    "DeepSpeed's Muon with offload gathers gradients and momentum on the GPU, which is not modelled yet",
+    "use --offload none",
+)
+
+
+_MUON_IN_AXOLOTL = Limit(
+    "axolotl refuses Muon with DeepSpeed",  # axolotl 0.19.0, utils/schemas/validation.py, check_muon_deepspeed_fsdp
+    "--backend fsdp2",
+)
+
+
 def limit_of(optim: OptimizerName, backend: Backend, framework: Framework) -> Limit | None:
     """Why the engine cannot step the optimizer under the framework; None if it can.
 
     >>> limit_of("adafactor", "fsdp2", "torch").hint, limit_of("adafactor", "fsdp2", "trainer")
     ('--backend fsdp1, another --optim, or --framework trainer', None)
     """
+    if (optim, backend, framework) == ("muon", "deepspeed", "axolotl"):
+        return _MUON_IN_AXOLOTL
     limit = LIMITS.get(optim, {}).get(backend)
     is_spared = limit is not None and limit.spares_trainer and FRAMEWORKS[framework].uses_trainer
     return None if is_spared else limit
@@ -174,16 +193,18 @@ def unable_backends(optim: OptimizerName, framework: Framework) -> frozenset[Bac
     >>> sorted(unable_backends("paged_adamw_8bit", "torch")), sorted(unable_backends("adamw_torch", "torch"))
     (['fsdp2'], [])
     """
-    return frozenset(b for b in LIMITS.get(optim, {}) if limit_of(optim, b, framework) is not None)
+    return frozenset(b for b in BACKEND_NAMES if limit_of(optim, b, framework) is not None)
 
 
 def optimizer_refusal(
-    optim: OptimizerName, backend: Backend, offload: Offload, framework: Framework
+    optim: OptimizerName, strategy: Strategy, backend: Backend, offload: Offload, framework: Framework
 ) -> UsageError | None:
-    """Why a plan of the optimizer, backend and offload has no estimate; None if it has one."""
+    """Why a plan of the optimizer, strategy, backend and offload has no estimate; None if it has one."""
     limit = limit_of(optim, backend, framework)
+    if limit is None and (optim, backend, strategy) == ("muon", "deepspeed", "zero3"):
+        limit = _MUON_UNDER_ZERO3
     if limit is None and offload != "none":
-        limit = OFFLOAD_LIMITS.get(optim)
+        limit = _OFFLOADED_MUON if (optim, backend) == ("muon", "deepspeed") else OFFLOAD_LIMITS.get(optim)
     return None if limit is None else UsageError(limit.reason, hint=limit.hint)
 
 

@@ -435,6 +435,16 @@ def test_a_file_of_deepspeed_is_read_with_its_number_of_ranks() -> None:
     assert "8 GPUs: train_batch_size / (micro-batch x accumulation)" in said(found, "assumed")
 
 
+def test_the_optimizer_section_of_deepspeed_names_its_muon() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "Muon", "params": {"lr": 0.02}},
+    }
+    found = from_texts({"ds.json": json.dumps(config)})
+    assert found.options["optim"] == "muon" and "optimizer" not in said(found, "not_modelled")
+
+
 BATCH = {"train_batch_size": 128, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
 LAUNCH = "deepspeed --num_gpus 8 train.py --deepspeed ds.json --model_name_or_path gpt2 --bf16"
 

@@ -15,7 +15,13 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed.runtime.config
 import torch
 from deepspeed.ops.lion import DeepSpeedCPULion
-from deepspeed.runtime.config import ADAMW_OPTIMIZER, DEEPSPEED_OPTIMIZERS, LION_OPTIMIZER, DeepSpeedConfig
+from deepspeed.runtime.config import (
+    ADAMW_OPTIMIZER,
+    DEEPSPEED_OPTIMIZERS,
+    LION_OPTIMIZER,
+    MUON_OPTIMIZER,
+    DeepSpeedConfig,
+)
 from export_jobs import RANKS, job, jobs, plan
 
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS
@@ -97,6 +103,9 @@ def test_optimizer_section_names_an_optimizer_that_deepspeed_makes(optim: Optimi
         assert section is None
         return
     name, arguments = section["type"], dict(section["params"])
+    if name.lower() == MUON_OPTIMIZER:
+        assert arguments.keys() == {"lr"}
+        return
     if name.lower() in DEEPSPEED_OPTIMIZERS:
         assert name.lower() in (ADAMW_OPTIMIZER, LION_OPTIMIZER)
         assert arguments.pop("torch_adam", offload == "none") is (offload == "none")

@@ -25,7 +25,7 @@ from fsdp_advisor.export.constants import VERSIONS
 from fsdp_advisor.job.adaptation import Adaptation
 from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.parsing import make_request
-from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers import optimizer_named, optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Refusal
 from fsdp_advisor.report import NotModelled
 from fsdp_advisor.units import format_gib
@@ -153,7 +153,7 @@ def test_each_plan_is_supported_by_the_expected_targets() -> None:
         limited = {f for f in ("torch", "trainer") if limit_of(p.optim, p.backend, f) is not None}
         refused = "trainer" in limited
         bf16_on_the_host = p.backend == "deepspeed" and p.precision == "bf16" and p.offload != "none"
-        refused = refused or p.optim == "muon"
+        refused = refused or (p.optim == "muon" and p.backend != "deepspeed")  # DeepSpeed makes its own
         runs = not refused and not (bf16_on_the_host and not optimizer.is_cpu_adam)
         expected = {"torchrun", "sbatch"}
         if runs:
@@ -166,8 +166,10 @@ def test_each_plan_is_supported_by_the_expected_targets() -> None:
             expected |= {"trl"}
         if runs and (p.backend == "ddp" or (p.backend == "deepspeed" and p.precision != "bf16")):
             expected |= {"llamafactory"}
-        if isinstance(optimizer.transformers, Refusal):
+        if isinstance(optimizer_of(p).transformers, Refusal):
             expected -= {"trainer", "trl", "axolotl", "llamafactory"}
+        if p.optim == "muon":
+            expected -= {"axolotl"}
         if "torch" in limited:
             expected -= {"fsdp2", "accelerate", "accelerate-launch"}
         assert able == expected, p

@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 from matrix import taken, with_all_cases
 
-from fsdp_advisor.engines.deepspeed.buffers import PendingGradients, buffers, owned_by_rank0
+from fsdp_advisor.engines.deepspeed.buffers import PendingGradients, buffers
 from fsdp_advisor.engines.deepspeed.coordinator import GatherVisit, gathered
+from fsdp_advisor.engines.deepspeed.groups import groups
 from fsdp_advisor.engines.deepspeed.host import host_memory, host_tensors, not_modelled
 from fsdp_advisor.engines.deepspeed.partitions import (
+    deepspeed_refusal,
     flat_elements,
+    owned_by_rank0,
     shard_elements,
     states,
     sub_groups,
@@ -107,11 +110,11 @@ def test_parameters_come_in_the_module_s_order() -> None:
 
 def test_rank0_keeps_the_parameter_that_crosses_its_end_whole() -> None:
     profile = odd()
-    assert owned_by_rank0(profile, 481) == (481, 481, 1)
-    assert owned_by_rank0(profile, 500) == (507, 481, 3)
-    assert owned_by_rank0(profile, 100) == (481, 100, 1)
+    assert owned_by_rank0(profile.in_order(), 481) == (481, 481, 1)
+    assert owned_by_rank0(profile.in_order(), 500) == (507, 481, 3)
+    assert owned_by_rank0(profile.in_order(), 100) == (481, 100, 1)
     everything = profile.parameters
-    assert owned_by_rank0(profile, everything + 1) == (everything, 481, 1 + 5 * LAYERS + 1)
+    assert owned_by_rank0(profile.in_order(), everything + 1) == (everything, 481, 1 + 5 * LAYERS + 1)
 
 
 def test_sub_groups_close_with_the_parameter_that_fills_them() -> None:
@@ -152,20 +155,20 @@ def test_fp16_is_as_bf16_mixed_but_for_the_search_for_overflow() -> None:
         assert buffers(LLAMA_7B, half).moments[1:] == buffers(LLAMA_7B, brain).moments[1:]
 
 
-def filled_with(gradients: Iterable[tuple[int, int]], ranks: int) -> PendingGradients:
-    """A bucket with these gradients: (first element, elements) in the flat buffer."""
+def filled_with(gradients: Iterable[tuple[int, int]], ranks: int, owned: int = 0) -> PendingGradients:
+    """A bucket with these gradients: (first element, elements) in the flat buffer, of which each rank owns `owned` elements."""
     filled = PendingGradients()
     for start, n in gradients:
-        filled.put(start, n, ranks * shard_elements(n, ranks), 0)
+        filled.put(start, n, ranks * shard_elements(n, ranks), 0, owned)
     return filled
 
 
 def test_a_gradient_that_crosses_partitions_is_copied() -> None:
     two = buffers(LLAMA_7B, plan(2, 2))
-    owned = two.partition_elements
-    assert two.copy_bytes(filled_with([(0, 10), (10, 20)], 2), 2) == 0
-    assert two.copy_bytes(filled_with([(owned - 10, 30)], 2), 2) == 60
-    assert two.copy_bytes(filled_with([(owned - 10, 10), (owned, 20)], 2), 2) == 60
+    (owned,) = two.partition_elements
+    assert two.copy_bytes(filled_with([(0, 10), (10, 20)], 2, owned), 2) == 0
+    assert two.copy_bytes(filled_with([(owned - 10, 30)], 2, owned), 2) == 60
+    assert two.copy_bytes(filled_with([(owned - 10, 10), (owned, 20)], 2, owned), 2) == 60
     three = buffers(LLAMA_7B, plan(3, 2))
     assert three.copy_bytes(filled_with([(0, 10)], 2), 2) == 0
     assert three.copy_bytes(filled_with([(0, 11)], 2), 2) == 24
@@ -235,6 +238,33 @@ def test_offload_needs_the_host_memory_of_every_rank_of_a_node() -> None:
     assert len(not_modelled(LLAMA_7B, job)) == 4
 
 
+def test_muons_group_has_the_matrices_without_embed_in_their_name_the_largest_first() -> None:
+    by_muon, by_adam = groups(odd(tied=False), plan(2, optim="muon"))
+    names = [placed.parameter.name for placed in by_muon.placed]
+    assert names == ["head.weight", *["up.weight"] * LAYERS, *["down.weight"] * LAYERS] and by_muon.by_muon
+    assert [placed.parameter.name for placed in by_adam.placed][:2] == ["embed.weight", "norm.weight"]
+    (one,) = groups(odd(tied=False), plan(2))
+    assert list(one.parameters) == list(odd(tied=False).in_order()) and not one.by_muon
+
+
+def test_muon_keeps_the_momentum_of_whole_matrices_twice_and_adam_its_moments() -> None:
+    profile, job = odd(tied=False), plan(2, 2, optim="muon")
+    matrices, rest = VOCABULARY * HIDDEN + 6 * HIDDEN * WIDTH, VOCABULARY * HIDDEN + LAYERS * (2 * HIDDEN + WIDTH)
+    owned = [flat_elements(n, 2) // 2 for n in (matrices, rest)]
+    whole = VOCABULARY * HIDDEN + 3 * HIDDEN * WIDTH  # the third of the equal matrices crosses the end of rank 0's part
+    kept = states(profile, job).optimizer.exact
+    assert VOCABULARY * HIDDEN + 2 * HIDDEN * WIDTH < owned[0] < whole
+    assert kept == 4 * sum(owned) + 2 * 2 * whole + 2 * 4 * owned[1] + 4 + 4
+
+
+def test_deepspeeds_muon_fails_on_filters_of_four_dimensions() -> None:
+    filters = Unit("Filters", (Parameter("conv.weight", (8, 3, 5, 5)),))
+    refused = deepspeed_refusal(Profile("filters", "vision", filters, (), (), None, {}, {}), plan(2, optim="muon"))
+    assert refused is not None and refused.message == (
+        "DeepSpeed's Muon fails on weights with four dimensions, such as conv.weight"
+    )
+
+
 CASES: list[dict[str, Any]] = [
     {"stage": 1},
     {"stage": 2, "optim": "adamw_torch", "accumulation": 2},
@@ -253,6 +283,9 @@ CASES: list[dict[str, Any]] = [
     {"stage": 3, "offload": "parameters", "frozen": True},
     {"stage": 2, "optim": "rmsprop"},
     {"stage": 3, "optim": "rmsprop", "frozen": True},
+    {"stage": 1, "optim": "muon"},
+    {"stage": 2, "optim": "muon", "accumulation": 2, "frozen": True},
+    {"stage": 2, "optim": "muon", "precision": "fp32", "tied": False},
 ]  # fmt: skip
 DEFAULT_CASE: dict[str, Any] = {
     "precision": "bf16-mixed", "offload": "none", "optim": "adamw_torch_fused", "accumulation": 1, "tied": True,

@@ -139,14 +139,17 @@ def test_accounts_sum_to_the_peak(recorded: Recorded) -> None:
 def test_an_oversized_gradient_is_cut_where_ranks_meet() -> None:
     profile = Recorder(TransformersSource(CONFIGS["llama"], name="small")).profile
     step = buffers(profile, plan(2, 64), Settings(reduce_bucket_size=20_000))
-    owned = step.partition_elements
+    (owned,) = step.partition_elements
     filled = PendingGradients()
-    filled.put(0, 64_000, 64_000, 0)
+    filled.put(0, 64_000, 64_000, 0, owned)
     assert owned < 20_000
     slices = -(-20_001 // owned)
     assert step.copy_bytes(filled, 64) == 2 * slices * owned
     alone = buffers(profile, plan(2, 8), Settings(reduce_bucket_size=20_000))
-    assert alone.partition_elements > 64_000
+    (all_owned,) = alone.partition_elements
+    filled = PendingGradients()
+    filled.put(0, 64_000, 64_000, 0, all_owned)
+    assert all_owned > 64_000
     assert alone.copy_bytes(filled, 8) == 0
 
 

@@ -201,15 +201,25 @@ def test_muon_steps_the_matrices_of_layers_only() -> None:
     [
         ({"backend": "fsdp1"}, "FSDP1 flattens them"),
         ({"backend": "fsdp1", "strategy": "zero3"}, "FSDP1 flattens them"),
-        ({"strategy": "zero1"}, "DeepSpeed's Muon is not modelled yet"),
-        ({"framework": "deepspeed"}, "DeepSpeed's Muon is not modelled yet"),
+        ({"strategy": "zero1", "framework": "axolotl"}, "axolotl refuses Muon with DeepSpeed"),
+        ({"strategy": "zero3", "framework": "deepspeed"}, "Muon under ZeRO-3 gathers"),
         ({"offload": "optimizer"}, "its states cannot be offloaded"),
+        ({"offload": "optimizer", "strategy": "zero2"}, "Muon with offload gathers"),
         ({"offload": "parameters", "strategy": "zero3"}, "its states cannot be offloaded"),
     ],
 )
 def test_muon_is_refused_where_it_does_not_run(options: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plans(make_request({"model": "gpt2", "gpus": 8, "optim": "muon", **options}), seq_len=8)
+
+
+def test_deepspeeds_muon_multiplies_gram_matrices() -> None:
+    (plan,) = plans(make_request({"model": "gpt2", "gpus": 8, "optim": "muon", "strategy": "zero1"}), seq_len=8)
+    muon = optimizer_of(plan)
+    square = Parameter(name="o", shape=(60, 60))
+    assert muon.step_flops(MATRIX) == 4 * 2 * 60 * 60 * 100 + 14 * 2 * 60**3
+    assert muon.step_flops(square) == 5 * 3 * 2 * 60**3
+    assert muon.step_flops(VECTOR) == 0
 
 
 @pytest.mark.parametrize("name", ["schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam"])

@@ -76,6 +76,29 @@ for ids in batches():
 """
 )
 
+MUON = """
+import os, torch
+import deepspeed
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(
+    hidden_size=1024, intermediate_size=3072, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, vocab_size=1000
+)
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(device)
+settings = {
+    "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": STAGE},
+    "optimizer": {"type": "Muon", "params": {"lr": 1e-4, "torch_adam": True}},
+}
+deepspeed.init_distributed()
+model = LlamaForCausalLM(config)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+for _ in range(4):
+    ids = torch.randint(0, 1000, (1, 32), device=device)
+    engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+    engine.step()
+"""
+"""Its peak is at Muon's updates, because the gradients are few."""
+
 COMPILED = """
 import torch
 layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True, device="cuda")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from framework_jobs import DDP, DEEPSPEED, FSDP2
+from framework_jobs import DDP, DEEPSPEED, FSDP2, MUON
 from matrix import in_turn, taken
 
 from fsdp_advisor.rehearsal.rehearse import Settings, rehearse
@@ -102,6 +102,19 @@ def test_the_job_is_recognized_and_its_allocated_peak_is_predicted(
     (measured,) = {rank.peak("peak_allocated_bytes") for rank in found.ranks}  # all ranks do the same
     assert found.prediction.figures["peak_allocated_bytes"] == pytest.approx(measured, rel=tolerance)
     assert found.ranks[0].phases[-1].peak_allocated_bytes <= measured
+
+
+@in_turn(5, of=8)
+@pytest.mark.usefixtures("predicts_here")
+@pytest.mark.parametrize("stage", taken([1, 2], [], days=3))
+def test_the_peak_of_deepspeeds_muon_is_predicted(rehearsal_python: Path, tmp_path: Path, stage: int) -> None:
+    (tmp_path / "train.py").write_text(MUON.replace("STAGE", str(stage)))
+    command = [str(rehearsal_python.parent / "torchrun"), "--nproc-per-node", "2", str(tmp_path / "train.py")]
+    found = rehearse(command, Settings(gpu="A100-80GB", gpus=2, timeout_s=500, quiet=True))
+    assert found.outcome == "completed" and found.prediction is not None and found.prediction.reason is None
+    assert (found.prediction.options["optim"], found.prediction.options["strategy"]) == ("muon", f"zero{stage}")
+    last = max(phase.peak_allocated_bytes for phase in found.ranks[0].phases[-3:])  # the first step runs benchmarks
+    assert found.prediction.figures["peak_allocated_bytes"] == pytest.approx(last, rel=1e-3)
 
 
 @in_turn(3, of=4)

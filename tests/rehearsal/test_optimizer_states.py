@@ -15,6 +15,7 @@ from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers import cpu_offload, muon, optimizer_named, stable_adamw, torchao
 from fsdp_advisor.policies.optimizers.bitsandbytes import Bitsandbytes
+from fsdp_advisor.policies.optimizers.deepspeed_muon import update_temporaries
 from fsdp_advisor.policies.optimizers.interface import Constructor, Optimizer, Shards
 from fsdp_advisor.program.storages import NO_STORAGES
 
@@ -61,6 +62,21 @@ def test_muon_allocates_what_is_predicted_for_each_layout(layout: str, of_muon: 
     assert muon.layout_of(parameter, shards) == layout
     assert of_muon[layout]["state"] == muon.MUON.state_storages(parameter, local, 4).exact
     assert of_muon[layout]["temporaries"] == muon.MUON.shard_temporaries(parameter, local, 4, shards).exact
+
+
+@with_all_cases
+@pytest.mark.parametrize(("dtype", "halves"), [("bfloat16", True), ("float32", False)])
+def test_deepspeeds_muon_allocates_what_is_predicted(dtype: str, halves: bool, run: Run) -> None:
+    shapes = [
+        (1536, 512),
+        (512, 1536),
+        (512, 2048),
+        (512, 512),
+        *([(4, 512, 1024), (4, 512, 512), (3, 640, 512)] * halves),
+    ]
+    found = run("deepspeed_muon.py", json.dumps(shapes), dtype)
+    element_bytes = 2 if halves else 4
+    assert found == {str(list(shape)): update_temporaries(shape, element_bytes).exact for shape in shapes}
 
 
 def predicted(optimizer: Optimizer, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:

@@ -13,7 +13,9 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages, round_up
 
 
 class BucketGradient(Protocol):
-    """The facts about a gradient that the bucket needs. `padded`: elements, padded to a multiple of the number of ranks."""
+    """The facts about a gradient that the bucket needs. `padded`: elements, padded to a multiple of the number of ranks. `owned`: of the
+    flat buffer of its group, the elements that each rank owns (stages 1, 2).
+    """
 
     @property
     def elements(self) -> int: ...
@@ -23,6 +25,8 @@ class BucketGradient(Protocol):
     def n_bytes(self) -> int: ...
     @property
     def oversized(self) -> bool: ...
+    @property
+    def owned(self) -> int: ...
 
 
 class Bucket:
@@ -62,8 +66,8 @@ class Bucket:
                 step.free(buffer)
         else:
             step.free(buffer)
-        own = self._own_elements(start, gradient.elements)
-        self._filled.put(start, gradient.elements, gradient.padded, own)
+        own = self._own_elements(start, gradient)
+        self._filled.put(start, gradient.elements, gradient.padded, own, gradient.owned)
 
     def reduce(self, step: StepBuilder) -> None:
         """Reduce the gradients in the bucket, and keep rank 0's part."""
@@ -85,11 +89,11 @@ class Bucket:
         self._oversized = NO_BUFFER
         self._filled.clear()
 
-    def _own_elements(self, start: int, elements: int) -> int:
+    def _own_elements(self, start: int, gradient: BucketGradient) -> int:
         """The elements of a gradient that rank 0 keeps."""
         if self._buffers.sharded:
-            return shard_elements(elements, self._ranks)
-        return max(0, min(elements, self._buffers.partition_elements - start))
+            return shard_elements(gradient.elements, self._ranks)
+        return max(0, min(gradient.elements, gradient.owned - start))
 
     def _temporaries(self) -> Storages:
         """The GPU temporaries of moving rank 0's part to the host. Before the last micro-batch stage 3 copies back the

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_advisor.engines.deepspeed.buffers import owned_by_rank0
-from fsdp_advisor.engines.deepspeed.partitions import flat_elements, shard_elements, sub_groups
+from fsdp_advisor.engines.deepspeed.partitions import (
+    flat_elements,
+    largest_parameter,
+    owned_by_rank0,
+    shard_elements,
+    sub_groups,
+)
 from fsdp_advisor.engines.deepspeed.settings import (
     Settings,
     master_bytes,
@@ -60,11 +65,11 @@ def _stages_1_and_2(profile: Profile, plan: Plan) -> HostTensors:
     """
     ranks, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
     owned = flat_elements(profile.trainable_parameters, ranks) // ranks
-    trainable = [p.elements for p in profile.in_order() if p.trainable]
-    pinned = [m * owned, m * owned, c * owned, c * max(trainable)]
+    trainable = [p for p in profile.in_order() if p.trainable]
+    pinned = [m * owned, m * owned, c * owned, c * largest_parameter(profile)]
     if stage(plan) == 2 and plan.gradient_accumulation_steps > 1 and m == 4:
-        pieces = owned_by_rank0(profile, owned)[2]
-        pinned += [c * elements for elements in trainable[:pieces]]
+        pieces = owned_by_rank0(trainable, owned)[2]
+        pinned += [c * p.elements for p in trainable[:pieces]]
     return HostTensors(pinned=tuple(pinned), pageable=optimizer_of(plan).deepspeed_host_states(owned, m))
 
 

@@ -10,6 +10,7 @@ from collections import defaultdict
 from functools import partial
 
 from fsdp_advisor.engines.deepspeed import partitions
+from fsdp_advisor.engines.deepspeed.groups import Group, groups
 from fsdp_advisor.engines.deepspeed.settings import master_bytes, offloads_optimizer, offloads_parameters, stage
 from fsdp_advisor.engines.transfer import LoadedCheckpoint, LoadMethod
 from fsdp_advisor.engines.units import buffers, total
@@ -29,16 +30,21 @@ def load_methods(profile: Profile, plan: Plan, *, gpu_memory_bytes: int | None =
 
 
 def _stages_1_and_2(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) -> LoadMethod:
-    """The method that loads the whole model and flattens it into one buffer: on the GPU if both fit there, else in host memory.
+    """The method that loads the whole model and flattens each group into one buffer: on the GPU if both fit there, else in host memory.
 
     Source: zero/stage_1_and_2.py, __init__.
     """
     c, checkpoint = plan.compute_bytes, LoadedCheckpoint.of(profile, plan.compute_bytes)
-    whole, flat = _whole_model_bytes(profile, plan), _flat_buffer_bytes(profile, plan)
+    in_groups = groups(profile, plan)
+    flats = [c * partitions.flat_elements(group.elements, plan.shard_degree) for group in in_groups]
+    whole, flat = _whole_model_bytes(profile, plan), max(flats)
     flattens_on_gpu = gpu_memory_bytes is None or whole + flat <= gpu_memory_bytes
     initialized_gpu, initialized_host = _bytes_after_initialize(profile, plan)
     host = max(checkpoint.private_bytes, initialized_host, 0 if flattens_on_gpu else c * profile.parameters + flat)
-    flattening = WeightTransfer(temporaries=_trainable_weights(profile, plan), kept=Storages.of(flat))
+    flattening = [
+        WeightTransfer(temporaries=_weights(profile, plan, in_groups[number:]), kept=Storages.of(kept))
+        for number, kept in enumerate(flats)
+    ]
     return LoadMethod(
         way="every_rank",
         how="from_pretrained on every rank, then deepspeed.initialize",
@@ -47,7 +53,7 @@ def _stages_1_and_2(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) 
         other_ranks_host_bytes=host,
         ranks_per_node=plan.ranks_per_node,
         mapped_bytes=checkpoint.mapped_bytes,
-        transfers=(flattening, *_engine_transfers(profile, plan)) if flattens_on_gpu else (),
+        transfers=(*flattening, *_engine_transfers(profile, plan)) if flattens_on_gpu else (),
     )
 
 
@@ -98,12 +104,12 @@ def _whole_model_bytes(profile: Profile, plan: Plan) -> int:
     return profile.bytes_of(partial(cast_bytes, plan)) + buffers(profile, plan.compute_bytes).rounded
 
 
-def _flat_buffer_bytes(profile: Profile, plan: Plan) -> int:
-    return plan.compute_bytes * partitions.flat_elements(profile.trainable_parameters, plan.shard_degree)
-
-
-def _trainable_weights(profile: Profile, plan: Plan) -> Storages:
-    """One storage per trainable parameter, whole."""
+def _weights(profile: Profile, plan: Plan, left: tuple[Group, ...]) -> Storages:
+    """One storage per trainable parameter of the groups, whole."""
+    if len(left) < len(groups(profile, plan)):
+        return sum(
+            (Storages.of(plan.compute_bytes * p.elements) for each in left for p in each.parameters), NO_STORAGES
+        )
     return total(
         profile,
         lambda unit: sum(
@@ -157,4 +163,5 @@ def _engine_transfers(profile: Profile, plan: Plan) -> tuple[WeightTransfer, ...
 
 def _zero_gradient_bytes(profile: Profile, plan: Plan) -> int:
     """Bytes of the zero gradients of the masters; under stage 3 those of the largest sub-group."""
-    return master_bytes(plan) * max(partitions.flat_partitions(profile, plan), default=0)
+    parts = partitions.flat_partitions(profile, plan)
+    return master_bytes(plan) * (sum(parts) if stage(plan) < 3 else max(parts, default=0))

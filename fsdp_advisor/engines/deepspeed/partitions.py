@@ -8,9 +8,10 @@ per element of the masters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from fsdp_advisor.engines.deepspeed.groups import Group, groups
 from fsdp_advisor.engines.deepspeed.settings import (
     DEFAULTS,
     Settings,
@@ -25,6 +26,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.policies.dtypes import cast_bytes, has_8_bit_weights
 from fsdp_advisor.policies.optimizers import optimizer_of
+from fsdp_advisor.policies.optimizers.deepspeed_muon import muon_storages
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 FP64_NORM_BYTES = 8
@@ -39,10 +41,16 @@ def each_parameter(profile: Profile) -> Iterator[tuple[Parameter, int]]:
 
 
 def deepspeed_refusal(profile: Profile, plan: Plan) -> UsageError | None:
-    """Why stage 3 cannot train a model; None if it can. Weights in 4 bits are sharded and gathered as they are stored.
+    """Why DeepSpeed cannot train a model; None if it can. Weights in 4 bits are sharded and gathered as they are stored.
 
-    Source: bitsandbytes 0.50, nn/modules.py, Linear8bitLt: `state.CB` refers to the whole weight.
+    Source: bitsandbytes 0.50, nn/modules.py, Linear8bitLt: `state.CB` refers to the whole weight. DeepSpeed 0.19.8,
+    runtime/zero/muon/original_muon.py, muon_update: the update of four dimensions has two, and its gradient four.
     """
+    by_muon = (p for group in groups(profile, plan) if group.by_muon for p in group.parameters)
+    if (filters := next((p for p in by_muon if len(p.shape) == 4), None)) is not None:
+        return UsageError(
+            f"DeepSpeed's Muon fails on weights with four dimensions, such as {filters.name}", hint="another --optim"
+        )
     if stage(plan) < 3 or not has_8_bit_weights(profile):
         return None
     return UsageError(
@@ -55,7 +63,7 @@ def flat_elements(trainable: int, ranks: int) -> int:
     """Elements of the flat buffer of stages 1 and 2: `trainable`, rounded up to a multiple of 2 `ranks`. Each rank owns
     1/`ranks` of it.
 
-    Source: zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (nccl_start_alignment_factor = 2), one parameter
+    Source: zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (nccl_start_alignment_factor = 2), of one parameter
     group.
     >>> flat_elements(1322, 2), flat_elements(1322, 3)
     (1324, 1326)
@@ -132,10 +140,12 @@ class OptimizerStates:
     """The optimizer's part of the states on the GPU. `deepspeed.initialize` creates the masters, the first step the moments.
 
     `moments` include the gradient norm (fp32; fp64 under stage 3) and stage 3's overflow flag.
+    `momentum`: of Muon. The end of the first step's last backward creates it.
     Source: zero/stage_1_and_2.py and zero/stage3.py, initialize_optimizer_states, which does not step the optimizer.
     """
 
     masters: Storages = NO_STORAGES
+    momentum: Storages = NO_STORAGES
     moments_by_partition: tuple[Storages, ...] = ()
     paged: Storages = NO_STORAGES
 
@@ -144,10 +154,30 @@ class OptimizerStates:
         return sum(self.moments_by_partition, NO_STORAGES)
 
 
+def owned_elements(group: Group, ranks: int) -> int:
+    """Elements of a group's flat buffer that each rank owns in stages 1 and 2."""
+    return flat_elements(group.elements, ranks) // ranks
+
+
+def owned_by_rank0(parameters: Iterable[Parameter], partition_elements: int) -> tuple[int, int, int]:
+    """(elements kept, largest owned piece, number of pieces) of the gradients that rank 0 owns a part of, in stages 1 and 2.
+
+    `parameters`: those of one group. The partition is the first 1/N of them. The gradient that crosses its end is kept whole.
+    Source: zero/stage_1_and_2.py, get_partition_info, copy_grads_in_partition.
+    """
+    start = largest = pieces = 0
+    for parameter in parameters:
+        if start >= partition_elements:
+            break
+        largest = max(largest, min(parameter.elements, partition_elements - start))
+        start, pieces = start + parameter.elements, pieces + 1
+    return start, largest, pieces + (start < partition_elements)
+
+
 def flat_partitions(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> list[int]:
-    """Elements of each flat partition that rank 0 steps: 1/N of the model, or of each sub-group of stage 3."""
+    """Elements of each flat partition that rank 0 steps: 1/N of each group, or of each sub-group of stage 3."""
     if stage(plan) < 3:
-        return [flat_elements(profile.trainable_parameters, plan.shard_degree) // plan.shard_degree]
+        return [owned_elements(group, plan.shard_degree) for group in groups(profile, plan)]
     return [elements for elements, _ in sub_groups(profile, plan.shard_degree, settings)]
 
 
@@ -158,18 +188,33 @@ def optimizer_states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS
     m, optimizer = master_bytes(plan), optimizer_of(plan)
     partitions = flat_partitions(profile, plan, settings)
     norm = Storages.of(4) if stage(plan) < 3 else Storages.of(FP64_NORM_BYTES) + Storages.of(1)
-    first, *rest = (optimizer.flat_state_storages(n, m) for n in partitions)
+    moments = [optimizer.flat_state_storages(n, m) for n in partitions]
+    if stage(plan) < 3:
+        by_group = zip(groups(profile, plan), moments, strict=True)
+        moments = [NO_STORAGES if group.by_muon else of_adam for group, of_adam in by_group]
+    first, *rest = moments
     return OptimizerStates(
         masters=sum((Storages.of(m * n) for n in partitions), NO_STORAGES),
+        momentum=_momentum(profile, plan),
         moments_by_partition=(norm + optimizer.shared_state + first, *rest),
         paged=sum((optimizer.flat_paged_state_storages(n) for n in partitions), NO_STORAGES),
     )
 
 
+def _momentum(profile: Profile, plan: Plan) -> Storages:
+    """Muon's momentum, of the whole matrices that rank 0 owns a part of, and its copy."""
+    kept = (
+        owned_by_rank0(group.parameters, owned_elements(group, plan.shard_degree))[0]
+        for group in groups(profile, plan)
+        if group.by_muon
+    )
+    return sum((muon_storages(elements, plan.compute_bytes) for elements in kept), NO_STORAGES)
+
+
 def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> States:
     """The states that rank 0 keeps on the GPU from step to step.
 
-    Stages 1, 2: the whole model in one flat buffer, masters and moments of 1/N of it, no gradients.
+    Stages 1, 2: the whole model in one flat buffer per group, masters and moments of 1/N of it, no gradients.
     Stage 3: 1/N of every parameter in one flat buffer, 1/N of the gradients in the model's dtype, masters and moments per
     sub-group, and the reduce bucket, which is never freed. Frozen parameters are sharded separately.
 
@@ -180,13 +225,13 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
     offloaded, optimizer = offloads_optimizer(plan), optimizer_states(profile, plan, settings)
     of_model = buffers(profile, c)
     if stage(plan) < 3:
-        flat = flat_elements(profile.trainable_parameters, ranks)
+        flat = (Storages.of(c * flat_elements(group.elements, ranks)) for group in groups(profile, plan))
         whole = (
             Storages.of(cast_bytes(plan, p) * p.elements, n) for p, n in each_parameter(profile) if not p.trainable
         )
         return States(
-            parameters=sum(whole, Storages.of(c * flat)),
-            optimizer=optimizer.masters + optimizer.moments,
+            parameters=sum(whole, sum(flat, NO_STORAGES)),
+            optimizer=optimizer.masters + optimizer.momentum + optimizer.moments,
             communication=Storages.of(c * largest_parameter(profile)) if offloaded else NO_STORAGES,
             buffers=of_model,
             paged=optimizer.paged,

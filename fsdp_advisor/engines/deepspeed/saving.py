@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from fsdp_advisor.engines.deepspeed import partitions
+from fsdp_advisor.engines.deepspeed.groups import groups
 from fsdp_advisor.engines.deepspeed.settings import master_bytes, offloads_optimizer, stage
 from fsdp_advisor.engines.transfer import Files, SaveMethod, pretrained_files
 from fsdp_advisor.job.plan import Plan
@@ -82,8 +83,8 @@ def _saved_partitions(profile: Profile, plan: Plan) -> list[int]:
     """Elements of each partition that rank 0 saves. The padding at the end of the last rank's partition is not saved."""
     if stage(plan) == 3:
         return [elements for elements, _ in partitions.sub_groups(profile, plan.shard_degree)]
-    owned = partitions.flat_elements(profile.trainable_parameters, plan.shard_degree) // plan.shard_degree
-    return [min(owned, profile.trainable_parameters)]
+    owned = partitions.owned_elements
+    return [min(owned(group, plan.shard_degree), group.elements) for group in groups(profile, plan)]
 
 
 def _model_files(profile: Profile, plan: Plan) -> Files:

@@ -19,12 +19,13 @@ from fsdp_advisor.engines.deepspeed.bucket import Bucket
 from fsdp_advisor.engines.deepspeed.buffers import Buffers
 from fsdp_advisor.engines.deepspeed.coordinator import Gathered, gathered
 from fsdp_advisor.engines.deepspeed.gathering import Gathering
+from fsdp_advisor.engines.deepspeed.groups import ROOT, Group, groups
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import Settings, offloads_parameters, settings_of, stage
 from fsdp_advisor.engines.optimizer_work import gpu_step, host_step
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_of
-from fsdp_advisor.model.profile import Parameter, Profile
+from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.builder import StepBuilder
 from fsdp_advisor.program.hooks import StepHooks
@@ -44,13 +45,20 @@ from fsdp_advisor.program.storages import NO_STORAGES, States, Storages, round_u
 
 
 class Gradient(NamedTuple):
-    """A parameter's gradient. `start` is its position in the flat buffer, relative to its unit (for the root: from 0)."""
+    """A parameter's gradient."""
 
-    start: int
     elements: int
     padded: int  # elements, padded to a multiple of the number of ranks
     n_bytes: int
     oversized: bool  # larger than the bucket: it is reduced in place
+    owned: int  # elements of the flat buffer of its group that each rank owns, in stages 1 and 2
+
+
+class Position(NamedTuple):
+    """The position of a gradient: its group, and its start in the group's flat buffer."""
+
+    group: int
+    start: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,56 +69,55 @@ class _Layout:
     optimizer: partitions.OptimizerStates
     parameters: Storages  # the states' parameters, without those freed during the optimizer step
     buffers: Buffers
-    gradients: dict[UnitId, tuple[Gradient, ...]]  # by parameter of the unit
-    starts: tuple[tuple[int, ...], ...]  # by stack and real layer: its position in the flat buffer
+    groups: tuple[Group, ...]
+    gradients: dict[tuple[UnitId, int], Gradient]  # by unit, and number of the parameter in it
+    positions: dict[tuple[int, int, int], Position]  # by stack (or ROOT), real layer, and number of the parameter in it
 
 
 @lru_cache(maxsize=64)
 def _layout_of(profile: Profile, plan: Plan, settings: Settings) -> _Layout:
     buffers = step_buffers.buffers(profile, plan, settings)
-    gradients, starts = _gradient_places(profile, plan, buffers)
+    in_groups = groups(profile, plan)
     states = partitions.states(profile, plan, settings)
     return _Layout(
         states=states,
         optimizer=partitions.optimizer_states(profile, plan, settings),
         parameters=partitions.shards(profile, plan) if buffers.sharded else states.parameters,
         buffers=buffers,
-        gradients=gradients,
-        starts=starts,
+        groups=in_groups,
+        gradients=_gradients(profile, plan, in_groups, buffers),
+        positions=_positions(in_groups),
     )
 
 
-def _gradient_places(
-    profile: Profile, plan: Plan, buffers: Buffers
-) -> tuple[dict[UnitId, tuple[Gradient, ...]], tuple[tuple[int, ...], ...]]:
-    """The gradients of each unit, and the position of each real layer in the flat buffer."""
+def _gradients(
+    profile: Profile, plan: Plan, in_groups: tuple[Group, ...], buffers: Buffers
+) -> dict[tuple[UnitId, int], Gradient]:
+    """The gradient of each trained parameter of the recorded model."""
+    ranks, found = plan.shard_degree, {}
+    for group, owned in zip(in_groups, buffers.partition_elements or (0,), strict=True):
+        for parameter, stack, layer, number in group.placed:
+            unit = AT_ROOT if stack == ROOT else UnitId(stack, profile.stacks[stack].recorded_order[layer])
+            if (unit, number) not in found:
+                found[unit, number] = Gradient(
+                    elements=parameter.elements,
+                    padded=ranks * shard_elements(parameter.elements, ranks),
+                    n_bytes=round_up(buffers.gradient_bytes * parameter.elements),
+                    oversized=parameter.elements > buffers.bucket_elements,
+                    owned=owned,
+                )
+    return found
 
-    def measure(parameters: tuple[Parameter, ...], at: int) -> tuple[Gradient, ...]:
-        result = []
-        for p in parameters:
-            padded = plan.shard_degree * shard_elements(p.elements, plan.shard_degree)
-            n_bytes = round_up(buffers.gradient_bytes * p.elements)
-            result.append(Gradient(at, p.elements, padded, n_bytes, p.elements > buffers.bucket_elements))
-            at += p.elements if p.trainable else 0
-        return tuple(result)
 
-    gradients: dict[UnitId, tuple[Gradient, ...]] = {}
-    root: tuple[Gradient, ...] = ()
-    starts = []
-    at = done = 0
-    for s, (stack, before) in enumerate(zip(profile.stacks, profile.order, strict=True)):
-        root += measure(profile.root.parameters[done:before], at)
-        at += sum(p.elements for p in profile.root.parameters[done:before] if p.trainable)
-        done = before
-        for n, unit in enumerate(stack.units):
-            gradients[UnitId(s, n)] = measure(unit.parameters, 0)
-        begins = []
-        for unit in stack.layers():
-            begins.append(at)
-            at += unit.trainable_elements
-        starts.append(tuple(begins))
-    gradients[AT_ROOT] = root + measure(profile.root.parameters[done:], at)
-    return gradients, tuple(starts)
+def _positions(in_groups: tuple[Group, ...]) -> dict[tuple[int, int, int], Position]:
+    """The position of the gradient of each real parameter."""
+    found = {}
+    for number, group in enumerate(in_groups):
+        at = 0
+        for placed in group.placed:
+            found[placed.stack, placed.layer, placed.number] = Position(number, at)
+            at += placed.parameter.elements
+    return found
 
 
 class DeepspeedStep(StepHooks):
@@ -143,8 +150,10 @@ class DeepspeedStep(StepHooks):
         self._layers_left: list[int] = []  # by stack: real layers whose backward has not begun
         # State within one step
         self._persistent = NO_BUFFER
-        self._unreduced: dict[int, BufferId] = {}  # stage 1: whole gradients by their position in the flat buffer
+        self._unreduced: dict[Position, tuple[Gradient, BufferId]] = {}  # stage 1: whole gradients
         self._averaged = NO_BUFFER
+        self._momentum = NO_BUFFER  # of Muon
+        self._updates: list[BufferId] = []  # of Muon
         self._moments: list[BufferId] = []  # by flat partition
         self._scored_after: Gathering | None = None  # the parameters gathered around a forward without gradients
 
@@ -174,6 +183,7 @@ class DeepspeedStep(StepHooks):
         step.alloc(Account.COMMUNICATION, self.states.communication)
         step.alloc(Account.GRADIENTS, self.states.gradients)
         step.alloc(Account.OTHER, self.states.buffers)
+        self._momentum = step.alloc_in_first_step(Account.OPTIMIZER, self._layout.optimizer.momentum)
         self._moments = [
             step.alloc_in_first_step(Account.OPTIMIZER, part) for part in self._layout.optimizer.moments_by_partition
         ]
@@ -181,7 +191,7 @@ class DeepspeedStep(StepHooks):
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         self._is_first, self._is_last = is_first, is_last
         self._bucket.begin(is_last=is_last)
-        self._layers_left = [len(starts) for starts in self._layout.starts]
+        self._layers_left = [stack.depth for stack in self._profile.stacks]
         self._gathering.begin_forward()
         self._in_backward = False
 
@@ -220,14 +230,14 @@ class DeepspeedStep(StepHooks):
         self._send_gradients(step, unit)
 
     def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: BufferId) -> None:
-        part = self._layout.gradients[unit][parameter]
         self._gathering.enter_head(step)
         self._fetch(step, AT_ROOT)
         self._bucket.setup(step)
+        facts, position = self._layout.gradients[unit, parameter], self._position(unit, parameter)
         if self._stage > 1:
-            self._bucket.take(step, self._start(unit) + part.start, part, gradient)
+            self._bucket.take(step, position.start, facts, gradient)
         elif self._is_first:
-            self._unreduced[self._start(unit) + part.start] = gradient
+            self._unreduced[position] = facts, gradient
         else:
             step.free(gradient)
 
@@ -243,6 +253,7 @@ class DeepspeedStep(StepHooks):
         else:
             bucket.reduce(step)
         self._send_bulk(step)
+        self._orthogonalize(step)
         bucket.release(step)
         step.free(*step.whole_gradients())
         if bucket.averaged != NO_BUFFER:
@@ -250,6 +261,8 @@ class DeepspeedStep(StepHooks):
                 step.free(bucket.averaged)
             else:
                 self._averaged = bucket.averaged
+        if self._is_last and all(group.by_muon for group in self._layout.groups):
+            self._free_averaged(step)  # the updates replace all gradients
         self._gathering.drop(step)
 
     def _reduce_whole_gradients(self, step: StepBuilder) -> None:
@@ -257,22 +270,27 @@ class DeepspeedStep(StepHooks):
 
         A parameter without a gradient is left out. Source: stage_1_and_2.py, reduce_gradients.
         """
-        at = 0
-        for parameter in self._profile.in_order():
-            if not parameter.trainable:
-                continue
-            buffer = self._unreduced.pop(at, NO_BUFFER)
-            oversized = parameter.elements > self._layout.buffers.bucket_elements
-            if buffer != NO_BUFFER:
-                self._bucket.take(step, at, Gradient(0, parameter.elements, 0, step.n_bytes(buffer), oversized), buffer)
-            at += parameter.elements
+        for position, (gradient, buffer) in sorted(self._unreduced.items()):
+            self._bucket.take(step, position.start, gradient, buffer)
+        self._unreduced.clear()
         self._bucket.reduce(step)
+
+    def _orthogonalize(self, step: StepBuilder) -> None:
+        """Make Muon's updates, one after the other, and in the first step its momentum before."""
+        if self._momentum == NO_BUFFER or not self._is_last:
+            return
+        step.add(CreateStates(self._momentum))
+        for update in self._layout.buffers.updates:
+            step.transient(Account.TEMPORARIES, update.temporaries)
+            self._updates.append(step.alloc(Account.GRADIENTS, update.update))
 
     def optimizer_step(self, step: StepBuilder) -> None:
         """Allocate and free the storages of each moment of the optimizer step."""
         step.free(self._persistent)
         created = iter(self._moments)
         for moment in self._layout.buffers.moments:
+            if moment.gradients.exact <= self._layout.buffers.averaged.exact:
+                self._free_updates(step)
             if not moment.gradients.exact:
                 self._free_averaged(step)
             stepped = step.alloc(Account.TEMPORARIES, moment.stepped)
@@ -280,16 +298,23 @@ class DeepspeedStep(StepHooks):
                 step.add(CreateStates(buffer))
             step.transient(Account.TEMPORARIES, moment.temporaries)
             step.free(stepped)
+        self._free_updates(step)
         self._free_averaged(step)
         step.alloc(Account.PARAMETERS, self._layout.buffers.released_at_step, Stream.ALL_GATHER)
         self._update(step)
+
+    def _free_updates(self, step: StepBuilder) -> None:
+        step.free(*self._updates)
+        self._updates = []
 
     def _free_averaged(self, step: StepBuilder) -> None:
         step.free(self._averaged)
         self._averaged = NO_BUFFER
 
-    def _start(self, unit: UnitId) -> int:
-        return 0 if unit == AT_ROOT else self._layout.starts[unit.stack][self._layers_left[unit.stack]]
+    def _position(self, unit: UnitId, parameter: int) -> Position:
+        if unit == AT_ROOT:
+            return self._layout.positions[ROOT, 0, parameter]
+        return self._layout.positions[unit.stack, self._layers_left[unit.stack], parameter]
 
     # Time
 
@@ -345,7 +370,8 @@ class DeepspeedStep(StepHooks):
         plan, trainable = self._plan, self._profile.trainable_parameters
         own = trainable / plan.shard_degree
         if plan.offload == "none":
-            step.add(gpu_step(self._profile, plan, own, masters=plan.mixed))
+            flops = sum(update.flops for update in self._layout.buffers.updates)
+            step.add(gpu_step(self._profile, plan, own, masters=plan.mixed)._replace(flops=flops))
         else:
             step.add(host_step(plan, own))
         if plan.offload == "optimizer":

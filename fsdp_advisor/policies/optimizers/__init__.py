@@ -68,6 +68,8 @@ def optimizer_named(name: OptimizerName) -> Optimizer:
 
 
 def optimizer_of(plan: Plan) -> Optimizer:
-    """The plan's optimizer with the plan's settings, as the plan's framework makes it."""
+    """The plan's optimizer with the plan's settings, as the plan's backend and framework make it."""
     optimizer = optimizer_named(plan.optim).with_settings(plan.optim_args, plan.optim_target_modules)
+    if plan.backend == "deepspeed":
+        optimizer = optimizer.made_by_deepspeed()
     return optimizer.made_by_trainer() if plan.facts.uses_trainer else optimizer

@@ -156,6 +156,10 @@ class Optimizer(ABC):
 
     # Fields with a default that fits most optimizers
 
+    is_deepspeeds: ClassVar[bool] = False
+    """Whether DeepSpeed itself makes it, from the section `optimizer` of its configuration: its Muon, which has two groups of parameters
+    (`engines.deepspeed.groups`).
+    """
     steps_one_by_one: ClassVar[bool] = False
     """Whether the temporaries of one parameter are freed before the next parameter is updated."""
     shared_state: Storages = NO_STORAGES
@@ -189,6 +193,10 @@ class Optimizer(ABC):
 
     def made_by_trainer(self) -> Optimizer:
         """The optimizer as transformers' Trainer makes it."""
+        return self
+
+    def made_by_deepspeed(self) -> Optimizer:
+        """The optimizer that runs under DeepSpeed, which has implementations of its own."""
         return self
 
     def shard_failure(self, parameter: Parameter, shards: Shards) -> str | None:

@@ -12,14 +12,15 @@ from typing import ClassVar, Literal
 
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers import adamw
+from fsdp_advisor.policies.optimizers.deepspeed_muon import DEEPSPEED_MUON
 from fsdp_advisor.policies.optimizers.interface import (
     WHOLE,
     Collectives,
     NotForDeepSpeed,
+    Optimizer,
     Refusal,
     Shape,
     Shards,
-    without_deepspeed,
 )
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
@@ -45,6 +46,9 @@ class Muon(NotForDeepSpeed):
     """Muon: one momentum in the parameter's dtype for a matrix, AdamW's state for other parameters."""
 
     steps_one_by_one: ClassVar[bool] = True
+
+    def made_by_deepspeed(self) -> Optimizer:
+        return DEEPSPEED_MUON
 
     def shard_failure(self, parameter: Parameter, shards: Shards) -> str | None:
         """Refuses a matrix with fewer rows than ranks, for which DTensor returns the update in another layout than the parameter's."""
@@ -174,7 +178,11 @@ MUON = Muon(
     name="muon",
     script=_SCRIPT,
     transformers=Refusal("transformers 5.23 has no Muon: pass both optimizers to the Trainer"),
-    **without_deepspeed("muon"),
+    deepspeed=DEEPSPEED_MUON.deepspeed,
+    deepspeed_offloaded=DEEPSPEED_MUON.deepspeed_offloaded,
+    host_kernel="many_passes",
+    deepspeed_host_kernel="many_passes",
+    is_cpu_adam=False,
     measured=_SCRIPT,
     measured_zero1=_SCRIPT,
     notes=(

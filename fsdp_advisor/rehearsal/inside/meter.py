@@ -146,10 +146,14 @@ class Meter:
             self._watch_forward()
 
     def after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """A step ends with the first optimizer's step after a backward; further optimizers belong to the same step."""
+        """A step ends with the first optimizer's step after a backward; further optimizers belong to the same step.
+
+        An optimizer without parameters is left out: DeepSpeed's Muon also steps its Adam when only matrices are updated.
+        Source: DeepSpeed 0.19.8, runtime/zero/muon/muon_optimizer.py, MuonWithAuxAdam.step.
+        """
         if self.backward_depth:
             self.stepped_in_backward = True
-        elif self.gradients_pending:
+        elif self.gradients_pending and optimizer.param_groups:
             self.facts.setdefault("optimizer", job_facts.optimizer_facts(optimizer))
             self._complete_step()
 
