@@ -8,16 +8,18 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from fsdp_advisor.configs import torchtitan, trainer
 from fsdp_advisor.configs.adapters import METHODS, has_adapters, set_lora, set_peft_config, set_quantization
 from fsdp_advisor.configs.checkpointing import set_reentrant
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.fsdp import AS_DDP, wrap_of
+from fsdp_advisor.configs.liger import set_liger
 from fsdp_advisor.configs.names import optimizer_called
 from fsdp_advisor.engines.fsdp1.sharding import sharding_options
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.choices import Fp8
 
 _CONSTANTS = {
     "MODEL": "model",
@@ -220,6 +222,8 @@ def _computed(call: ast.Call, variables: Mapping[str, Any]) -> list[str]:
     return [k.arg or f"**{ast.unparse(k.value)}" for k in call.keywords if not _known([k], variables)]
 
 
+_LIGER = "_apply_liger_kernel_to_instance"
+"""Liger's function that replaces the loss and kernels of a model."""
 _OFFLOADS = "offload=torch.cuda.is_available()"
 """The text in an exported script that switches activation offload on."""
 
@@ -231,7 +235,8 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
         if key in found:
             found.options[option] = found.take(key)
     loaded = found.take("MODEL_ARGUMENTS") or {}
-    calls = {name: _keywords(found[-1], {}) for name, found in _calls(tree).items()}
+    nodes = _calls(tree)
+    calls = {name: _keywords(found[-1], {}) for name, found in nodes.items()}
     loaded = loaded or calls.get("from_config", {})
     found.options["dtype"] = str(loaded.get("dtype", "float32")).removeprefix("torch.")
     found.options["attention"] = loaded.get("attn_implementation", "sdpa")
@@ -242,6 +247,10 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
         found.options["tiled_mlp"] = str(constants["MLP_SHARDS"] or "auto")
     _adapted_constants(found, constants)
     source = ast.unparse(tree)
+    if _LIGER in calls:
+        set_liger(found, calls[_LIGER])
+    _compiled(found, source)
+    _converted(found, nodes)
     enabled = calls.get("activation_checkpointing_enable", calls.get("gradient_checkpointing_enable"))
     if enabled is not None:
         every = f"every-{enabled['every_n_layers']}" if enabled.get("every_n_layers", 1) != 1 else "full"
@@ -261,6 +270,30 @@ def _script(file: str, tree: ast.Module, constants: dict[str, Any]) -> Collector
     found.take("LAYERS")
     found.take("REPLICAS")
     return found
+
+
+def _compiled(found: Collector, source: str) -> None:
+    """Set the compilation of each layer or of the whole model, and the compiler's memory budget."""
+    compiled = re.search(r"^ *(layer|model)\.compile\(", source, re.MULTILINE)
+    if compiled is None:
+        return
+    found.options["compile"] = compiled[1]
+    if budget := re.search(r"\.activation_memory_budget = ([\d.]+)", source):
+        found.options["memory_budget"] = budget[1]
+
+
+def _converted(found: Collector, nodes: Mapping[str, Sequence[ast.Call]]) -> None:
+    """Set the recipe by which torchao converts linear layers to fp8."""
+    if "convert_to_mxfp8" in nodes:
+        found.options["fp8"] = "mxfp8"
+    elif "convert_to_float8_training" in nodes:
+        recipe = next((_literal(word, {}) for call in nodes.get("from_recipe_name", ()) for word in call.args), None)
+        if recipe in get_args(Fp8):
+            found.options["fp8"] = recipe
+        else:
+            found.omits(
+                "fp8 by another configuration than torchao's tensorwise or rowwise; the estimate is of steps in bf16"
+            )
 
 
 def _optimizer(found: Collector, calls: dict[str, dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from fsdp_advisor.configs.checkpointing import set_reentrant
 from fsdp_advisor.configs.collect import Collector, active, truth
 from fsdp_advisor.configs.compilation import read_torch_compile
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
+from fsdp_advisor.configs.liger import set_liger
 from fsdp_advisor.configs.names import set_attention, set_experts, set_optimizer
 from fsdp_advisor.engines.fsdp1.sharding import sharding_options
 from fsdp_advisor.job.adaptation import LORA_OPTIONS
@@ -211,19 +212,8 @@ def _loss(found: Collector, trl: bool) -> None:
     kernels = found.take("liger_kernel_config") or {}
     for name in names:
         found.take(name)
-    if not names or not isinstance(kernels, dict):
-        return
-    has_loss = bool(kernels.get("fused_linear_cross_entropy", True)) and not trl
-    others = {bool(kernels.get(name, True)) for name in ("rope", "rms_norm", "swiglu", "geglu")}
-    if others == {True} and found.options.get("task", "sft") == "sft":
-        found.options["use_liger_kernel"] = True
-        if not has_loss and not trl:
-            found.options["loss"] = "full"
-        return
-    if has_loss:
-        found.options["loss"] = "liger"
-    if True in others:
-        found.omits("Liger's other kernels are modelled only as a whole and for supervised training; they save memory")
+    if names and isinstance(kernels, dict):
+        set_liger(found, kernels, trl=trl)
 
 
 def _checkpointing(found: Collector, trl: bool) -> None:

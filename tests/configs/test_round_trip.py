@@ -219,6 +219,39 @@ def test_exported_kernels_of_liger_read_back_with_the_loss(target: str, loss: st
     assert (read.use_liger_kernel, read.loss_code) == (True, loss)
 
 
+@pytest.mark.parametrize(
+    ("target", "changes"),
+    [
+        *(
+            (target, changes)
+            for target in ("fsdp2", "ddp")
+            for changes in (
+                {"loss_code": "liger"},
+                {"use_liger_kernel": True},
+                {"use_liger_kernel": True, "loss_code": "liger"},
+                {"compile": "layer"},
+                {"compile": "model", "memory_budget": 0.25},
+                {"fp8": "tensorwise"},
+                {"fp8": "rowwise", "compile": "layer"},
+                {"fp8": "mxfp8", "precision": "bf16"},
+            )
+        ),
+        ("torchrun", {"use_liger_kernel": True}),
+        ("accelerate", {"use_liger_kernel": True, "loss_code": "liger"}),
+        ("accelerate", {"loss_code": "liger", "compile": "layer"}),
+        ("deepspeed", {"loss_code": "liger"}),
+    ],
+)
+def test_a_script_reads_back_with_what_replaces_its_code(target: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    backend = target if target in ("ddp", "deepspeed") else "fsdp2"
+    framework = TARGETS[target].framework
+    of = job(plan("ddp" if target == "ddp" else "zero3", backend, framework=framework, **changes))
+    for file, text in files_of(target, of).items():
+        (tmp_path / file).write_text(text)
+    left = different(plan_of(from_paths([tmp_path])), of.plan)
+    assert left == {}
+
+
 def test_an_exported_loss_of_liger_leaves_the_other_kernels_out() -> None:
     exported = export("trainer", job(plan("ddp", "ddp", framework="trainer", loss_code="liger")))
     read = plan_of(from_texts({exported.file_name: exported.text}), gpus=RANKS, strategy="ddp", seq_len=2048)
