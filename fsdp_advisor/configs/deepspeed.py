@@ -51,8 +51,8 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
 def read_into(found: Collector) -> None:
     """Set the options of DeepSpeed's settings, which are the keys of `found`."""
     _batch(found)
-    _precision(found)
     _zero(found)
+    _precision(found)
     section = found.section("optimizer")
     if section:
         arguments = section.get("optimizer.params")
@@ -118,16 +118,48 @@ def _precision(found: Collector) -> None:
         key = next((key for key in section if key.endswith(".enabled")), "")
         enabled[name] = section.get(key)
         found.take(key)
-    if any(value == "auto" for value in enabled.values()):
-        return
-    if enabled["bf16"] is not None and truth(enabled["bf16"]):
-        masters = [key for key in bf16 if key.endswith((".bf16_master_weights_and_grads", ".bf16_optimizer_states"))]
-        in_bf16 = bool(masters) and all(truth(found.take(key)) for key in masters)
-        found.options["precision"] = "bf16" if in_bf16 else "bf16-mixed"
-    elif enabled["fp16"] is not None and truth(enabled["fp16"]):
-        found.options["precision"] = "fp16-mixed"
+    masters = sorted(
+        key.partition(".")[2]
+        for name, section in halves.items()
+        if enabled[name] == "auto" or truth(enabled[name])
+        for key in section
+        if key.endswith(_MASTERS) and truth(found.take(key))
+    )
+    if "auto" not in enabled.values():
+        if truth(enabled["bf16"]):
+            found.options["precision"] = "bf16-mixed"
+        elif truth(enabled["fp16"]):
+            found.options["precision"] = "fp16-mixed"
+        else:
+            found.default("precision", "fp32", "fp32, because neither bf16 nor fp16 is enabled")
+    if masters:
+        _masters(found, masters)
+
+
+_MASTERS = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "fp16_master_weights_and_grads")
+
+
+def _masters(found: Collector, masters: list[str]) -> None:
+    """Set the precision for masters and optimizer states in 16 bits. `masters`: the keys among `_MASTERS` that are true.
+
+    Source: runtime/config.py, `_do_error_check`; runtime/base_optimizer.py, `_configure_master_weights`, and its validators in
+    runtime/zero/stage_1_and_2.py and stage3.py.
+    """
+    words = ", ".join(f"{key}: true" for key in masters)
+    if found.options.get("strategy") == "ddp":
+        found.refuses(f"{words} (DeepSpeed has 16-bit masters with ZeRO stages 1 to 3 only)", "set a ZeRO stage")
+    elif masters == ["bf16_master_weights_and_grads", "bf16_optimizer_states"]:
+        found.options["precision"] = "bf16"
+    elif masters == ["bf16_optimizer_states"]:
+        found.refuses(f"{words} (DeepSpeed requires bf16_master_weights_and_grads with it)", "set both, or neither")
+    elif found.options.get("offload") == "none":
+        or_both = ", or set bf16_optimizer_states too" if masters == ["bf16_master_weights_and_grads"] else ""
+        found.refuses(
+            f"{words} (DeepSpeed requires an offloaded optimizer, DeepSpeedCPUAdam, with it)",
+            f"leave it out, or offload the optimizer{or_both}",
+        )
     else:
-        found.default("precision", "fp32", "fp32, because neither bf16 nor fp16 is enabled")
+        found.omits(f"{words} (masters in 16 bits with states in fp32; the estimate has masters in fp32)")
 
 
 def _zero(found: Collector) -> None:

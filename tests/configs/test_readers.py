@@ -475,6 +475,35 @@ def test_sizes_with_which_deepspeed_stops_are_refused(
     assert (request.gpus, request.micro_batch_size * request.gradient_accumulation_steps * world) == (world, whole)
 
 
+@pytest.mark.parametrize(
+    ("half", "keys", "zero", "precision", "words"),
+    [
+        ("bf16", {}, {"stage": 2}, "bf16-mixed", None),
+        ("bf16", {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}, {"stage": 3}, "bf16", None),
+        ("bf16", {"bf16_master_weights_and_grads": True}, {"stage": 2}, None, "requires an offloaded optimizer"),
+        ("bf16", {"bf16_optimizer_states": True}, {"stage": 2}, None, "requires bf16_master_weights_and_grads"),
+        ("fp16", {"fp16_master_weights_and_grads": True}, {"stage": 1}, None, "requires an offloaded optimizer"),
+        ("bf16", {"bf16_master_weights_and_grads": True}, {"stage": 0}, None, "ZeRO stages 1 to 3 only"),
+        (
+            "bf16", {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": False},
+            {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16-mixed", "the estimate has masters in fp32",
+        ),
+    ],
+)  # fmt: skip
+def test_deepspeeds_16_bit_masters_are_read_reported_or_refused(
+    half: str, keys: dict[str, bool], zero: dict[str, Any], precision: str | None, words: str | None
+) -> None:
+    config = {**BATCH, half: {"enabled": True, **keys}, "zero_optimization": zero}
+    found = from_texts({"ds.json": json.dumps(config)})
+    if words is not None:
+        assert words in said(found, "not_modelled")
+    if precision is not None:
+        assert complete(found, {}).options["precision"] == precision
+    else:
+        with pytest.raises(UsageError, match=words):
+            complete(found, {})
+
+
 def test_the_number_of_gpus_of_deepspeeds_launcher_wins_unless_a_host_file_may_name_more_nodes() -> None:
     config = json.dumps({**BATCH, "zero_optimization": {"stage": 2}})
     assert from_texts({"run.sh": LAUNCH, "ds.json": config}).options["gpus"] == 8
