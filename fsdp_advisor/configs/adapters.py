@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from fsdp_advisor.configs.collect import Collector, active, truth
+from fsdp_advisor.configs.collect import Collector, active, brief, truth
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import LORA_LISTS, LORA_OPTIONS, LORA_USUAL
 
 _FLAGS = ("use_dora", "use_rslora")
@@ -47,7 +48,7 @@ def set_lora(found: Collector, config: Mapping[str, Any]) -> None:
     found.options["use_peft"] = True
     for name, value in values.items():
         found.options[LORA_OPTIONS[name]] = (
-            truth(value) if name in _FLAGS else _names(value) if name in LORA_LISTS else value
+            truth(value) if name in _FLAGS else _names(found, name, value) if name in LORA_LISTS else value
         )
 
 
@@ -57,7 +58,10 @@ def set_peft_config(found: Collector, method: str, values: Mapping[str, Any]) ->
     found.options["peft_config"] = json.dumps({"peft_type": method, **kept}, default=list, sort_keys=True)
 
 
-def _names(value: Sequence[str] | str) -> str:
+def _names(found: Collector, keyword: str, value: object) -> str:
+    """The names in the value of a keyword of LoraConfig. Raises UsageError for another value."""
+    if not isinstance(value, str | list | tuple):
+        raise UsageError(f"{found.file}: {keyword} is {brief(value)}, not a list of names", hint="correct the file")
     names = value.replace(",", " ").split() if isinstance(value, str) else [str(name) for name in value]
     return ",".join("all-linear" if name == "all" else name for name in names)
 

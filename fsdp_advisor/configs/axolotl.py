@@ -191,7 +191,7 @@ _LOSS_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")
 
 def _loss(found: Collector) -> None:
     """Set the loss from axolotl's plugins. Source: integrations/{liger,cut_cross_entropy}/args.py; cut_cross_entropy's default is true."""
-    plugins = [str(name).rpartition(".")[2] for name in found.peek("plugins") or ()]
+    plugins = [name.rpartition(".")[2] for name in found.peek_names("plugins")]
     has_kernels = all(truth(found.peek(name)) for name in LIGER_KERNELS)
     if has_kernels:
         for name in (*LIGER_KERNELS, "liger_layer_norm"):

@@ -85,8 +85,8 @@ class Collector:
         self._read.append(f"{shown or self._written(key)}: {brief(value)}")
         return value
 
-    def number(self, key: str, option: str | None = None) -> int | None:
-        """The whole number of a key, set as `option` if that is given; None for a missing key, null or "auto".
+    def peek_number(self, key: str) -> int | None:
+        """The whole number of a key, without counting it as read; None for a missing key, null or "auto".
 
         Raises UsageError for any other value.
         """
@@ -99,10 +99,26 @@ class Collector:
             found = None
         if found is None or found != float(value):
             raise UsageError(f"{self.file}: {key} is {brief(value)}, not a whole number", hint="correct the file")
-        self.take(key)
-        if option is not None:
+        return found
+
+    def number(self, key: str, option: str | None = None) -> int | None:
+        """As `peek_number`; a number counts as read and is set as `option` if that is given."""
+        found = self.peek_number(key)
+        if found is not None:
+            self.take(key)
+        if found is not None and option is not None:
             self.options[option] = found
         return found
+
+    def peek_names(self, key: str) -> list[str]:
+        """The names that a key lists, with commas between them if it is text, without counting it as read; empty for a missing key.
+
+        Raises UsageError for any other value.
+        """
+        value = self.peek(key) or []
+        if not isinstance(value, str | list | tuple):
+            raise UsageError(f"{self.file}: {key} is {brief(value)}, not a list of names", hint="correct the file")
+        return value.split(",") if isinstance(value, str) else [str(name) for name in value]
 
     def text(self, key: str) -> str:
         """The text of a key that the file must have. Raises UsageError for another kind of value."""

@@ -40,17 +40,17 @@ def read_dynamo(found: Collector) -> None:
         found.take(f"dynamo_use_{name}")  # the shapes of a batch are the same in each step
     if not active(backend if not isinstance(backend, str) else backend.lower()):
         return
-    _set(found, str(backend), mode)
+    _set(found, backend, mode)
 
 
-def _set(found: Collector, backend: str, mode: Any) -> None:
+def _set(found: Collector, backend: Any, mode: Any) -> None:
     """Set the compilation of the whole model by Inductor, which is the only backend that is modelled."""
-    if backend.lower() != "inductor":
+    if str(backend).lower() != "inductor":
         found.omits(f"torch.compile with backend {backend}; the estimate is of steps that are not compiled")
         return
     found.options["compile"] = "model"
-    if mode in _MODES:
-        found.omits(f"torch.compile with mode {mode}, in which {_MODES[mode]}; the estimate is of its default mode")
+    if (left_out := _MODES.get(str(mode))) is not None:
+        found.omits(f"torch.compile with mode {mode}, in which {left_out}; the estimate is of its default mode")
 
 
 def resolve_regions(options: dict[str, Any]) -> None:

@@ -10,9 +10,10 @@ from math import isqrt
 from typing import Any
 
 from fsdp_advisor.configs.accelerate import set_offload, set_stage
-from fsdp_advisor.configs.collect import Collector, active, truth
+from fsdp_advisor.configs.collect import Collector, active, brief, truth
 from fsdp_advisor.configs.names import set_optimizer
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS
+from fsdp_advisor.errors import UsageError
 
 _KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "zero_allow_untested_optimizer"}
 _BUCKETS = {
@@ -172,17 +173,27 @@ def _zero(found: Collector) -> None:
         place = section.get(f"zero_optimization.{name}")
         found.take(f"zero_optimization.{name}")
         devices.append(str(place.get("device", "none")) if isinstance(place, Mapping) else "none")
-        if isinstance(place, Mapping) and float(place.get("ratio", 1)) < 1:
+        if isinstance(place, Mapping) and _ratio(found, name, place) < 1:
             found.omits(f"{name}.ratio: {place['ratio']} (partial offload)")
     set_offload(found, devices[0], devices[1])
     _buckets(found, section)
     found.omits_active("hierarchical or quantized ZeRO", *(f"zero_optimization.{key}" for key in _HIERARCHIES))
 
 
+def _ratio(found: Collector, name: str, place: Mapping[str, Any]) -> float:
+    """The part that is offloaded. Raises UsageError for a value that is no number."""
+    ratio = place.get("ratio", 1)
+    try:
+        return float(ratio)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"{found.file}: {name}.ratio is {brief(ratio)}, not a number", hint="correct the file"
+        ) from None
+
+
 def _buckets(found: Collector, section: Mapping[str, Any]) -> None:
     """Report bucket sizes that the estimate does not use: it uses DeepSpeed's defaults, or transformers' values for "auto"."""
-    reduce = section.get("zero_optimization.reduce_bucket_size")
-    hidden = isqrt(int(float(reduce))) if reduce not in (None, "auto") else 0
+    hidden = isqrt(max(0, found.peek_number("zero_optimization.reduce_bucket_size") or 0))
     by_transformers = {
         "reduce_bucket_size": hidden**2,
         "stage3_prefetch_bucket_size": int(0.9 * hidden**2),
@@ -193,7 +204,7 @@ def _buckets(found: Collector, section: Mapping[str, Any]) -> None:
         value = section.get(key)
         if value is None:
             continue
-        if value == "auto" or int(float(value)) in (default, by_transformers.get(name)):
+        if value == "auto" or found.peek_number(key) in (default, by_transformers.get(name)):
             found.take(key)
         else:
             found.omits_key(key, f"the estimate assumes {default}, or what the framework fills in")

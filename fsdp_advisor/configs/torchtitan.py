@@ -265,8 +265,7 @@ def _fp8(found: Collector) -> None:
 
     Source: torchtitan 0.2.2, components/quantization/float8.py, `Float8LinearConverter`; config/job_config.py, Float8Linear.
     """
-    converters = found.peek("model.converters")
-    named = converters.split(",") if isinstance(converters, str) else converters or []
+    named = found.peek_names("model.converters")
     section = next((name for name in (_FLOAT8, "float8", _MX) if name in named), None)
     if section is None:
         return

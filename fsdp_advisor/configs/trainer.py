@@ -101,13 +101,13 @@ def read_task(found: Collector, task: str | None) -> None:
 def _generation(found: Collector) -> None:
     """Set the options of GRPO. Options of vLLM are set only if TRL uses vLLM."""
     uses_vllm, server = truth(found.peek("use_vllm")), found.peek("vllm_mode") == "server"
+    completion = found.number("max_completion_length", "max_completion_length") or 512
     for name in GENERATION_OPTIONS:
         unused = not uses_vllm or (server and name in OF_COLOCATED)
         value = found.take(name)
         if value is not None and not (name.startswith("vllm_") and unused):
             found.options[name] = value
     found.omits_key("generation_batch_size", "batches of completions other than --steps-per-generation")
-    completion = int(found.options.get("max_completion_length", 512))
     prompt = found.number("max_prompt_length")
     if prompt is None:
         found.default(
@@ -267,8 +267,13 @@ def read_embedded(found: Collector, section: Mapping[str, Any]) -> None:
         if option != "precision" or found.options.get("mixed") in (None, "no"):
             found.default(option, value, why)
     found.options.pop("mixed" if "precision" in inner.options else "", None)
-    for sentence in inner.reading().not_modelled:
-        found.omits(f"deepspeed.{sentence}")
+    reading = inner.reading()
+    refused = dict(reading.refused)
+    for sentence in reading.not_modelled:
+        if sentence in refused:
+            found.refuses(f"deepspeed.{sentence}", refused[sentence])
+        else:
+            found.omits(f"deepspeed.{sentence}")
 
 
 def read_trainers_fsdp(found: Collector) -> None:

@@ -445,6 +445,25 @@ def test_the_optimizer_section_of_deepspeed_names_its_muon() -> None:
     assert found.options["optim"] == "muon" and "optimizer" not in said(found, "not_modelled")
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("ds.json", '{"zero_optimization": {"stage": 2, "reduce_bucket_size": [1]}}', "reduce_bucket_size is .1., not a whole number"),
+        ("ds.json", '{"zero_optimization": {"stage": 2, "sub_group_size": "big"}}', "sub_group_size is big, not a whole number"),
+        (
+            "ds.json", '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": "most"}}}',
+            "offload_optimizer.ratio is most, not a number",
+        ),
+        ("grpo.yaml", "{num_generations: 8, output_dir: o, max_completion_length: abc}", "max_completion_length is abc"),
+        ("axolotl.yaml", "{base_model: gpt2, micro_batch_size: 1, plugins: true}", "plugins is True, not a list of names"),
+        ("axolotl.yaml", "{base_model: gpt2, adapter: lora, lora_r: 8, lora_target_modules: 1}", "target_modules is 1"),
+    ],
+)  # fmt: skip
+def test_an_impossible_value_is_refused_with_its_key(file: str, text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        from_texts({file: text})
+
+
 BATCH = {"train_batch_size": 128, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
 LAUNCH = "deepspeed --num_gpus 8 train.py --deepspeed ds.json --model_name_or_path gpt2 --bf16"
 
@@ -497,11 +516,13 @@ def test_deepspeeds_16_bit_masters_are_read_reported_or_refused(
     found = from_texts({"ds.json": json.dumps(config)})
     if words is not None:
         assert words in said(found, "not_modelled")
+    embedded = from_texts({"train.yaml": json.dumps({"output_dir": "out", "deepspeed": config})})
     if precision is not None:
         assert complete(found, {}).options["precision"] == precision
     else:
-        with pytest.raises(UsageError, match=words):
-            complete(found, {})
+        for refused in (found, embedded):
+            with pytest.raises(UsageError, match=words):
+                complete(refused, {})
 
 
 def test_the_number_of_gpus_of_deepspeeds_launcher_wins_unless_a_host_file_may_name_more_nodes() -> None:
