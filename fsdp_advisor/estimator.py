@@ -157,7 +157,7 @@ def _notes(
         *of_gpu,
         *memory_notes(gpu),
         *support_notes(request, gpu),
-        *kernel_notes(profile),
+        *kernel_notes(request, profile),
         *expert_notes(request, profile),
         *adapted_expert_notes(profile),
         *liger_notes(has_kernels=request.use_liger_kernel and profile is not None),

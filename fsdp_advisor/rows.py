@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult
 from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
 from fsdp_advisor.memory.live import StepPeak
+from fsdp_advisor.model.kernels import missing_packages
 from fsdp_advisor.model.lora_kernels import kernels_of_model
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolved import Resolved
@@ -53,6 +54,7 @@ from fsdp_advisor.tapes import (
     takes_long_on_cpu,
 )
 from fsdp_advisor.timing import StepTime, why_unknown
+from fsdp_advisor.units import format_gib
 
 TIME_UNKNOWN = "tokens_per_second_per_gpu, step_seconds"
 PEAKS_UNKNOWN = "the peak, peak_allocated_bytes, peak_reserved_bytes, peak_device_bytes"
@@ -121,6 +123,10 @@ def estimate_plan(
         return replace(base, omissions=(unknown, *base.omissions))
     step = step_input(model, kept_gpu_tape(model.profile, selected, plan, gpu), plan, gpu)
     row = _with_step(model, selected, step, conf, host_memory_bytes, searched=searched)
+    if not searched and (missing := missing_packages(model.profile, plan.kernel_packages)):
+        kernels = replace(plan, kernel_packages="all")
+        faster = estimate_plan(model, kernels, gpu, conf=conf, host_memory_bytes=host_memory_bytes, searched=True)
+        row = replace(row, warnings=row.warnings + _missing_warnings(missing, row, faster))
     if not explain:
         return row
     return replace(row, fused_loss_peak_bytes=peak_bytes_of_step(step.profile, step.tape, plan, fused_loss=True))
@@ -316,6 +322,17 @@ def _missing_in_tape(profile: Profile, plan: Plan, key: TapeKey, gpu_key: TapeKe
         yield NotModelled(NO_REENTRANT)
     if key.attention != "eager" and (gpu_key.device == "cpu" or gpu_key.name not in profile.tapes):
         yield NO_SCRATCH
+
+
+def _missing_warnings(missing: Sequence[str], row: StrategyEstimate, faster: StrategyEstimate) -> tuple[str, ...]:
+    """A warning of what a row needs more than the same row with the `missing` packages installed, as far as both are known."""
+    costs = []
+    if row.needed_bytes is not None and faster.needed_bytes is not None:
+        more = row.needed_bytes - faster.needed_bytes
+        costs.append(f"{format_gib(abs(more))} {'more' if more >= 0 else 'less'}")
+    if row.step_seconds is not None and faster.step_seconds is not None:
+        costs.append(f"{row.step_seconds / faster.step_seconds:.1f} times the time")
+    return (f"without {' and '.join(missing)} it needs {' and '.join(costs)}",) if costs else ()
 
 
 def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.experts import experts_code
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
+from fsdp_advisor.model.kernels import loops_without, missing_packages
 from fsdp_advisor.model.lora_kernels import kernels_of_model
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import catalogued_tapes
@@ -53,6 +54,8 @@ def needs_recording(request: EstimateRequest) -> bool:
         return True
     # the model decides whether they matter
     if request.wrap != "layer" or request.experts_implementation != "grouped_mm" or not request.use_orig_params:
+        return True
+    if request.kernel_packages != "all":
         return True
     try:
         job = request.as_estimate if isinstance(request, RecommendRequest) else request
@@ -139,6 +142,10 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
         changes["experts"] = code
         if code == "eager":  # sizes depend on the tokens of each expert
             changes |= {"imbalance": plan.expert_imbalance, "at": plan.tape_shape}
+    if profile is not None and (missing := missing_packages(profile, plan.kernel_packages)):
+        changes["without_packages"] = ",".join(missing)
+        if loops_without(profile, missing):  # as many operators as the loop has iterations
+            changes["at"] = plan.tape_shape
     if plan.padding_fraction and plan.attention == "flash_attention_2":
         changes |= {"padding": plan.padding_fraction, "at": plan.tape_shape}
     return replace(key, **changes)

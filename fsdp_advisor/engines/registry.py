@@ -21,7 +21,7 @@ from fsdp_advisor.engines.vllm import parallelism_refusal
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.kernels import fp16_notes
+from fsdp_advisor.model.kernels import fp16_notes, kernels_refusal
 from fsdp_advisor.model.lora_kernels import lora_kernels_failure
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROLLOUT_PHASES, Tape
@@ -112,6 +112,7 @@ def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
         )
     refused = (
         lora_kernels_failure(profile.config, plan)
+        or kernels_refusal(profile, plan)
         or adalora.adalora_refusal(profile, plan)
         or reference.precomputation_refusal(profile, plan)
         or reference.copy_refusal(plan)

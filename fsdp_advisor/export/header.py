@@ -74,6 +74,7 @@ def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
             + (f", fp8 {plan.fp8}" if plan.fp8 != "none" else "")
             + (f", MLP in shards ({plan.tiled_mlp})" if plan.tiled_mlp != "none" else "")
             + (f", experts {plan.experts_implementation}" if plan.experts_implementation != "grouped_mm" else "")
+            + (f", kernel packages {plan.kernel_packages}" if plan.kernel_packages != "all" else "")
             + (f", task {plan.task}, reference {plan.reference}" if plan.task != "sft" else ""),
         ),
     ]

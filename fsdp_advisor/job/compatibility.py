@@ -251,7 +251,7 @@ _OF_THE_REQUEST = (
     "precision", "optim", "optim_args", "optim_target_modules", "attention", "backward_prefetch", "framework", "wrap",
     "forward_prefetch", "use_orig_params", "reshard_after_forward",
     "save_only_model", "dtype", "ignored_labels", "packing", "padding_free", "padding_fraction", "task", "activation_offload",
-    "use_liger_kernel", "experts_implementation", "expert_imbalance", "compile", "memory_budget",
+    "use_liger_kernel", "experts_implementation", "expert_imbalance", "kernel_packages", "compile", "memory_budget",
     "cuda_graphs", "fp8", "tiled_mlp", "router_aux_loss_coef", "lora_kernels",
 )  # fmt: skip
 """The fields of a plan that have the same name and value in its request."""

@@ -82,6 +82,7 @@ class _Options(TypedDict, total=False):
     tiled_mlp: str
     experts_implementation: ExpertsImplementation
     expert_imbalance: float
+    kernel_packages: str
     ignored_labels: float
     packing: Packing
     padding_free: bool

@@ -82,6 +82,8 @@ class Plan:
     use_liger_kernel: bool = False
     experts_implementation: ExpertsImplementation = "grouped_mm"
     expert_imbalance: float = 1.0
+    kernel_packages: str = "all"
+    """The installed packages of kernels for linear attention and state-space layers."""
     images: Images | None = None
     compile: Compile = "none"
     memory_budget: float = 1.0
@@ -331,7 +333,7 @@ _STEP_FIELDS = {
     "micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "attention", "loss_code", "ignored_labels",
     "packing", "padding_free", "padding_fraction", "task", "reference", "activation_offload", "use_liger_kernel",
     "experts_implementation", "expert_imbalance", "images", "evaluation", "compile", "memory_budget", "tiled_mlp",
-    "router_aux_loss_coef", "lora_kernels",
+    "router_aux_loss_coef", "lora_kernels", "kernel_packages",
 }  # fmt: skip
 """The fields of a plan that affect only the step, other than the sequence length and the generation."""
 

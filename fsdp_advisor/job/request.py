@@ -94,6 +94,7 @@ class EstimateRequest:
     tiled_mlp: step.TiledMlp = "none"
     experts_implementation: step.ExpertsImplementationOption = "grouped_mm"
     expert_imbalance: step.ExpertImbalance = 1.0
+    kernel_packages: step.KernelPackages = "all"
     ignored_labels: batch.IgnoredLabels = 0.0
     packing: batch.PackingOption = "none"
     padding_free: batch.PaddingFree = False

@@ -23,6 +23,7 @@ from fsdp_advisor.job.choices import (
     read_word_or_number,
 )
 from fsdp_advisor.job.fields import Rule
+from fsdp_advisor.job.kernel_packages import read_kernel_packages
 from fsdp_advisor.job.projection import read_optim_args, read_target_modules
 
 rule = partial(Rule, group="Training")
@@ -197,6 +198,18 @@ ExpertImbalance = Annotated[
         "the tokens of the busiest expert as a multiple of the mean; only the memory of eager depends on it",
         ge=1,
         le=1000,
+    ),
+]
+KernelPackages = Annotated[
+    str,
+    rule(
+        "the installed packages of kernels for linear attention and state-space layers: all, none, or some of fla "
+        "(flash-linear-attention), causal-conv1d, mamba-ssm and, for RWKV, kernels, separated by commas; without them transformers runs "
+        "its own code in PyTorch",
+        metavar="NAMES",
+        max_length=64,
+        word=read_kernel_packages,
+        example="all, none, or packages such as fla,causal-conv1d",
     ),
 ]
 Task = Annotated[

@@ -91,6 +91,7 @@ _MEANT: dict[str, str] = {
         "experts_implementation": "experts moe_implementation expert_implementation",
         "expert_imbalance": "imbalance load_imbalance moe_imbalance router_imbalance",
         "tiled_mlp": "tiled_mlp_num_shards mlp_shards num_shards sequence_tiling alst",
+        "kernel_packages": "use_mamba_kernels mamba_kernels linear_attention_kernels fla mamba_ssm causal_conv1d",
         "use_liger_kernel": "liger use_liger enable_liger_kernel liger_kernel liger_kernels",
         "model": "model_name model_id model_name_or_path model_path pretrained",
         "gpus": "num_gpus n_gpus ngpus gpu_count world_size nproc num_processes ranks",

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.choices import Fp8, Framework
 from fsdp_advisor.job.fp8 import converts_head
 from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.kernel_packages import pip_install
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model.liger import LIGER_VERSION
 from fsdp_advisor.model.profile import Profile
 
@@ -38,7 +44,12 @@ TOKENS_OF_ITERATION = {
 """Model type -> tokens of one iteration of the loop in Python that transformers runs where kernels are missing, as on a CPU."""
 MOST_ITERATIONS = 64
 """The longest loop of which a step on a CPU is recorded. An iteration takes about a tenth of a second for each tape of Qwen3.5-397B."""
-_ASSUMED = " are assumed to be installed; without them transformers runs its own code in PyTorch, which needs more memory and time"
+MOST_ITERATIONS_ON_GPU = 2048
+"""The longest loop of which a step on a GPU without the kernels is recorded, which takes 15 s (Mamba-1) to 70 s (Qwen3.5)."""
+_ASSUMED = (
+    " are assumed to be installed (kernel_packages); without them transformers runs its own code in PyTorch, which needs more memory"
+    " and time"
+)
 _NO_SCAN_KERNELS = (
     "the figures of state-space layers are those of transformers' code in PyTorch: the kernels of mamba-ssm, flash-linear-attention and"
     " causal-conv1d, which transformers calls if they are installed, need less memory and time and are not modelled"
@@ -64,10 +75,66 @@ def _model_type(profile: Profile) -> str:
     return str(profile.config.get("model_type")).removesuffix("_text")
 
 
-def kernel_notes(profile: Profile | None) -> list[str]:
-    """A note on the packages that the figures for a GPU assume."""
+def called_packages(profile: Profile) -> tuple[str, ...]:
+    """The packages whose kernels the model's layers call if they are installed."""
+    model_type = _model_type(profile)
+    if model_type in GATED_DELTA_RULE | KIMI_DELTA_ATTENTION:
+        return ("fla", "causal-conv1d")
+    if model_type in WKV:
+        return ("kernels",)
+    if model_type in STATE_SPACE_DUALITY | SELECTIVE_SCAN and _has_state_space(profile):
+        return ("mamba-ssm", "causal-conv1d")
+    return ()
+
+
+def missing_packages(profile: Profile, installed: str) -> tuple[str, ...]:
+    """Those of `called_packages` that are not among the `installed` ones (`--kernel-packages`)."""
+    if installed == "all":
+        return ()
+    return tuple(package for package in called_packages(profile) if package not in installed.split(","))
+
+
+def loops_without(profile: Profile, missing: Sequence[str]) -> bool:
+    """Whether the model's code runs a loop on a GPU too if these packages are missing. The convolution's code has none."""
+    return has_loop(profile) and any(package != "causal-conv1d" for package in missing)
+
+
+def kernels_refusal(profile: Profile, plan: Plan) -> UsageError | None:
+    """Why a plan cannot run, or is not estimated, without the packages that it lacks: a loop that is too long to record, or the failure of
+    mamba-ssm's fused layers without causal-conv1d. Zamba's layers are not fused.
+
+    Source: mamba-ssm 2.3, ops/selective_scan_interface.py, `MambaInnerFn`; ops/triton/ssd_combined.py, `MambaSplitConv1dScanCombinedFn`.
+    """
+    missing, (_, seq_len) = missing_packages(profile, plan.kernel_packages), plan.tape_shape
+    if loops_without(profile, missing):
+        tokens = TOKENS_OF_ITERATION[_model_type(profile)]
+        if seq_len <= MOST_ITERATIONS_ON_GPU * tokens:
+            return None
+        return UsageError(
+            f"without {missing[0]} transformers runs {'each token' if tokens == 1 else f'chunks of {tokens} tokens'} in turn, which is"
+            f" estimated for at most {MOST_ITERATIONS_ON_GPU * tokens:,} tokens",
+            hint=pip_install(missing),
+        )
+    if missing != ("causal-conv1d",) or "mamba-ssm" not in called_packages(profile) or _model_type(profile) == "zamba":
+        return None
+    return UsageError(
+        "mamba-ssm's fused layers call causal-conv1d, and fail where it is not installed",
+        hint=f"{pip_install(['causal-conv1d'])}, or --kernel-packages none for a run without both",
+    )
+
+
+def kernel_notes(request: EstimateRequest, profile: Profile | None) -> list[str]:
+    """A note on the packages whose kernels the figures for a GPU have or do not have."""
+    called = called_packages(profile) if profile is not None else ()
+    if request.kernel_packages != "all" and not called:
+        return ["kernel_packages is ignored: the model is not known to call kernels of these packages"]
     if profile is None:
         return []
+    if missing := missing_packages(profile, request.kernel_packages):
+        return [
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} taken as not installed, so transformers runs its own code in"
+            f" PyTorch, which needs more memory and time; to have the kernels: {pip_install(missing)}"
+        ]
     model_type = _model_type(profile)
     if model_type in GATED_DELTA_RULE | KIMI_DELTA_ATTENTION:
         return [f"flash-linear-attention and causal-conv1d{_ASSUMED}"]

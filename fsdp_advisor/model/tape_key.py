@@ -141,6 +141,10 @@ class TapeKey:
     """Whether the embedding's output requires a gradient without activation checkpointing, as axolotl makes it with adapters."""
     lora_kernels: str = ""
     """The parts of a model whose adapters run in axolotl's kernels, separated by commas: ``mlp,qkv,o``."""
+    without_packages: str = ""
+    """The packages, separated by commas, that are not installed, so that the model's code in PyTorch runs instead of their kernels:
+    ``fla,causal-conv1d``. On a CPU this code always runs.
+    """
     at: tuple[int, int] | None = None
     """The only (B, T) for which the tape is valid, if it was recorded for one; None: valid for every B and T."""
 
@@ -263,7 +267,7 @@ _OPTIONS = {
     "experts": "experts", "imbalance": "imbalance", "images": "images", "evaluates": "evaluates", "compile": "compile",
     "budget": "memory_budget", "fp8": "fp8",
     "tiled": "tiled_mlp", "flat": "flat_parameters", "inputs": "saves_linear_inputs",
-    "embedded": "input_gradients", "lora": "lora_kernels", "at": "at",
+    "embedded": "input_gradients", "lora": "lora_kernels", "without": "without_packages", "at": "at",
 }  # fmt: skip
 """Word in a name -> field that it sets. A name has these words only if the field is not the default."""
 _ALLOWED = {

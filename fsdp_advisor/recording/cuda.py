@@ -2,8 +2,9 @@
 
 On CUDA dropout keeps a mask of one byte per element; on the CPU it keeps a factor per element in the tensor's dtype.
 On CUDA `torch.autocast` runs softmax, normalisation and powers in fp32; on the CPU it runs them in half precision.
-Source: aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`; aten/src/ATen/autocast_mode.h, AT_FORALL_FP32 and
-AT_FORALL_FP32_SET_OPT_DTYPE (torch 2.13). Seen on GPUs: `tests/memory/published_memory.yaml`, the rows on BERT.
+Source: aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`; aten/src/ATen/autocast_mode.h, AT_FORALL_FP32,
+AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_LOWER_PRECISION_FP (torch 2.13). Seen on GPUs: `tests/memory/published_memory.yaml`, the rows
+on BERT.
 On the CPU autocast casts the inputs of cross_entropy_loss; on CUDA the log-probabilities stay in half precision.
 """
 
@@ -30,6 +31,9 @@ IN_FP32 = (
 IN_FP32_UNLESS_ASKED = ("softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList")
 """Operators with a dtype argument that autocast on CUDA sets to fp32 if the caller leaves it out."""
 
+IN_HALF = ("einsum",)
+"""Operators whose arguments autocast casts to half precision on CUDA but not on the CPU, where it casts those of their products."""
+
 AS_IT_IS = "cross_entropy_loss"
 """The operator whose arguments autocast casts only on the CPU."""
 
@@ -46,7 +50,11 @@ def as_on_cuda() -> Iterator[None]:
     autocast = torch.library.Library("aten", "IMPL", "AutocastCPU")
     try:
         autograd.impl(torch.ops.aten.dropout.default, _dropout)
-        for names, kernel in ((IN_FP32, _cast), (IN_FP32_UNLESS_ASKED, _cast_unless_asked)):
+        for names, kernel in (
+            (IN_FP32, _cast),
+            (IN_FP32_UNLESS_ASKED, _cast_unless_asked),
+            (IN_HALF, _cast_to_half),
+        ):
             for name in names:
                 operator = operator_named(name)
                 autocast.impl(operator, functools.partial(kernel, operator))
@@ -109,6 +117,13 @@ def _cast(operator: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = tree_map_only(torch.Tensor, lambda t: t.float() if _is_half(t) else t, (args, kwargs))
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
         return operator(*args, **kwargs)
+
+
+def _cast_to_half(operator: Any, *args: Any) -> Any:
+    half = torch.get_autocast_dtype("cpu")
+    args = tree_map_only(torch.Tensor, lambda t: t.to(half) if t.dtype == torch.float32 else t, args)
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return operator(*args)
 
 
 def _cast_unless_asked(operator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -25,6 +25,7 @@ from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ScoringPhase, Tape
 from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.recording.convolution import with_copies_of_inputs
 from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
 from fsdp_advisor.recording.fake import fake_tensors, materialise, steady
@@ -296,7 +297,9 @@ def _contexts(source: Source, key: TapeKey, model: nn.Module) -> Iterator[Abstra
         # compiled code cannot read whether sequences are packed, so transformers assumes that they are
         packed = key.batch in ("flattened", "flattened-trl") or key.compiles_whole
         yield as_on_gpu(by_cudnn=key.kernel == "cudnn", packed=packed)
-        yield with_kernels(model)
+        yield with_kernels(model, key.without_packages.split(","))
+        if key.without_packages:
+            yield with_copies_of_inputs()
         if key.images is not None and key.attention == "flash_attention_2":
             yield with_rows_of_images(model)
         if key.liger_kernels:

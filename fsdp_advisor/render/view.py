@@ -235,6 +235,7 @@ def job_items(report: Report) -> tuple[str, ...]:
         "Liger's kernels": request.use_liger_kernel,
         f"experts {request.experts_implementation}": request.experts_implementation != "grouped_mm",
         f"busiest expert {request.expert_imbalance:g} times the mean": request.expert_imbalance != 1.0,
+        f"kernel packages {request.kernel_packages}": request.kernel_packages != "all",
         "activations on the host": request.activation_offload,
         compiled_text(request): request.compile != "none",
         f"MLP in shards ({request.tiled_mlp})": request.tiled_mlp != "none",

@@ -63,6 +63,7 @@ _LABELS = {
     "use_liger_kernel": "Liger's kernels",
     "experts_implementation": "Code for experts",
     "expert_imbalance": "Busiest expert, times the mean",
+    "kernel_packages": "Installed kernels",
     "allocator_conf": "Allocator settings",
     "margin": "Memory left free",
     "thorough": "Thorough search",

@@ -70,6 +70,7 @@ def valid_values(field: Field) -> st.SearchStrategy[Any]:
             "q_proj,v_proj",
             "mlp,qkv,o",
             "448x448",
+            "fla,causal-conv1d",
         ]
         return st.sampled_from([word for word in words if rule.word(word) == word])
     if field.kind is bool:
