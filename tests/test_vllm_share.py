@@ -71,6 +71,39 @@ def test_longrope_s_longest_sequence_is_that_of_the_pretraining() -> None:
     assert share_of("microsoft/Phi-3.5-mini-instruct").length == 4096
 
 
+def with_text_config(model: str, **values: Any) -> Profile:
+    """The profile of a model, with other values in the configuration of its text."""
+    profile, _ = plan_of(model)
+    return replace(profile, config={**profile.config, **values})
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 65536),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, 131072),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}, 65536),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, 65536),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 32768),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 32768),
+        ({"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 4096}, 4096),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "model_type": "gemma3_text"}, 32768),
+    ],
+)
+def test_ropes_scaling_sets_the_longest_sequence(rope: dict[str, Any], length: int) -> None:
+    """vLLM's `_get_and_verify_max_len`: a model of 32,768 positions."""
+    profile = with_text_config("mistralai/Mistral-7B-v0.1", **rope)
+    found = vllm_share(profile, plan_of("mistralai/Mistral-7B-v0.1")[1], find_gpu("H100"))
+    assert found is not None and found.length == length
+
+
+def test_a_length_above_the_models_is_refused() -> None:
+    profile, plan = plan_of("mistralai/Mistral-7B-v0.1", vllm_max_model_length=65536)
+    assert "sequences of the model have at most 32,768 tokens" in str(model_refusal(profile, plan))
+    scaled = with_text_config("mistralai/Mistral-7B-v0.1", rope_scaling={"type": "linear", "factor": 2.0})
+    assert model_refusal(scaled, plan) is None
+
+
 def test_tensor_parallelism_divides_the_weights() -> None:
     one, eight = (share_of("meta-llama/Llama-3.1-70B", vllm_tensor_parallel_size=n) for n in (1, 8))
     assert one.weight_bytes == pytest.approx(2 * 70.55e9, rel=1e-3)

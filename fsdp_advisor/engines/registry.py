@@ -17,7 +17,7 @@ from fsdp_advisor.engines.fsdp2.units import fsdp2_refusal
 from fsdp_advisor.engines.learned import learned
 from fsdp_advisor.engines.optimizer_work import stepping_refusal
 from fsdp_advisor.engines.reference import EngineStep, ReferenceStep, Zero3Reference, frozen, reference_plan
-from fsdp_advisor.engines.vllm import parallelism_refusal
+from fsdp_advisor.engines.vllm import vllm_refusal
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
 from fsdp_advisor.job.plan import Plan
@@ -116,7 +116,7 @@ def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
         or adalora.adalora_refusal(profile, plan)
         or reference.precomputation_refusal(profile, plan)
         or reference.copy_refusal(plan)
-        or parallelism_refusal(profile, plan)
+        or vllm_refusal(profile, plan)
     )
     if refused is not None:
         return refused

@@ -87,10 +87,17 @@ def with_settings(plan: Plan, settings: Mapping[str, Any]) -> Plan:
     return replace(plan, generation=_changed(plan.generation, settings))
 
 
-def parallelism_refusal(profile: Profile, plan: Plan) -> UsageError | None:
-    """Why vLLM cannot divide the model among its GPUs; None if it can."""
-    generation, heads = plan.generation, profile.text_config.get("num_attention_heads")
-    if generation is None or not isinstance(heads, int) or heads % generation.tensor_parallel == 0:
+def vllm_refusal(profile: Profile, plan: Plan) -> UsageError | None:
+    """Why vLLM does not take its settings for the model: its number of GPUs or its longest sequence; None if it takes them."""
+    generation, heads, limit = plan.generation, profile.text_config.get("num_attention_heads"), _limit(profile)
+    if generation is None:
+        return None
+    if limit is not None and (generation.max_length or 0) > limit:
+        return UsageError(
+            f"vLLM does not take --vllm-max-model-length {generation.max_length}: sequences of the model have at most {limit:,} tokens",
+            hint=f"--vllm-max-model-length is at most {limit}",
+        )
+    if not isinstance(heads, int) or heads % generation.tensor_parallel == 0:
         return None
     sizes = ", ".join(map(str, _parallel_sizes(profile, plan)))
     return UsageError(
@@ -133,7 +140,7 @@ def _starting(
     generation = plan.generation
     assert generation is not None
     values: dict[str, list[int] | list[float]] = {
-        "vllm_max_model_length": [plan.seq_len],
+        "vllm_max_model_length": [plan.seq_len] if plan.seq_len <= (_limit(profile) or plan.seq_len) else [],
         "vllm_tensor_parallel_size": [n for n in _parallel_sizes(profile, plan) if n > generation.tensor_parallel],
         "vllm_gpu_memory_utilization": [n / 20 for n in range(1, 20) if n / 20 > generation.memory_utilization],
     }
@@ -189,12 +196,38 @@ def _weight_bytes(profile: Profile) -> int:
     return profile.base.bytes_of(element_bytes)
 
 
+_UNSCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Kinds of RoPE whose factor does not multiply the longest sequence, because the configuration's length has it already."""
+
+
+def _ropes(profile: Profile) -> list[Mapping[str, Any]]:
+    """The settings of RoPE, of each kind of layers if they differ. transformers 5 writes `rope_parameters`, older versions
+    `rope_scaling`.
+    """
+    given = profile.text_config.get("rope_parameters") or profile.text_config.get("rope_scaling")
+    if not isinstance(given, dict):
+        return []
+    return [rope for rope in given.values() if isinstance(rope, dict)] or [given]
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def _limit(profile: Profile) -> int | None:
+    """Tokens of the longest sequence that vLLM takes; None if it is not known. Gemma 3's configuration has RoPE's factor in it."""
+    longest = profile.max_seq_len
+    if longest is None or "gemma3" in str(profile.text_config.get("model_type")):
+        return longest
+    factors = [rope["factor"] for rope in _ropes(profile) if rope.get("factor") and _kind(rope) not in _UNSCALED]
+    return int(longest * factors[-1]) if factors else longest
+
+
 def _longest(profile: Profile) -> int | None:
     """The model's longest sequence, which vLLM takes unless another is given; with LongRoPE the longest of its pretraining."""
-    config = profile.text_config
-    rope, original = config.get("rope_scaling"), config.get("original_max_position_embeddings")
-    is_long = isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type"))
-    return original if is_long and isinstance(original, int) else profile.max_seq_len
+    original = profile.text_config.get("original_max_position_embeddings")
+    is_long = any(_kind(rope) in ("longrope", "su") for rope in _ropes(profile))
+    return original if is_long and isinstance(original, int) else _limit(profile)
 
 
 @lru_cache(maxsize=256)
