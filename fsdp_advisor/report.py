@@ -67,7 +67,8 @@ class StrategyEstimate:
     If the job completes on this GPU, it is the peak on this GPU; if not, the peak on a GPU that is large enough. So the GPU's
     side of `fits` is exactly `headroom_bytes >= 0`. If a node's memory was given and the host lacks it, or if vLLM cannot start in its
     share of the GPU, `fits` is False too, and `fails_in` names the phase.
-    `states` are the bytes kept from step to step; `at_peak` the bytes alive at the tensors' peak, by account.
+    `states` are the bytes kept from step to step, of a bare parameter count by the textbook; `backend_keeps_bytes` is what the backend
+    keeps of a bare count. `at_peak` are the bytes alive at the tensors' peak, by account.
     `paged_optimizer_bytes` is optimizer state in CUDA's managed memory. Neither `states` nor `at_peak` contains it: it uses free memory of
     the GPU and moves to the host when the GPU is full. `host_bytes_per_node` contains all of it; it is None if
     states are offloaded to NVMe, because swap buffers are not modelled.
@@ -86,6 +87,7 @@ class StrategyEstimate:
     peak_where: str | None = None
     phase_peaks: dict[Phase, int] | None = None
     states: dict[str, int]
+    backend_keeps_bytes: int | None = None
     parameter_parts: dict[str, int] | None = None
     at_peak: dict[str, int] | None = None
     host_bytes_per_node: int | None
@@ -230,7 +232,7 @@ class StrategyEstimate:
     @property
     def kept_bytes(self) -> int:
         """Bytes that stay on the GPU from step to step."""
-        return sum(self.states.values())
+        return sum(self.states.values()) if self.backend_keeps_bytes is None else self.backend_keeps_bytes
 
     @property
     def known_bytes(self) -> int:
@@ -262,6 +264,7 @@ class StrategyEstimate:
             "peak_where": self.peak_where,
             "phase_peaks": self.phase_peaks,
             "states": self.states,
+            "kept_bytes": self.kept_bytes,
             "parameter_parts": self.parameter_parts,
             "at_peak": self.at_peak,
             "fused_loss_peak_bytes": self.fused_loss_peak_bytes,

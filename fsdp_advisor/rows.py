@@ -16,7 +16,7 @@ from fsdp_advisor.engines.model_outputs import searches_unused
 from fsdp_advisor.engines.reference import copy_warnings, gathered_bytes
 from fsdp_advisor.engines.registry import not_modelled, states_of
 from fsdp_advisor.engines.rollouts import batch_warnings
-from fsdp_advisor.engines.textbook import textbook_states
+from fsdp_advisor.engines.textbook import backend_states, textbook_states, whole_parameter_bytes
 from fsdp_advisor.engines.units_summary import packed_warnings, saving_warnings, units_text, wrap_warnings
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, UsageError
 from fsdp_advisor.hardware import Gpu
@@ -351,13 +351,16 @@ def _allocator_warnings(allocator: AllocatorResult) -> tuple[str, ...]:
 
 
 def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:
-    states = textbook_states(parameters, plan)
-    gathered = (NotModelled(f"{plan.backend} gathers the whole parameters in each step; only the verdict counts them"),)
+    textbook, kept = textbook_states(parameters, plan), backend_states(parameters, plan)
+    whole = whole_parameter_bytes(parameters, plan)
+    gathered = NotModelled(f"{plan.backend} gathers the whole parameters in each step; only the verdict counts them")
+    on_host = NotModelled("gradients and pinned buffers on the host are left out")
     return StrategyEstimate(
         plan=plan,
-        fits=False if states.total + states.gathered > gpu.memory_bytes else None,
-        states={"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer},
-        host_bytes_per_node=None if plan.offloads_to_nvme else states.host_per_node,
+        fits=False if kept.on_gpu + whole > gpu.memory_bytes else None,
+        states={"parameters": textbook.parameters, "gradients": textbook.gradients, "optimizer": textbook.optimizer},
+        backend_keeps_bytes=kept.on_gpu,
+        host_bytes_per_node=None if plan.offloads_to_nvme else kept.host_per_node,
         omissions=(
             NotModelled(
                 "a bare parameter count does not tell the sizes of activations, logits, gathered units and buckets",
@@ -365,6 +368,7 @@ def _count_estimate(parameters: int, plan: Plan, gpu: Gpu) -> StrategyEstimate:
                 hides_needed=True,
             ),
             NotModelled("a bare parameter count has no operators to time", TIME_UNKNOWN),
-            *(gathered if states.gathered else ()),
+            *((gathered,) if whole else ()),
+            *((on_host,) if plan.offload != "none" else ()),
         ),
     )

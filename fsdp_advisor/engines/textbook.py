@@ -1,8 +1,12 @@
-"""Textbook states of a bare parameter count: parameters P, gradients G and optimizer states O, divided as the backend divides them.
+"""States of a bare parameter count: by the textbook, and as a backend keeps them.
 
-Source: Rajbhandari et al., ZeRO (arXiv:1910.02054), section 3: per GPU P + G + O, P + G + O/N, P + (G + O)/N, (P + G + O)/N. FSDP's ZeRO-2
-differs: it keeps P/N and gathers whole parameters in the dtype of the computation from forward to the end of backward. DeepSpeed's O has
-masters in every precision (`master_bytes`). DDP's buckets, and that DeepSpeed frees gradients between steps, are left out, as in the paper.
+Source of the textbook: Rajbhandari et al., ZeRO (arXiv:1910.02054), section 3. Per GPU P + G + O, P + G + O/N, P + (G + O)/N, (P + G + O)/N
+for parameters P, gradients G and optimizer states O on N GPUs. In mixed precision P and G have 2 bytes per parameter, and O has masters;
+where all of them are divided alike, DDP's and FSDP's 4 and 4 bytes without masters come to the same.
+
+Backends differ. FSDP's ZeRO-2 keeps P/N and gathers whole parameters in the dtype of the computation from forward to the end of backward.
+DeepSpeed's O has masters in every precision (`master_bytes`). DDP's buckets, and that DeepSpeed frees gradients between steps, are left
+out in both.
 """
 
 from __future__ import annotations
@@ -15,53 +19,74 @@ from fsdp_advisor.policies.optimizers import optimizer_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextbookStates:
-    """Bytes of states on one GPU, and in the host memory of one node. `gathered`: bytes of the whole parameters that each step gathers."""
+class Kept:
+    """Bytes of states on one GPU, and in the host memory of one node."""
 
     parameters: int
     gradients: int
     optimizer: int
     host_per_node: int
-    gathered: int = 0
 
     @property
-    def total(self) -> int:
+    def on_gpu(self) -> int:
         return self.parameters + self.gradients + self.optimizer
 
 
-def textbook_states(parameters: int, plan: Plan) -> TextbookStates:
-    """The textbook states of `parameters` trainable parameters.
+def textbook_states(parameters: int, plan: Plan) -> Kept:
+    """The textbook's states of `parameters` trainable parameters.
 
-    >>> from fsdp_advisor.job.plan import Plan
     >>> from fsdp_advisor.parallelism.mesh import Mesh
     >>> plan = Plan(strategy="zero2", backend="fsdp2", mesh=Mesh(dp_shard=4), seq_len=1, precision="fp32")
-    >>> states = textbook_states(7_000_000_000, plan)
-    >>> states.total, states.gathered
-    (28000000000, 28000000000)
+    >>> textbook_states(7_000_000_000, plan).on_gpu
+    49000000000
     """
-    shards = plan.shard_degree
-    by_deepspeed = plan.backend == "deepspeed"
-    master = master_bytes(plan) if by_deepspeed else 0
-    weight = plan.compute_bytes if by_deepspeed else plan.param_bytes
+    has_masters = plan.mixed and (plan.backend == "deepspeed" or plan.strategy == "zero2")
+    weight, master = (plan.compute_bytes, plan.param_bytes) if has_masters else (plan.param_bytes, 0)
+    ranks = plan.shard_degree
+    divided = {"ddp": (1, 1, 1), "zero1": (1, 1, ranks), "zero2": (1, ranks, ranks)}
+    return _kept(parameters, plan, weight, master, divided.get(plan.strategy, (ranks, ranks, ranks)))
+
+
+def backend_states(parameters: int, plan: Plan) -> Kept:
+    """What the plan's backend keeps of `parameters` trainable parameters.
+
+    >>> from fsdp_advisor.parallelism.mesh import Mesh
+    >>> plan = Plan(strategy="zero2", backend="fsdp2", mesh=Mesh(dp_shard=4), seq_len=1, precision="fp32")
+    >>> backend_states(7_000_000_000, plan).on_gpu
+    28000000000
+    """
+    if plan.backend == "deepspeed":
+        ranks = plan.shard_degree
+        divided = {"zero1": (1, 1, ranks), "zero2": (1, ranks, ranks)}.get(plan.strategy, (ranks, ranks, ranks))
+        return _kept(parameters, plan, plan.compute_bytes, master_bytes(plan), divided)
+    ranks = 1 if plan.strategy == "ddp" else plan.shard_degree
+    return _kept(parameters, plan, plan.param_bytes, 0, (ranks, ranks, ranks))
+
+
+def whole_parameter_bytes(parameters: int, plan: Plan) -> int:
+    """Bytes of the whole parameters that FSDP's ZeRO-2 gathers in each step; 0 for other strategies."""
+    gathers = plan.strategy == "zero2" and plan.backend != "deepspeed"
+    return plan.compute_bytes * parameters if gathers else 0
+
+
+def _kept(parameters: int, plan: Plan, weight: int, master: int, divided: tuple[int, int, int]) -> Kept:
+    """States of `weight` bytes per parameter, as many per gradient, and `master` bytes plus the optimizer's; `divided` says over how many
+    ranks.
+    """
     stepping = optimizer_of(plan)
     moments = stepping.textbook_bytes(plan.param_bytes) * parameters
-    optimizer = master * parameters
-    paged = 0
-    if stepping.is_paged and plan.offload == "none":
-        paged = moments
-    else:
-        optimizer += moments
-    sharded = {"ddp": (1, 1, 1), "zero1": (1, 1, shards)}
-    if by_deepspeed:
-        sharded["zero2"] = (1, shards, shards)
-    p, g, o = sharded.get(plan.strategy, (shards, shards, shards))
-    gathered = plan.compute_bytes * parameters if plan.strategy == "zero2" and not by_deepspeed else 0
-    gpu = (-(-weight * parameters // p), -(-weight * parameters // g), -(-optimizer // o))
+    paged = moments if stepping.is_paged and plan.offload == "none" else 0
+    p, g, o = divided
+    states = (
+        -(-weight * parameters // p),
+        -(-weight * parameters // g),
+        -(-(master * parameters + moments - paged) // o),
+    )
     host = -(-paged // o) * plan.ranks_per_node
     if plan.offload != "none":
-        host += gpu[2] * plan.ranks_per_node
-        gpu = (gpu[0], gpu[1], 0)
+        host += states[2] * plan.ranks_per_node
+        states = (states[0], states[1], 0)
     if plan.offload == "parameters":
-        host += (gpu[0] + gpu[1]) * plan.ranks_per_node
-        gpu = (0, 0, 0)
-    return TextbookStates(parameters=gpu[0], gradients=gpu[1], optimizer=gpu[2], host_per_node=host, gathered=gathered)
+        host += (states[0] + states[1]) * plan.ranks_per_node
+        states = (0, 0, 0)
+    return Kept(parameters=states[0], gradients=states[1], optimizer=states[2], host_per_node=host)

@@ -143,6 +143,9 @@ def _states_line(estimate: StrategyEstimate, sizes: Sizes) -> str:
     states = ", ".join(f"{name} {sizes.scaled(n)}" for name, n in estimate.states.items() if n)
     if not states:
         return "Kept between steps: nothing on the GPU"
+    if estimate.backend_keeps_bytes is not None:
+        kept = f"Kept between steps: {sizes.scaled(estimate.kept_bytes)} by {estimate.backend}"
+        return f"{kept}, {sizes.scaled(sum(estimate.states.values()))} by the textbook ({states})"
     paged = f"; paged: {sizes.scaled(n)}" if (n := estimate.paged_optimizer_bytes) else ""
     return f"Kept between steps: {sizes.scaled(estimate.kept_bytes)} ({states}){paged}"
 

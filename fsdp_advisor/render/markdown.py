@@ -16,7 +16,14 @@ def markdown(view: ReportView, explained: ExplanationView | None = None) -> str:
 
 def report_blocks(view: ReportView, explained: ExplanationView | None = None) -> list[Block]:
     """The whole answer."""
-    header = ["strategy", "backend", *(["needs"] if view.peaks_known else []), "states"]
+    is_textbook = any(row.textbook_text is not None for row in view.rows)
+    header = [
+        "strategy",
+        "backend",
+        *(["needs"] if view.peaks_known else []),
+        *(["textbook"] if is_textbook else []),
+        "states",
+    ]
     header += [part.name for part in PARTS] if view.peaks_known else []
     header += [f"{view.throughput_unit} per GPU"] if view.timed else []
     header += ["host per node", "verdict"]
@@ -41,5 +48,5 @@ def _cells(view: ReportView, row: RowView) -> list[str]:
         parts = [view.sizes.bare(n) for _, n in row.parts] if row.peak_known else [UNKNOWN] * len(PARTS)
         cells += [row.needed_text, row.states_text, *parts]
     else:
-        cells.append(row.states_text)
+        cells += [row.states_text] if row.textbook_text is None else [row.textbook_text, row.states_text]
     return [*cells, *([row.throughput_text] if view.timed else []), row.host_text, row.verdict]

@@ -48,9 +48,12 @@ def _columns(view: ReportView) -> list[Column]:
         columns.append(Column("states", [row.states_text for row in rows], right=True, rank=1))
         columns += [Column(part.name, _part_cells(view, i), right=True, rank=2) for i, part in enumerate(PARTS)]
     else:
-        columns += [
-            Column(name, [row.state_texts[name] for row in rows], right=True, rank=2) for name in GROUPS["states"]
-        ]
+        textbook = [row.textbook_text for row in rows if row.textbook_text is not None]
+        for name in GROUPS["states"]:
+            header = name[0].upper() if textbook else name
+            columns.append(Column(header, [row.state_texts[name] for row in rows], right=True, rank=2))
+        if textbook:
+            columns.append(Column("textbook", textbook, right=True))
         columns.append(Column("states", [row.states_text for row in rows], right=True))
     if view.timed:
         columns.append(Column(view.throughput_unit, [row.throughput_text for row in rows], right=True, rank=1))
@@ -89,7 +92,8 @@ def _card(view: ReportView, row: RowView, screen: Screen) -> str:
         items = [f"needs {row.needed_text} {unit}", f"states {row.states_text} {unit}"]
         made = f"at the peak: {'; '.join(f'{part.meaning} {view.sizes.bare(n)}' for part, n in row.parts)}"
     else:
-        items = [f"states {row.states_text} {unit}"]
+        items = [] if row.textbook_text is None else [f"textbook {row.textbook_text} {unit}"]
+        items.append(f"states {row.states_text} {unit}")
         made = ", ".join(f"{name} {size}" for name, size in row.state_texts.items())
     if row.throughput is not None:
         items.append(f"{row.throughput_text} {view.throughput_unit} per GPU")

@@ -26,7 +26,8 @@ class RowView:
     """One strategy. The figures are those of the estimate; the texts are the same figures as every interface writes them.
 
     `name` is the value for `--explain`. `states_bytes`: bytes that a rank keeps between steps. `throughput`: tokens or images (as the task
-    counts) per second per GPU. `parts` sum to `needed_bytes`, or are only the states if the peak is unknown. `why` says where the peak is,
+    counts) per second per GPU. `textbook_text`: the sum of `state_texts` for a bare parameter count, else
+    None. `parts` sum to `needed_bytes`, or are only the states if the peak is unknown. `why` says where the peak is,
     or why it is unknown.
     """
 
@@ -44,6 +45,7 @@ class RowView:
     needed_text: str
     states_text: str
     state_texts: dict[str, str]
+    textbook_text: str | None
     host_text: str
     throughput_text: str
     verdict: str
@@ -174,6 +176,7 @@ def _row(report: Report, estimate: StrategyEstimate, sizes: Sizes, omissions: Se
         needed_text=sizes.bare(estimate.needed_bytes),
         states_text=sizes.bare(estimate.kept_bytes),
         state_texts={name: sizes.bare(n) for name, n in estimate.states.items()},
+        textbook_text=sizes.bare(sum(estimate.states.values())) if report.model_source == "count" else None,
         host_text=sizes.bare_or_none(estimate.host_bytes_per_node),
         throughput_text=UNKNOWN if rate is None else format_rate(rate),
         verdict=verdict_text(report, estimate, sizes.full),
@@ -200,11 +203,13 @@ def _footnotes(report: Report, rows: Sequence[RowView], sizes: Sizes, throughput
     known = any(row.peak_known for row in rows)
     notes = [f"Sizes in {sizes.unit_with_meaning}."]
     if report.model_source == "count":
-        formulas = "by the formulas of the ZeRO paper, divided as each backend divides them"
-        notes = [f"Sizes in {sizes.unit_with_meaning}, {formulas}."]
+        notes.append("textbook: parameters P, gradients G and optimizer states O, by the formulas of the ZeRO paper.")
     if known:
         notes.append("needs: memory of one GPU at the worst moment of the job, with fragmentation, CUDA and NCCL.")
-    notes.append("states: what a rank keeps between steps (parameters, gradients, optimizer state, buffers).")
+    kept = (
+        "(parameters, gradients, optimizer state, buffers)" if report.model_source != "count" else "with this backend"
+    )
+    notes.append(f"states: what a rank keeps between steps {kept}.")
     if any(row.throughput is not None for row in rows):
         notes.append(f"{throughput_unit}: per GPU.")
     if any(row.host_bytes_per_node for row in rows):

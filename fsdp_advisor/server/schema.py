@@ -115,7 +115,15 @@ class StrategyEstimate(BaseModel):
     peak_phase: Phase | None
     peak_where: str | None
     phase_peaks: Annotated[dict[str, Bytes] | None, Field(description="The peak of each phase")]
-    states: Annotated[dict[str, Bytes], Field(description="Bytes kept from step to step")]
+    states: Annotated[
+        dict[str, Bytes], Field(description="Bytes kept from step to step; of a bare parameter count by the textbook")
+    ]
+    kept_bytes: Annotated[
+        Bytes,
+        Field(
+            description="Bytes that stay on the GPU from step to step: the sum of `states`, or what the backend keeps of a count"
+        ),
+    ]
     parameter_parts: Annotated[
         dict[str, Bytes] | None,
         Field(description="`states.parameters` divided into base and adapters; null without adapters"),

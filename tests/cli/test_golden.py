@@ -87,13 +87,17 @@ def test_text_stays_within_the_screen(name: str, cli: Callable[..., object]) -> 
 
 
 def test_a_parameter_count_gives_the_states_of_the_textbook(cli: Callable[..., object]) -> None:
-    """The ZeRO paper's formulas for 7e9 parameters in fp32 with AdamW on 4 GPUs; DeepSpeed has masters, FSDP's ZeRO-2 shards parameters."""
-    ran = cli("estimate", *COUNT, "--json")
-    estimates = json.loads(ran.out)["estimates"]
-    states = {e["strategy"]: sum(e["states"].values()) for e in estimates if e["offload"] == "none"}
-    assert states == {"ddp": 112 * 10**9, "zero1": 77 * 10**9, "zero2": 28 * 10**9, "zero3": 28 * 10**9}
+    """The ZeRO paper's formulas for 7e9 parameters in fp32 with AdamW on 4 GPUs, and what backends keep: DeepSpeed has masters, FSDP's
+    ZeRO-2 shards parameters.
+    """
+    estimates = json.loads(cli("estimate", *COUNT, "--json").out)["estimates"]
+    rows = [e for e in estimates if e["offload"] == "none"]
+    textbook = {e["strategy"]: sum(e["states"].values()) / 10**9 for e in rows}
+    assert textbook == {"ddp": 112, "zero1": 70, "zero2": 49, "zero3": 28}
+    assert {e["strategy"]: e["kept_bytes"] / 10**9 for e in rows} == {"ddp": 112, "zero1": 77, "zero2": 28, "zero3": 28}
     assert {e["fits"] for e in estimates} == {False, None}
     assert all(e["peak_tensor_bytes"] is None for e in estimates)
     lines = cli("estimate", *COUNT).out.splitlines()
-    at = lines[2].split().index("states")
-    assert [line.split()[at] for line in lines[3:7]] == ["112.00", "77.00", "28.00", "28.00"]
+    columns = lines[2].split()
+    shown = {name: [line.split()[columns.index(name)] for line in lines[3:7]] for name in ("textbook", "states")}
+    assert shown == {"textbook": ["112.00", "70.00", "49.00", "28.00"], "states": ["112.00", "77.00", "28.00", "28.00"]}
