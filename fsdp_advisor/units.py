@@ -1,4 +1,4 @@
-"""Format and parse bytes and other quantities. No other module divides by 2**30."""
+"""Format and parse bytes and other quantities, and list words. No other module divides by 2**30."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 
 GIB = 2**30
 MAX_BYTES = 10**19
+MOST_LISTED = 20
+"""The largest number of possible words that a message lists in full."""
 _SUFFIX = {
     "": 1, "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -121,3 +123,16 @@ def format_speed(per_second: float, counted: str = "tokens") -> str:
     """
     rounded = float(f"{per_second:.3g}")
     return f"{rounded:,.0f} {counted}/s" if rounded >= 100 else f"{rounded:g} {counted}/s"
+
+
+def list_words(words: tuple[str, ...]) -> str:
+    """The possible words as text; if there are many, their number and the first three.
+
+    >>> list_words(("ddp", "zero2", "zero3"))
+    'ddp, zero2 or zero3'
+    >>> list_words(tuple(f"optimizer{number}" for number in range(40)))
+    'one of 40 names that the help lists, such as optimizer0, optimizer1 or optimizer2'
+    """
+    if len(words) > MOST_LISTED:
+        return f"one of {len(words)} names that the help lists, such as {list_words(words[:3])}"
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

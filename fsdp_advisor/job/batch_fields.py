@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Annotated
 
 from fsdp_advisor.job.choices import DEFAULT_SEQ_LEN, MAX_BATCH, MAX_GPUS, MAX_SEQ_LEN, Packing
 from fsdp_advisor.job.fields import Rule
-from fsdp_advisor.job.images import read_image_size
 
 rule = partial(Rule, group="Training")
+LARGEST_SIDE = 16_384
+"""The largest accepted side of an image, in pixels."""
+_SIZE = re.compile(r"(\d{1,5})(?:\s*[x*,]\s*(\d{1,5}))?")
+
+
+def read_image_size(text: str) -> str | None:
+    """The canonical spelling of an image's size; None for an impossible size or other text.
+
+    >>> read_image_size("1024 x 768"), read_image_size("448"), read_image_size("0")
+    ('1024x768', '448x448', None)
+    """
+    found = _SIZE.fullmatch(text.strip().lower())
+    if found is None:
+        return None
+    width, height = int(found[1]), int(found[2] or found[1])
+    return f"{width}x{height}" if min(width, height) > 0 and max(width, height) <= LARGEST_SIDE else None
+
 
 MICRO_BATCH_SIZE = rule(
     "the number of sequences per rank and forward pass", ge=1, le=MAX_BATCH, aliases=("per_device_train_batch_size",)

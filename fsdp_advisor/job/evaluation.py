@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.evaluation_fields import EvalStrategy
-from fsdp_advisor.job.fields import dashed, fields_of, list_words
+from fsdp_advisor.job.fields import dashed, fields_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.units import list_words
 
 OPTIONS = (
     "per_device_eval_batch_size",

@@ -16,10 +16,9 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdp_advisor.errors import InvalidOption
-from fsdp_advisor.units import format_bytes, parse_bytes
+from fsdp_advisor.job.unknown_options import unknown_option
+from fsdp_advisor.units import format_bytes, list_words, parse_bytes
 
-MOST_LISTED = 20
-"""The largest number of possible words that a message lists in full."""
 MAX_SHOWN = 80
 """Characters of a refused value that its message repeats."""
 _INTEGER = re.compile(r"[+-]?\d{1,25}(\.0*)?", re.ASCII)
@@ -218,8 +217,6 @@ def read_fields(given: Mapping[str, Any], known: Mapping[str, Field]) -> dict[st
     for written, value in given.items():
         name = aliases.get(written, written)
         if name not in known:
-            from fsdp_advisor.job.unknown_options import unknown_option
-
             raise unknown_option(written, (field for field in known if not known[field].rule.hidden))
         values[name] = known[name].read(value)
     return values
@@ -243,19 +240,6 @@ def shown(value: Any) -> str:
         return text if len(value) <= MAX_SHOWN else text + "..."
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**MAX_SHOWN else "a huge number"
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
-
-
-def list_words(words: tuple[str, ...]) -> str:
-    """The possible words as text; if there are many, their number and the first three.
-
-    >>> list_words(("ddp", "zero2", "zero3"))
-    'ddp, zero2 or zero3'
-    >>> list_words(tuple(f"optimizer{number}" for number in range(40)))
-    'one of 40 names that the help lists, such as optimizer0, optimizer1 or optimizer2'
-    """
-    if len(words) > MOST_LISTED:
-        return f"one of {len(words)} names that the help lists, such as {list_words(words[:3])}"
-    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def dashed(field: str) -> str:

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from fsdp_advisor.job.request import EstimateRequest  # the module imports this one
-
-LARGEST_SIDE = 16_384
-"""The largest accepted side of an image, in pixels."""
-_SIZE = re.compile(r"(\d{1,5})(?:\s*[x*,]\s*(\d{1,5}))?")
+from fsdp_advisor.job.request import EstimateRequest
 
 
 class Images(NamedTuple):
@@ -29,19 +23,6 @@ class Images(NamedTuple):
     def __str__(self) -> str:
         number = "1 image" if self.per_sample == 1 else f"{self.per_sample} images"
         return f"{number} of {self.width} x {self.height} pixels" if self.height else number
-
-
-def read_image_size(text: str) -> str | None:
-    """The canonical spelling of an image's size; None for an impossible size or other text.
-
-    >>> read_image_size("1024 x 768"), read_image_size("448"), read_image_size("0")
-    ('1024x768', '448x448', None)
-    """
-    found = _SIZE.fullmatch(text.strip().lower())
-    if found is None:
-        return None
-    width, height = int(found[1]), int(found[2] or found[1])
-    return f"{width}x{height}" if min(width, height) > 0 and max(width, height) <= LARGEST_SIDE else None
 
 
 def images_of(request: EstimateRequest) -> Images | None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
 from fsdp_advisor.errors import InvalidOption
-from fsdp_advisor.job.fields import list_words
 from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.units import list_words
 
 DATA_PARALLEL = "possible are data parallelism and its sharding: DDP, ZeRO-1 to ZeRO-3, HSDP"
 TASKS_OF_TRL = "--task has dpo, kto, reward and grpo, with --framework trl"
