@@ -255,7 +255,7 @@ def test_what_cannot_be_is_refused_in_one_line(options: dict[str, object], messa
     assert error.value.hint and "\n" not in error.value.message + error.value.hint
 
 
-def test_a_long_sequence_is_noted() -> None:
+def test_a_sequence_beyond_the_models_maximum_is_noted() -> None:
     report = estimate(model="openai-community/gpt2", seq_len=2048, gpu="T4", strategy="ddp")
     assert "seq_len 2048 is past the model's maximum of 1024 tokens" in report.notes
 

@@ -227,7 +227,7 @@ def _tokens(job: DiagnosedJob, holdings: Sequence[Holding]) -> Iterator[str]:
     if vocabulary is None:
         return
     expected = plan.micro_batch_size * plan.seq_len
-    shifted = expected - plan.micro_batch_size  # some losses leave out the last token of each sequence
+    shifted = expected - plan.micro_batch_size  # some losses have one token fewer per sequence
     found = {largest // (vocabulary * size) for size in _LOGITS_BYTES if largest % (vocabulary * size) == 0} - {0}
     if found and not found & {expected, shifted}:
         tokens = " or ".join(str(n) for n in sorted(found))

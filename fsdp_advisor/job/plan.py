@@ -269,7 +269,7 @@ class Plan:
 
     @property
     def param_bytes(self) -> int:
-        """Bytes per element of the parameters that the optimizer steps (fp32 masters under mixed precision)."""
+        """Bytes per element of the parameters that the optimizer steps."""
         return 2 if self.precision == "bf16" or self.stores_half else 4
 
     @property

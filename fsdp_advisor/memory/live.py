@@ -177,7 +177,7 @@ class _Reader:
         return instruction.storages.rounded if isinstance(instruction, Alloc) else instruction.n_bytes
 
     def _dropped(self, instruction: _Drop, before: MicroBatch | None) -> dict[int, int]:
-        """Bytes by account that the previous micro-batch left alive and the instruction frees."""
+        """Bytes by account that the instruction frees of those alive since the previous micro-batch."""
         match instruction:
             case DropBatch():
                 accounts: tuple[int, ...] = _INPUT_ACCOUNTS

@@ -135,7 +135,7 @@ class Resolved:
 
     @property
     def _task(self) -> str | None:
-        """The task of a model of the catalog or with adapters; None for others, whose task is derived from the configuration."""
+        """The task, if the catalog or an adaptation fixes it; else None."""
         adapted = bool(self.adaptation)
         return self.profile.task if self.profile and (self.is_catalogued or adapted) else None
 

@@ -39,7 +39,7 @@ def way_out(report: Report) -> str:
     if request.load_in_4bit and request.bnb_4bit_quant_storage == "uint8" and request.gpus > 1:
         stored = sharded_storage(request.precision)
         smaller_states.append(f"--bnb-4bit-quant-storage {stored} (FSDP then shards the base)")
-    reference, offload = _reference(report, known), _offload(report, known)
+    reference, offload = _reference_options(report, known), _offload(report, known)
     options = [*smaller_states, *offload]
     if options or _states_may_fit(report, known):
         options = [*smaller_states, *reference, *_small_savers(report, known), *offload]
@@ -74,7 +74,7 @@ def _small_savers(report: Report, known: Sequence[StrategyEstimate]) -> list[str
     return [*options, *_loss(report, known)]
 
 
-def _reference(report: Report, known: Sequence[StrategyEstimate]) -> list[str]:
+def _reference_options(report: Report, known: Sequence[StrategyEstimate]) -> list[str]:
     """The options with which FSDP2 does not gather a whole reference model, or only before training."""
     whole = [row for row in known if row.whole_reference_bytes is not None]
     if not whole:

@@ -54,7 +54,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("config", "message"), BAD, ids=str)
-def test_what_cannot_be_built_says_so(config: dict[str, object], message: str) -> None:
+def test_an_unbuildable_configuration_is_refused_with_its_reason(config: dict[str, object], message: str) -> None:
     with pytest.raises(UnreadableConfig, match=message):
         Recorder(TransformersSource(config, name="x"))
 

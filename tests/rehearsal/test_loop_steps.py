@@ -30,7 +30,7 @@ OPTIMIZERS: dict[OptimizerName, tuple[str, str, dict[str, Any], dict[str, Any]]]
 
 
 @pytest.mark.parametrize("name", taken(["galore_adamw_8bit"], ["galore_adamw", "grokadamw", "adam_mini"]))
-def test_the_peak_of_a_step_is_predicted(
+def test_peaks_of_optimizers_that_loop_over_parameters_are_predicted(
     name: OptimizerName, run: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     path = tmp_path / "config.json"

@@ -191,7 +191,7 @@ def test_the_drawing_is_of_this_table() -> None:
     assert DRAWING.read_text() == drawing()
 
 
-def test_the_table_is_read_as_it_was_written() -> None:
+def test_published_table_survives_writing_and_reading() -> None:
     assert [run.id for run in runs()] == [c.row.id for c in compared()]
     for run, c in zip(runs(), compared(), strict=True):
         assert run.error_percent == pytest.approx(100 * c.error, abs=0.051)
