@@ -191,6 +191,7 @@ def test_an_export_without_a_strategy_keeps_what_is_assumed() -> None:
         ({"interconnect": "RoCE"}, "interconnect"),
         ({"offload_device": "nvme", "offload": "none", "strategy": "zero3"}, "offload_device"),
         ({"backward_prefetch": "post"}, "backward_prefetch"),
+        ({"reshard_after_forward": "2", "strategy": "zero2"}, "reshard_after_forward"),
         ({"price": 2}, "price"),
         ({"seq_len": 512, "find": "sequence"}, "seq_len"),
         ({"micro_batch_size": 4, "find": "batch"}, "micro_batch_size"),

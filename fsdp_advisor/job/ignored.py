@@ -21,6 +21,8 @@ def ignored_in_estimate(request: EstimateRequest) -> Iterator[str]:
         yield "offload_device is ignored without offload"
     if "backward_prefetch" in given and request.backward_prefetch != "pre" and request.backend != "fsdp1":
         yield "backward_prefetch is ignored: only backend fsdp1 has it"
+    if request.reshard_after_forward.isdecimal() and request.strategy in ("ddp", "zero1", "zero2"):
+        yield f"reshard_after_forward is ignored: {request.strategy} keeps parameters after forward"
     if not request.use_orig_params and request.backend != "fsdp1":
         yield "use_orig_params is ignored: only backend fsdp1 has it"
 

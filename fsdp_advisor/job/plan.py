@@ -258,9 +258,9 @@ class Plan:
     @property
     def post_forward_ranks(self) -> int | None:
         """The number of ranks over which FSDP2 keeps parameters sharded after forward (`reshard_after_forward` as an integer). None if the
-        option is true, false or auto.
+        option is true, false or auto, or if the strategy keeps parameters after forward.
         """
-        return int(self.reshard_after_forward) if self.reshard_after_forward.isdecimal() else None
+        return int(self.reshard_after_forward) if self.reshards and self.reshard_after_forward.isdecimal() else None
 
     @property
     def mixed(self) -> bool:

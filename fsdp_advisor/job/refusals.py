@@ -93,7 +93,7 @@ def check_fsdp_options(plan: Plan) -> None:
     if plan.reshard_after_forward == "false" and plan.strategy == "zero3":
         raise UsageError("ZeRO-3 that keeps parameters after forward is ZeRO-2", hint="use --strategy zero2")
     ranks = plan.post_forward_ranks
-    if ranks is None or plan.strategy == "zero2":
+    if ranks is None:
         return
     if plan.backend != "fsdp2" or plan.uses_accelerate:
         raise UsageError(

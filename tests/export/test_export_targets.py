@@ -440,3 +440,10 @@ def test_other_targets_do_not_take_compiled_layers() -> None:
         ):
             compiled = replace(example(name), plan=replace(example(name).plan, compile=compiles))
             assert (target.limit(compiled) is None) == (name in able)
+
+
+def test_a_script_of_zero2_keeps_parameters_whatever_number_of_ranks_is_given() -> None:
+    text = export("fsdp2", job(plan("zero2", "fsdp2", reshard_after_forward="2"))).text
+    assert '"reshard_after_forward": False' in text
+    text = export("fsdp2", job(plan("zero3", "fsdp2", reshard_after_forward="2"))).text
+    assert '"reshard_after_forward": 2' in text
