@@ -111,6 +111,8 @@ TORCH = [
     Case(PYTHIA, "fsdp1", "zero2", 8, 2, 256, "fp32", forward_prefetch=True),
     Case(PYTHIA, "fsdp1", "hsdp", 16, 2, 256, nnodes=2, reshard_after_forward="false"),
     Case(PYTHIA, "fsdp1", "zero3", 7, 2, 256, use_orig_params=False),
+    Case(PYTHIA, "fsdp1", "zero2", 1, 2, 256, activation_checkpointing="full"),
+    Case(PYTHIA, "fsdp1", "hsdp", 2, 2, 256, nnodes=2, reshard_after_forward="false"),
     Case(PYTHIA, "fsdp2", "hsdp", 16, 2, 256, nnodes=2, reshard_after_forward="4", activation_checkpointing="full"),
     Case(PYTHIA, "fsdp2", "zero3", 8, 2, 256, "fp32", reshard_after_forward="2"),
     Case(PYTHIA, "ddp", "ddp", 2, 2, 256, "bf16", optim="rmsprop"),

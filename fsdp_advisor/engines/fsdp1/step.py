@@ -53,7 +53,8 @@ class Fsdp1Step(StepHooks):
         self._one_shard = plan.shard_degree == 1
         self._uploads = self._offload and not plan.mixed  # `flat_param_to`, not `_use_low_precision_shard`
         self._uploads_whole = self._uploads and self._one_shard
-        self._reshard = plan.reshards or self._uploads_whole  # on one rank, every strategy is NO_SHARD
+        # On one rank every strategy is NO_SHARD: the cast copy is freed after forward (`FlatParamHandle.post_reshard`).
+        self._reshard = plan.reshards or self._uploads_whole or (self._one_shard and plan.mixed)
         self.marked_units = marked_units(profile, plan)
         self._all, self.states = fsdp1_units(profile, plan.without_step)
         self._units, self._policy = self._all.by_id, self._all.policy
