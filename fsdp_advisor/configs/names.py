@@ -16,6 +16,7 @@ _OPTIMIZERS: dict[str, OptimizerName] = {
     "adam": "adamw_torch",
     "torch_adam": "adamw_torch",
     "fusedadam": "adamw_torch_fused",
+    "deepspeedcpuadam": "adamw_torch",
     "muonwithauxadam": "muon",
     "adamw_8bit": "adamw_bnb_8bit",
     "rmsprop_bnb": "rmsprop_bnb_32bit",

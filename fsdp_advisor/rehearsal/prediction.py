@@ -158,7 +158,7 @@ def _engine(engine: Mapping[str, Any], ranks: int) -> dict[str, str]:
         case "ddp":
             return {"strategy": "ddp", "backend": "ddp"}
         case "deepspeed":
-            return {"strategy": f"zero{engine['zero_stage']}", "backend": "deepspeed"}
+            return {"strategy": f"zero{engine['zero_stage']}", "backend": "deepspeed", **_deepspeed_offload(engine)}
         case "fsdp1":
             return {
                 **_sharding(engine["sharding"].rpartition(".")[2], ranks),
@@ -185,6 +185,28 @@ def _sharding(name: str, ranks: int) -> dict[str, str]:
     if options is None or options["strategy"] == "ddp":
         raise NotRecognized(f"{name} of FSDP1 is not recognized")
     return {option.replace("_", "-"): value for option, value in options.items()}
+
+
+def _deepspeed_precision(engine: Mapping[str, Any]) -> str:
+    """The precision under DeepSpeed, which keeps fp32 copies of the weights unless masters and states are set to bf16."""
+    match engine["half_masters"]:
+        case []:
+            return str(engine["mixed_precision"])
+        case ["bf16_master_weights_and_gradients", "bf16_optimizer_states"]:
+            return "bf16"
+        case others:
+            raise NotRecognized(f"{' and '.join(others)} of DeepSpeed alone is not modelled")
+
+
+def _deepspeed_offload(engine: Mapping[str, Any]) -> dict[str, str]:
+    """The options for DeepSpeed's offload."""
+    devices = {name: device for name, device in engine["offload"].items() if device != "none"}
+    if not devices:
+        return {}
+    if set(devices) == {"parameters"} or len(set(devices.values())) > 1 or engine["offload_ratio"] < 1:
+        raise NotRecognized("DeepSpeed's offload of parameters alone, to two devices or in part is not modelled")
+    offload = "parameters" if "parameters" in devices else "optimizer"
+    return {"offload": offload, "offload-device": devices[offload]}
 
 
 def _offload(engine: Mapping[str, Any]) -> dict[str, str]:
@@ -248,7 +270,7 @@ def _word(value: object) -> str:
 def _precision(job: Mapping[str, Any]) -> dict[str, str]:
     """The options for the precision and the dtype of the weights; with adapters, of the base's."""
     if "mixed_precision" in job["engine"]:
-        return {"precision": str(job["engine"]["mixed_precision"])}  # DeepSpeed keeps fp32 copies of the weights
+        return {"precision": _deepspeed_precision(job["engine"])}
     dtypes = job["frozen_dtypes"] if job["model"]["peft"] else job["dtypes"]
     computes = f"{job.get('autocast')} {job['engine'].get('precision')}"
     half = "bfloat16" if "bfloat16" in computes else "float16" if "float16" in computes else None

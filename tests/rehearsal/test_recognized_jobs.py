@@ -110,6 +110,47 @@ def test_fsdp2_s_replicas_that_keep_parameters_are_recognized(tmp_path: Path) ->
         assert (found["strategy"], found.get("reshard-after-forward")) == ("hsdp", expected)
 
 
+def deepspeed_engine(masters: tuple[str, ...] = (), **offload: Any) -> dict[str, Any]:
+    """The facts of a DeepSpeedEngine in bf16 at stage 3 with these half-precision masters and sections of offload."""
+    own = {
+        "bfloat16_enabled": True, "zero_optimization_stage": 3, **dict.fromkeys(masters, True),
+        **{f"zero_offload_{name}": SimpleNamespace(**offload[name]) if name in offload else None for name in ("optimizer", "param")},
+    }  # fmt: skip
+    methods = {name: lambda self, value=value: value for name, value in own.items()}
+    return job_facts.engine_of(type("DeepSpeedEngine", (), methods)())
+
+
+BF16_MASTERS = ("bf16_master_weights_and_gradients", "bf16_optimizer_states")
+
+
+def test_deepspeed_is_recognized_with_its_offload_and_masters(tmp_path: Path) -> None:
+    cpu, nvme = {"device": "cpu"}, {"device": "nvme"}
+    for engine, expected in (
+        (deepspeed_engine(), (None, None, "bf16-mixed")),
+        (deepspeed_engine(optimizer={"device": "none"}), (None, None, "bf16-mixed")),
+        (deepspeed_engine(optimizer=nvme), ("optimizer", "nvme", "bf16-mixed")),
+        (deepspeed_engine(BF16_MASTERS, optimizer=cpu, param=cpu), ("parameters", "cpu", "bf16")),
+    ):
+        found = options(tmp_path, 8, engine=engine)
+        assert (found.get("offload"), found.get("offload-device"), found["precision"]) == expected
+        assert (found["backend"], found["strategy"]) == ("deepspeed", "zero3")
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        deepspeed_engine(BF16_MASTERS[:1]),
+        deepspeed_engine(param={"device": "cpu"}),
+        deepspeed_engine(optimizer={"device": "nvme"}, param={"device": "cpu"}),
+        deepspeed_engine(optimizer={"device": "cpu", "ratio": 0.5}),
+    ],
+    ids=["bf16 masters alone", "parameters alone", "two devices", "in part"],
+)
+def test_settings_of_deepspeed_that_are_not_modelled_are_not_recognized(engine: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(NotRecognized, match="not modelled"):
+        options(tmp_path, 8, engine=engine)
+
+
 def test_a_base_in_fp32_is_recognized_as_such(tmp_path: Path) -> None:
     model = JOB["model"] | {"peft": {"peft_type": "LORA"}}
     found = options(tmp_path, model=model, frozen_dtypes=["torch.float32"], autocast="torch.bfloat16")
@@ -128,6 +169,7 @@ def test_a_base_in_fp32_is_recognized_as_such(tmp_path: Path) -> None:
         ("bitsandbytes.optim.adamw", "PagedAdamW8bit", {"bits": 8, "paged": True}, "paged_adamw_8bit"),
         ("lomo_optim.adalomo", "AdaLomo", {}, "adalomo"),
         ("deepspeed.ops.adam.fused_adam", "FusedAdam", {}, "adamw_torch_fused"),
+        ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam", {}, "adamw_torch"),
         ("adam_mini", "Adam_mini", {}, "adam_mini"),
     ],
 )

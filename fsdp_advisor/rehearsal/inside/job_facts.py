@@ -70,8 +70,7 @@ def engine_of(module: Any) -> dict[str, Any]:
     for each in _unwrapped(module):
         names = {kind.__name__ for kind in type(each).__mro__}
         if "DeepSpeedEngine" in names:
-            precision = "bf16-mixed" if each.bfloat16_enabled() else "fp16-mixed" if each.fp16_enabled() else "fp32"
-            return {"backend": "deepspeed", "zero_stage": each.zero_optimization_stage(), "mixed_precision": precision}
+            return _deepspeed(each)
         if "DistributedDataParallel" in names:
             return {"backend": "ddp"}
         if "FullyShardedDataParallel" in names:
@@ -97,6 +96,29 @@ def engine_of(module: Any) -> dict[str, Any]:
                 "offloads_parameters": type(group.offload_policy).__name__ == "CPUOffloadPolicy",
             }
     return {"backend": "none"}
+
+
+def _deepspeed(engine: Any) -> dict[str, Any]:
+    """The settings of a DeepSpeedEngine. Older versions lack methods for half-precision masters."""
+    places = {"optimizer": engine.zero_offload_optimizer(), "parameters": engine.zero_offload_param()}
+    masters = ("fp16_master_weights_and_gradients", "bf16_master_weights_and_gradients", "bf16_optimizer_states")
+    return {
+        "backend": "deepspeed",
+        "zero_stage": engine.zero_optimization_stage(),
+        "mixed_precision": "bf16-mixed"
+        if engine.bfloat16_enabled()
+        else "fp16-mixed"
+        if engine.fp16_enabled()
+        else "fp32",
+        "half_masters": [name for name in masters if getattr(engine, name, bool)()],
+        "offload": {name: _device(place) for name, place in places.items() if place is not None},
+        "offload_ratio": float(getattr(places["optimizer"], "ratio", 1)),
+    }
+
+
+def _device(place: Any) -> str:
+    """The device of a section of DeepSpeed's offload: none, cpu or nvme."""
+    return str(getattr(place.device, "value", place.device))
 
 
 def _has_group(module: Any) -> bool:
