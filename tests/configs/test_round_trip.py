@@ -171,16 +171,27 @@ TRAINED_BY = {
 """Backend and framework of a job for a target."""
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-@pytest.mark.parametrize("name", ADAPTATIONS)
-@pytest.mark.parametrize("target", TRAINED_BY)
-def test_a_bundle_reads_back_what_is_adapted(target: str, name: str, dtype: str, tmp_path: Path) -> None:
+def adapted(target: str, name: str, **fields: Any) -> Job:
+    """A job for the target with an adaptation."""
     backend, framework = TRAINED_BY[target]
-    shape = plan("ddp" if backend == "ddp" else "zero3", backend, framework=framework, dtype=dtype)
-    of = job(shape, adaptation=ADAPTATIONS[name])
-    if TARGETS[target].unsupported(of) is not None:
-        assert target in ("axolotl", "trl", "llamafactory", "fsdp2", "ddp")
-        return
+    return job(
+        plan("ddp" if backend == "ddp" else "zero3", backend, framework=framework, **fields),
+        adaptation=ADAPTATIONS[name],
+    )
+
+
+ADAPTED = [(t, n) for t in TRAINED_BY for n in ADAPTATIONS if TARGETS[t].unsupported(adapted(t, n)) is None]
+"""Targets, and the adaptations that they can express."""
+
+
+def test_each_target_expresses_lora() -> None:
+    assert {target for target, name in ADAPTED if name == "lora"} == set(TRAINED_BY)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize(("target", "name"), ADAPTED)
+def test_a_bundle_reads_back_what_is_adapted(target: str, name: str, dtype: str, tmp_path: Path) -> None:
+    of = adapted(target, name, dtype=dtype)
     for file, text in files_of(target, of).items():
         (tmp_path / file).write_text(text)
     request = make_request(complete(from_paths([tmp_path]), {}).options)
@@ -423,15 +434,16 @@ def test_a_loss_that_a_consumer_lacks_is_refused(target: str, loss: str) -> None
     )
 
 
-@pytest.mark.parametrize("name", ["lora", "qlora", "frozen"])
-@pytest.mark.parametrize("target", ["ddp", "fsdp2", "accelerate", "deepspeed"])
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        (t, n)
+        for t, n in ADAPTED
+        if n in ("lora", "qlora", "frozen") and t in ("ddp", "fsdp2", "accelerate", "deepspeed")
+    ],
+)
 def test_a_script_replaces_the_loss_before_it_adapts_the_model(target: str, name: str) -> None:
-    backend, framework = TRAINED_BY[target]
-    shape = plan("ddp" if backend == "ddp" else "zero3", backend, framework=framework, loss_code="liger")
-    of = job(shape, adaptation=ADAPTATIONS[name])
-    if TARGETS[target].unsupported(of) is not None:
-        return
-    script = files_of(target, of)["train.py"]
+    script = files_of(target, adapted(target, name, loss_code="liger"))["train.py"]
     compile(script, "train.py", "exec")
     calls = script[script.index("def build" if "def build" in script else "def train(") :]
     assert calls.index("_apply_liger_kernel_to_instance(model") < calls.index("adapted(model)")
