@@ -185,6 +185,40 @@ def test_a_search_keeps_settings_that_are_given_and_names_those_with_which_vllm_
     ]
 
 
+SWEPT = {
+    "gpu": "H100-80GB",
+    "gpus": 8,
+    "framework": "trl",
+    "task": "grpo",
+    "strategy": "ddp",
+    "max_completion_length": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ({"micro_batch_size": 2}, 4),
+        ({"micro_batch_size": 8, "use_vllm": True, "vllm_tensor_parallel_size": 2}, 2),
+        pytest.param(
+            {"micro_batch_size": 8, "eval_strategy": "steps", "per_device_eval_batch_size": 1},
+            8,
+            marks=in_turn(2, of=6),
+        ),
+    ],
+)
+def test_the_fewest_gpus_have_whole_groups_of_completions(options: dict[str, Any], answer: int, model: str) -> None:
+    found = recommend(model=model, find="gpus", seq_len=64, activation_checkpointing="none", **SWEPT, **options)
+    assert found.recommendation.sweep.answer == answer
+
+
+@in_turn(4, of=6)
+def test_the_longest_sequence_is_one_that_vllm_accepts(model: str) -> None:
+    options = {"find": "sequence", "use_vllm": True, "vllm_max_model_length": 100, "micro_batch_size": 1}
+    found = recommend(model=model, seq_len=64, activation_checkpointing="none", **SWEPT, **options).recommendation
+    assert found.sweep.answer == 100
+
+
 @in_turn(1, of=4)
 def test_a_search_takes_completions_almost_as_long_as_the_models_longest_sequence(model: str) -> None:
     """No sequence may be recorded that lacks a prompt."""

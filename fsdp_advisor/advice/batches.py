@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 
 from fsdp_advisor.job.batch import batch_refusal
 from fsdp_advisor.job.choices import MAX_BATCH
+from fsdp_advisor.job.generation import check_groups, least_micro_batch
 from fsdp_advisor.job.search_request import RecommendRequest
 
 
@@ -37,7 +38,23 @@ class Batches:
 
 
 def batches(request: RecommendRequest, *, world: int) -> Batches:
-    """The batches that the request allows on `world` ranks. Raises UsageError if the global batch is not divisible by them."""
+    """The batches that the request allows on `world` ranks. Raises UsageError if the global batch is not divisible by them, or if no batch
+    has whole groups of completions.
+    """
+    found = _dividing(request, world)
+    if isinstance(found.sizes, range):  # all sizes, of which it would take long to try each
+        least = least_micro_batch(request, gpus=world, accumulation=found.steps)
+        return replace(found, sizes=range(least, MAX_BATCH + 1, least))
+    steps = {size: found.accumulation(size) for size in found.sizes}
+    whole = tuple(b for b, a in steps.items() if b % least_micro_batch(request, gpus=world, accumulation=a) == 0)
+    if not whole:
+        size = found.smallest
+        check_groups(request, gpus=world, micro_batch_size=size, accumulation=steps[size])
+    return replace(found, sizes=whole)
+
+
+def _dividing(request: RecommendRequest, world: int) -> Batches:
+    """The batches whose product with `world` is the global batch; every batch if it is open."""
     size = None if request.find == "batch" else request.micro_batch_size
     steps, whole = request.gradient_accumulation_steps, request.global_batch_size
     if whole is None:

@@ -11,11 +11,11 @@ from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.open_choices import open_choices
 from fsdp_advisor.advice.result import Remedy
 from fsdp_advisor.advice.search import Search
+from fsdp_advisor.advice.search_space import base_plan
 from fsdp_advisor.advice.sweeps import Sweep
 from fsdp_advisor.engines.vllm import vllm_share, with_settings
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.choices import Loss
-from fsdp_advisor.job.evaluation import evaluation_of
 from fsdp_advisor.job.losses import losses_without_logits
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.model.liger import LIGER_LOSSES
@@ -88,10 +88,15 @@ def _with_smaller_evaluation(sweep: Sweep) -> Iterator[Remedy]:
     while size > 1:
         size = 1 << (size - 1).bit_length() - 1  # the next lower power of two
         try:
-            smaller = evaluation_of(request.but(per_device_eval_batch_size=size).as_estimate)
+            smaller = base_plan(
+                request.but(per_device_eval_batch_size=size),
+                gpus=base.world_size,
+                nnodes=base.nnodes,
+                seq_len=base.seq_len,
+            )
         except UsageError:  # GRPO evaluates whole groups of completions
             continue
-        found = replace(search, base=replace(base, evaluation=smaller)).any_fit()
+        found = replace(search, base=replace(base, evaluation=smaller.evaluation)).any_fit()
         if found is not None:
             because = (
                 f"it fits with {size} instead of {request.per_device_eval_batch_size} sequences per forward of evaluation"

@@ -136,7 +136,8 @@ class StrategyChoice:
 
 
 def base_plan(request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int) -> Plan:
-    """The part of a job that all its plans share, as a DDP plan; `StrategyChoice.plan` replaces the rest."""
+    """The part of a job that all its plans on these ranks share, as a DDP plan; `StrategyChoice.plan` replaces the rest."""
+    request = replace(request, gpus=gpus, nnodes=nnodes)
     check_request(request, seq_len)
     return Plan(
         strategy="ddp",
@@ -145,11 +146,6 @@ def base_plan(request: RecommendRequest, *, gpus: int, nnodes: int, seq_len: int
         seq_len=seq_len,
         **shared_fields(request),
     )
-
-
-def on_ranks(base: Plan, *, gpus: int, nnodes: int) -> Plan:
-    """The same base plan on another number of ranks."""
-    return replace(base, mesh=mesh_of("ddp", gpus, nnodes))
 
 
 def search_space(request: RecommendRequest, *, gpus: int, nnodes: int) -> tuple[StrategyChoice, ...]:

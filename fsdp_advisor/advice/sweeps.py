@@ -13,12 +13,14 @@ from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.curves import PeakVsSize, log_spaced
 from fsdp_advisor.advice.largest_size import Largest, Sizes, largest
 from fsdp_advisor.advice.search import FRONTIER_POINTS, Search
-from fsdp_advisor.advice.search_space import StrategyChoice, on_ranks, search_space
+from fsdp_advisor.advice.search_space import StrategyChoice, base_plan, search_space
 from fsdp_advisor.assumptions import gpu_of
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.gpu_support import check_gpu
 from fsdp_advisor.hardware import Gpu, list_gpus, usual_gpus_per_node
 from fsdp_advisor.job.choices import MAX_GPUS, MAX_SEQ_LEN, Find
+from fsdp_advisor.job.compatibility import mesh_of
+from fsdp_advisor.job.generation import check_ranks
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.json_fields import json_fields
@@ -103,6 +105,8 @@ class Sweep:
         if winner is not None:
             if winner.plan.seq_len == self._model_max:
                 because = f"the model's own maximum, which leaves the margin at micro-batch {size}"
+            elif winner.plan.seq_len == self._vllm_max:
+                because = f"the longest that vLLM accepts, which leaves the margin at micro-batch {size}"
             shorter = log_spaced(self._lengths(winner.plan.seq_len - 1), 2 * FRONTIER_POINTS)[-FRONTIER_POINTS:]
             plans = (self._plan_of_length(winner.choice, tokens) for tokens in shorter)
             frontier = (*(c for c in map(self.search.evaluator.candidate, plans) if c.fits), winner)
@@ -117,17 +121,18 @@ class Sweep:
 
     def shorter_sequence(self) -> int | None:
         """The most tokens that fit, fewer than the job's; None if none do."""
-        most = self.search.base.seq_len - 1
-        winner = self._longest(most).winner if self._lengths(most) else None
+        winner = self._longest(self.search.base.seq_len - 1).winner
         return winner.plan.seq_len if winner else None
 
     def _longest(self, most: int) -> Largest:
         """The search for the most tokens, up to `most`."""
         search, sizes = self.search, self._lengths(most)
+        if not sizes:
+            return Largest(None, ())
         lower_bound = self._lower_bound_of(self._plan_of_length)
         bounds: dict[StrategyChoice, int] = {}
         for choice in search.choices:
-            if search.why_not_recorded(choice) is not None or search.host_lacks(self._plan_of_length(choice, 1)):
+            if search.why_not_recorded(choice) is not None or search.host_lacks(self._plan_of_length(choice, sizes[0])):
                 continue
             tokens = lower_bound(choice).largest_within(sizes, search.evaluator.available_bytes)
             if tokens is not None:
@@ -142,15 +147,21 @@ class Sweep:
         profile = self.search.evaluator.model.profile
         return profile.max_seq_len if profile is not None else None
 
+    @property
+    def _vllm_max(self) -> int | None:
+        generation = self.search.base.generation
+        return generation.max_length if generation else None
+
     def _lengths(self, most: int) -> Sequence[int]:
-        """The sequence lengths to try: multiples of SEQUENCE_STEP up to `most`, and the model's maximum; all lengths if there is no
-        multiple. GRPO's sequences are longer than a completion.
+        """The sequence lengths to try: multiples of SEQUENCE_STEP up to `most`, and the maximum of the model or of vLLM; all lengths if
+        there is no multiple. GRPO's sequences are longer than a completion.
         """
         generation = self.search.base.generation
         least = generation.completion_length + 1 if generation else 1
+        most = min(most, self._vllm_max or most)
         multiples = range(SEQUENCE_STEP * ceil(least / SEQUENCE_STEP), most + 1, SEQUENCE_STEP)
         lengths = multiples or range(least, most + 1)
-        return lengths if most != self._model_max or most in lengths else (*lengths, most)
+        return lengths if most not in (self._model_max, self._vllm_max) or most in lengths else (*lengths, most)
 
     @property
     def _max_tokens(self) -> int:
@@ -261,16 +272,16 @@ class Sweep:
     @cached_property
     def _min_states(self) -> int:
         """The smallest bytes of states of any choice on one GPU. With N GPUs each keeps at least an Nth of them."""
-        search, alone = self.search, on_ranks(self.search.base, gpus=1, nnodes=1)
+        search, alone = self.search, replace(self.search.base, mesh=mesh_of("ddp", 1, 1))
         return min(search.evaluator.state_bytes(choice.plan(alone, 1)) for choice in search.choices)
 
     def _worlds(self, most: int) -> list[int]:
-        """Numbers of GPUs that divide the global batch: up to one node each number, then whole nodes."""
+        """Numbers of GPUs on which the job has batches: up to one node each number, then whole nodes."""
         per_node = self._gpus_per_node
         counts = [*range(1, min(per_node, most) + 1), *range(2 * per_node, most + 1, per_node)]
         possible = [n for n in counts if self._batches(n) is not None]
         if not possible:
-            batches(self.request, world=1)  # raises an error with the reason
+            self._batches_on(counts[0])  # raises an error with the reason
         return possible
 
     def nodes(self, world: int) -> int:
@@ -285,9 +296,13 @@ class Sweep:
 
     def _batches(self, world: int) -> Batches | None:
         try:
-            return batches(self.request, world=world)
+            return self._batches_on(world)
         except UsageError:
             return None
+
+    def _batches_on(self, world: int) -> Batches:
+        check_ranks(self.request, world)
+        return batches(self.request, world=world)
 
     def on_world(self, world: int) -> Search:
         """The same search on another number of GPUs."""
@@ -300,8 +315,7 @@ class Sweep:
         return {}
 
     def _on_world(self, world: int) -> Search:
-        nodes, possible = self.nodes(world), self._batches(world)
-        assert possible is not None
+        nodes = self.nodes(world)
         offloads = {choice.offload for choice in self.search.choices}
         activations = {choice.activations for choice in self.search.choices}
         choices = tuple(
@@ -313,8 +327,8 @@ class Sweep:
         return replace(
             self.search,
             evaluator=self.search.evaluator.on(self._gpu(name, world, nodes)),
-            base=on_ranks(self.search.base, gpus=world, nnodes=nodes),
-            batches=possible,
+            base=base_plan(self.request, gpus=world, nnodes=nodes, seq_len=self.search.base.seq_len),
+            batches=self._batches_on(world),
             choices=choices,
         ).limited_to(self.allowed)
 

@@ -13,7 +13,7 @@ from fsdp_advisor.job.compilation import COMPILING, check_compile, check_graphs,
 from fsdp_advisor.job.evaluation import evaluation_of
 from fsdp_advisor.job.fp8 import CONVERTING, check_fp8, fp8_refusal
 from fsdp_advisor.job.frameworks import FRAMEWORKS
-from fsdp_advisor.job.generation import check_generation, generation_of
+from fsdp_advisor.job.generation import check_generation, check_groups, generation_of
 from fsdp_advisor.job.images import images_of
 from fsdp_advisor.job.lora_kernels import check_lora_kernels, lora_kernels_refusal
 from fsdp_advisor.job.losses import loss_code
@@ -99,6 +99,12 @@ def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[
     with the reasons. Raises UsageError if no backend supports the request.
     """
     check_request(request, seq_len)
+    check_groups(
+        request,
+        gpus=request.gpus,
+        micro_batch_size=request.micro_batch_size,
+        accumulation=request.gradient_accumulation_steps,
+    )
     check_compile(request)
     check_graphs(request)
     check_fp8(request)

@@ -66,7 +66,6 @@ def evaluation_of(request: EstimateRequest) -> Evaluation | None:
             f"the evaluation of framework {request.framework} is not modelled",
             hint=f"--framework {list_words(evaluating)} has it",
         )
-    _check_completions(request)
     keeps = request.compute_metrics and not request.prediction_loss_only
     if keeps and facts.default_loss != "full":
         raise UsageError(
@@ -79,17 +78,6 @@ def evaluation_of(request: EstimateRequest) -> Evaluation | None:
         strategy=request.eval_strategy,
         accumulation_steps=request.eval_accumulation_steps,
     )
-
-
-def _check_completions(request: EstimateRequest) -> None:
-    """Raises UsageError unless the ranks' batches have whole groups of completions. Source: trl 1.16, trainer/grpo_config.py."""
-    completions = request.per_device_eval_batch_size * request.gpus
-    if request.task == "grpo" and completions % request.num_generations:
-        raise UsageError(
-            f"micro-batch of evaluation {request.per_device_eval_batch_size} x ranks {request.gpus} = {completions}, "
-            f"not a multiple of --num-generations {request.num_generations}",
-            hint=f"use --per-device-eval-batch-size {request.num_generations}",
-        )
 
 
 def _kept_batches(request: EstimateRequest) -> int:

@@ -7,12 +7,12 @@ generation/vllm_generation.py, `_init_vllm`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Literal
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.fields import dashed, fields_of
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.job.search_request import RecommendRequest
 
 Generator = Literal["transformers", "colocate", "server"]
 """The generator: transformers' `generate` with the trained model; vLLM on the same GPUs; vLLM on other GPUs."""
@@ -108,11 +108,7 @@ def generation_of(request: EstimateRequest) -> Generation | None:
             f"{dashed(given[0])} configures vLLM on the training GPUs",
             hint="use --vllm-mode colocate; a server has options of its own",
         )
-    if request.gpus % request.vllm_tensor_parallel_size:
-        raise UsageError(
-            f"{request.gpus} ranks are not divisible by --vllm-tensor-parallel-size {request.vllm_tensor_parallel_size}",
-            hint="give a divisor of --gpus",
-        )
+    check_ranks(request, request.gpus)
     if request.use_vllm and request.vllm_mode == "colocate" and request.load_in_8bit:
         raise UsageError("vLLM does not load a model in 8 bits", hint="use --load-in-4bit, or --vllm-mode server")
     return Generation(
@@ -130,11 +126,7 @@ def generation_of(request: EstimateRequest) -> Generation | None:
 
 
 def check_generation(request: EstimateRequest, seq_len: int) -> None:
-    """Raises UsageError unless a sequence has tokens left for a prompt, and TRL accepts the number of completions that are generated at
-    once.
-
-    A search leaves the micro-batch open, so all sizes must be possible.
-    """
+    """Raises UsageError unless a sequence has tokens left for a prompt, and vLLM accepts its length."""
     if request.task != "grpo":
         return
     if request.max_completion_length >= seq_len:
@@ -147,15 +139,45 @@ def check_generation(request: EstimateRequest, seq_len: int) -> None:
             f"sequences of {seq_len} tokens are longer than --vllm-max-model-length {request.vllm_max_model_length}",
             hint=f"use --vllm-max-model-length {seq_len}, or a smaller --seq-len",
         )
-    accumulation, batch = request.gradient_accumulation_steps or 1, request.micro_batch_size or 1
-    steps = request.steps_per_generation or accumulation
-    completions = batch * request.gpus * steps
-    if completions % request.num_generations:
-        searched = " for every micro-batch" if isinstance(request, RecommendRequest) else ""
+
+
+def check_ranks(request: EstimateRequest, gpus: int) -> None:
+    """Raises UsageError unless vLLM can divide this number of ranks, and their batches of evaluation have whole groups of completions."""
+    if request.task != "grpo":
+        return
+    if gpus % request.vllm_tensor_parallel_size:
         raise UsageError(
-            f"micro-batch {batch} x ranks {request.gpus} x micro-batches per generation {steps} = {completions}, "
+            f"{gpus} ranks are not divisible by --vllm-tensor-parallel-size {request.vllm_tensor_parallel_size}",
+            hint="give a divisor of --gpus",
+        )
+    completions = request.per_device_eval_batch_size * gpus
+    if request.eval_strategy != "no" and completions % request.num_generations:
+        raise UsageError(
+            f"micro-batch of evaluation {request.per_device_eval_batch_size} x ranks {gpus} = {completions}, "
             f"not a multiple of --num-generations {request.num_generations}",
-            hint=f"use --steps-per-generation {request.num_generations}{searched}",
+            hint=f"use --per-device-eval-batch-size {request.num_generations}",
+        )
+
+
+def least_micro_batch(request: EstimateRequest, *, gpus: int, accumulation: int) -> int:
+    """The smallest micro-batch with which GRPO generates whole groups of completions, of which all others are multiples; 1 for other
+    tasks.
+    """
+    if request.task != "grpo":
+        return 1
+    return request.num_generations // gcd(
+        request.num_generations, gpus * (request.steps_per_generation or accumulation)
+    )
+
+
+def check_groups(request: EstimateRequest, *, gpus: int, micro_batch_size: int, accumulation: int) -> None:
+    """Raises UsageError unless GRPO generates whole groups of completions with these batches."""
+    if micro_batch_size % least_micro_batch(request, gpus=gpus, accumulation=accumulation):
+        steps = request.steps_per_generation or accumulation
+        raise UsageError(
+            f"micro-batch {micro_batch_size} x ranks {gpus} x micro-batches per generation {steps} = "
+            f"{micro_batch_size * gpus * steps}, not a multiple of --num-generations {request.num_generations}",
+            hint=f"use --steps-per-generation {request.num_generations}",
         )
 
 

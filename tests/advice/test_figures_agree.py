@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import of_today, taken
 from searches import GPT2, LLAMA, advise, estimate_of
 
 import fsdp_advisor
 from fsdp_advisor.advice import Recommendation
+from fsdp_advisor.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -81,3 +83,21 @@ def test_options_give_the_same_estimate(advised: Advised) -> None:
     assert recommendation.winner is not None
     assert row.plan == recommendation.winner.plan
     assert row.needed_bytes == recommendation.winner.needed_bytes
+
+
+SWEPT: dict[str, Any] = {"model": SMALL, "gpus": 4, "gpu": "16GiB", "strategy": "ddp", "seq_len": 256}
+SWEEPS: dict[str, dict[str, Any]] = {
+    "batch": {"global_batch_size": 48},
+    "sequence": {"micro_batch_size": 4},
+    "gpus": {"framework": "trainer", "eval_strategy": "steps", "compute_metrics": True, "eval_samples": 64},
+    "gpu-type": {"micro_batch_size": 4},
+}
+
+
+@pytest.mark.parametrize("find", of_today(tuple(SWEEPS), days=4))
+def test_estimate_gives_the_same_figures_for_what_a_sweep_finds(find: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = fsdp_advisor.recommend(find=find, **SWEPT, **SWEEPS[find]).recommendation
+    main(["estimate", "--json", "-q", *found.options])
+    [row] = json.loads(capsys.readouterr().out)["estimates"]
+    assert found.winner is not None
+    assert (row["needed_bytes"], row["fits"]) == (found.winner.needed_bytes, True)

@@ -88,6 +88,15 @@ def test_a_sweep_over_gpus_starts_with_the_fewest_that_fit() -> None:
     assert all(c.fits for c in found.rows)
 
 
+def test_a_sweep_over_gpus_evaluates_with_the_batches_of_each_number() -> None:
+    """Fewer GPUs keep the logits of more batches each."""
+    job: dict[str, Any] = {"model": GPT2, "gpu": "A100-40GB", "framework": "trainer", "seq_len": 256, "strategy": "ddp"}
+    job |= {"eval_strategy": "steps", "compute_metrics": True, "eval_samples": 64, "micro_batch_size": 1}
+    found = sweep(**job, gpus=2, find="gpus", offload="none", activation_checkpointing="none")
+    kept = {row.plan.world_size: row.plan.evaluation.kept_batches for row in found.rows if row.plan.evaluation}
+    assert kept == {1: 8, 2: 4}
+
+
 @in_turn(3, of=4)
 def test_fewest_gpus_offloads_if_the_given_gpus_are_too_few() -> None:
     found = sweep(model="Qwen/Qwen2.5-32B", gpu="H100", gpus=4, find="gpus", **FSDP2)
