@@ -236,6 +236,7 @@ TARGET = Target(
     unsupported=config_unsupported,
     write=write,
     usage=usage,
+    consumer="accelerate",
     framework="accelerate",
     compiles="regions",
 )

@@ -181,6 +181,7 @@ TARGET = Target(
     unsupported=unsupported,
     write=write,
     usage=usage,
+    consumer="axolotl",
     framework="axolotl",
     tiles=True,
 )

@@ -143,14 +143,7 @@ def start_command(target: Target, job: Job, folder: str) -> str | None:
 
 def _consumer(target: Target, job: Job) -> Consumer:
     """The consumer of a target. A launcher or a DeepSpeed file serves the framework that was estimated."""
-    match target.name:
-        case "accelerate" | "accelerate-launch":
-            return "accelerate"
-        case "trainer" | "axolotl" | "trl" | "llamafactory":
-            return target.name
-        case "fsdp2" | "ddp":
-            return "torch"
-    return launch.consumer_of(job.plan)
+    return target.consumer or launch.consumer_of(job.plan)
 
 
 def _configuration(job: Job, consumer: Consumer) -> dict[str, str]:

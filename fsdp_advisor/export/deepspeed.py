@@ -208,6 +208,7 @@ TARGET = Target(
     unsupported=unsupported,
     write=write,
     usage=_usage,
+    consumer=None,
     backend="deepspeed",
     framework="deepspeed",
 )

@@ -123,7 +123,7 @@ def _any_launcher(job: Job) -> str | None:
 def _target(
     name: str, description: str, file_name: str, *packages: str, starts_with: str = "bash",
     unsupported: Callable[[Job], str | None], backend: str | None = None, framework: Framework = "torch",
-    place: str = "its own folder",
+    consumer: Consumer | None = None, place: str = "its own folder",
 ) -> Target:  # fmt: skip
     def write(job: Job) -> tuple[str, tuple[str, ...]]:
         text = launch_script(job, file_name, packages, consumer_of(job.plan), name)
@@ -138,6 +138,7 @@ def _target(
         unsupported=unsupported,
         write=write,
         usage=lambda job, file: f"{starts_with} {file}",
+        consumer=consumer,
         backend=backend,
         framework=framework,
     )
@@ -146,7 +147,7 @@ def _target(
 TORCHRUN = _target("torchrun", "torchrun launch line (shell)", "torchrun.sh", "torch", unsupported=_any_script)
 ACCELERATE = _target(
     "accelerate-launch", "accelerate launch line (shell)", "accelerate-launch.sh", "accelerate", "torch",
-    unsupported=accelerate.config_unsupported, framework="accelerate",
+    unsupported=accelerate.config_unsupported, framework="accelerate", consumer="accelerate",
 )  # fmt: skip
 DEEPSPEED = _target(
     "deepspeed-launch", "deepspeed launch line (shell)", "deepspeed-launch.sh", "deepspeed", "torch",

@@ -173,6 +173,7 @@ TARGET = Target(
     unsupported=unsupported,
     write=write,
     usage=lambda job, file: torchrun_line(job, f"-m llamafactory.launcher {file}"),
+    consumer="llamafactory",
     framework="llamafactory",
     fixes=lambda request: (
         {"bnb_4bit_quant_storage": "float32" if request.precision == "fp32" else "bfloat16"}

@@ -119,6 +119,7 @@ def _target(name: Literal["ddp", "fsdp2"], description: str, *, backend: str | N
         unsupported=lambda job: _unsupported(job, name),
         write=lambda job: _write(job, packages),
         usage=torchrun_line,
+        consumer="torch",
         backend=backend,
         compiles="any",
         converts=True,

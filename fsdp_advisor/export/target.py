@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fsdp_advisor.export.constants import Consumer
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.choices import Framework
 from fsdp_advisor.job.plan import Plan
@@ -37,6 +38,7 @@ class Target:
       cannot do this: ..."; None if it can.
     - `write(job)`: the text of the file, and notes.
     - `usage(job, file)`: the line that uses the file. It is a shell command if `command` is true.
+    - `consumer`: the library whose training loop a bundle runs; None if it is that of the estimate.
     - `backend`: the only backend the consumer has, where `--backend auto` would choose another; else None.
     - `compiles`: what the file lets torch.compile compile: nothing; the whole model or accelerate's regions; the whole model or layers.
     - `converts`: whether the file converts linear layers to fp8.
@@ -53,6 +55,7 @@ class Target:
     unsupported: Callable[[Job], str | None]
     write: Callable[[Job], tuple[str, tuple[str, ...]]]
     usage: Callable[[Job, str], str]
+    consumer: Consumer | None
     backend: str | None = None
     framework: Framework = "torch"
     fixes: Callable[[EstimateRequest], Mapping[str, Any]] = lambda request: {}

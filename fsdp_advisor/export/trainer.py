@@ -150,6 +150,7 @@ TARGET = Target(
     unsupported=unsupported,
     write=write,
     usage=lambda job, file: f"from {PurePath(file).stem} import training_arguments",
+    consumer="trainer",
     framework="trainer",
     compiles="regions",
     command=False,

@@ -199,6 +199,7 @@ TARGET = Target(
     unsupported=unsupported,
     write=write,
     usage=lambda job, file: torchrun_line(job, f"-m trl.scripts.{job.plan.task} --config {file}"),
+    consumer="trl",
     framework="trl",
     compiles="regions",
 )
