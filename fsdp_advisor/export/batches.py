@@ -20,10 +20,12 @@ UNTRUNCATED_NOTE = "TRL truncates no sequence of a padding-free batch: those of 
 def batch_limit(job: Job, *, packs: bool = False, padding_free: bool = False, images: bool = False) -> str | None:
     """Why a consumer cannot make the job's batches; None if it can. `packs`: whether it packs whole sequences into rows;
     `padding_free`: whether it makes padding-free batches of sequences that are not packed; `images`: whether it reads the user's data,
-    which may have images. Every consumer can cut sequences to full rows.
+    which may have images and padding. Every consumer can cut sequences to full rows.
     """
     if job.plan.images is not None and not images:
         return "its data are random text, without images"
+    if job.plan.padding_fraction and not images:
+        return "its random data have no padding"
     if job.task in _OWN_DATA and not images:
         return f"it makes no data for {job.task}; use the target trainer, which takes yours"
     if job.plan.packing == "bfd" and not packs:

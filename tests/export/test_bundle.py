@@ -257,6 +257,20 @@ def test_a_bundle_is_refused_exactly_where_no_script_can_train() -> None:
                 bundle(target, sharded)
 
 
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1", "fsdp2 on two nodes", "deepspeed"])
+def test_no_script_with_random_data_is_written_for_padded_sequences(name: str) -> None:
+    padded = replace(JOBS[name], plan=replace(JOBS[name].plan, padding_fraction=0.3))
+    for target in TARGETS.values():
+        if target.limit(JOBS[name]) is not None:
+            continue
+        if target.name in ("fsdp2", "ddp"):
+            assert target.limit(padded) == "its random data have no padding"
+        elif target.name in ("axolotl", "trl", "llamafactory"):
+            assert script_limit(target, padded) is None
+        else:
+            assert (target.limit(padded), script_limit(target, padded)) == (None, "its random data have no padding")
+
+
 def test_hostile_names_cannot_inject_code() -> None:
     name = "a\nimport os; os.abort()\n\"'$(touch owned)`"
     for target, case in CASES:
