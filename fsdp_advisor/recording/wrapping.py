@@ -61,20 +61,23 @@ def modules_of_lora(source: Source, model: nn.Module) -> list[nn.Module]:
 def units_to_record(source: Source, profile: Profile, key: TapeKey) -> Units | None:
     """The units of the key's wrap policy; None for a unit per layer.
 
-    Raises NotRecordable if PyTorch's own policy selects other modules, or if units within checkpointed layers would gather their
-    parameters again while a layer is recomputed.
+    Raises NotRecordable if PyTorch's own policy selects other modules, or if it is not modelled how units within checkpointed layers gather
+    their parameters again while a layer is recomputed: under FSDP1, and in reentrant checkpoints.
     """
     policy = wrap_policy(key.wrap)
     if policy is None:
         return None
     units = units_of(profile, key.wrap)
     of_adapters = policy.kind in ("peft", "lora")
-    if key.checkpointing != "none" and units.modules and not (of_adapters and key.checkpointing == "full"):
+    modelled = key.checkpointing == "full" if of_adapters else key.checkpointing != "reentrant"
+    if key.checkpointing != "none" and units.modules and not (key.engine == "fsdp2" and modelled):
         by = "the Trainer" if policy.kind == "peft" else "axolotl"
         units_within = f"{by} makes FSDP units of the adapters" if of_adapters else f"--wrap {key.wrap} makes units"
         raise NotRecordable(
             f"{units_within} within checkpointed layers, whose recomputation is not modelled",
-            hint=f"use {'' if of_adapters else '--wrap layer or '}--activation-checkpointing none",
+            hint="use --activation-checkpointing none"
+            if of_adapters
+            else "use --wrap layer, --activation-checkpointing none, or --backend fsdp2 with other than reentrant checkpoints",
         )
     match policy.kind:
         case "layer" | "none" | "class" | "every":

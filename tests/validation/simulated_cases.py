@@ -108,6 +108,7 @@ TORCH = [
     Case(QWEN3, "ddp", "ddp", 3, 1, 1024, "fp32", optim="adamw_torch"),
     Case(PYTHIA, "fsdp1", "zero2", 4, 2, 256, wrap=OF_A_LAYER),
     Case(PYTHIA, "fsdp2", "hsdp", 8, 2, 256, wrap="every:4", nnodes=2, activation_checkpointing="full"),
+    Case(PYTHIA, "fsdp2", "zero2", 4, 2, 256, wrap=OF_A_MODULE, activation_checkpointing="full"),
     Case(PYTHIA, "fsdp1", "zero2", 8, 2, 256, "fp32", forward_prefetch=True),
     Case(PYTHIA, "fsdp1", "hsdp", 16, 2, 256, nnodes=2, reshard_after_forward="false"),
     Case(PYTHIA, "fsdp1", "zero3", 7, 2, 256, use_orig_params=False),

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 
 from compared_peaks import predicted_and_simulated
 
+from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.recording import TransformersSource
@@ -75,3 +76,43 @@ def test_buffers_have_the_dtype_in_which_the_model_is_loaded(options: dict[str, 
     job |= {"dtype": "auto"} if "precision" in options else {}
     predicted, simulated = predicted_and_simulated(make_request(job))
     assert predicted == simulated
+
+
+SMALL = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 500, "tie_word_embeddings": False,
+}  # fmt: skip
+"""Its peak is in a layer, not at the loss."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "checkpointing"),
+    taken(
+        [("zero3", "full"), ("zero2", "full"), ("zero2", "none")],
+        [("zero3", "selective"), ("zero2", "selective"), ("zero3", "every-2")],
+        days=3,
+    ),
+)
+@pytest.mark.parametrize("least", taken(["190K"], ["600K", "50K"]))
+def test_units_within_layers_are_gathered_again_when_a_layer_is_recomputed(
+    strategy: str, checkpointing: str, least: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SMALL))
+    job = {"model": str(config), "gpus": "4", "micro_batch_size": "4", "seq_len": "256", "backend": "fsdp2"}
+    job |= {"strategy": strategy, "activation_checkpointing": checkpointing, "wrap": f"size:{least}"}
+    predicted, simulated = predicted_and_simulated(make_request(job))
+    assert predicted == simulated
+
+
+@pytest.mark.parametrize(
+    "options", [{"backend": "fsdp1"}, {"backend": "fsdp2", "activation_checkpointing": "reentrant"}]
+)
+def test_units_within_layers_are_refused_where_their_recomputation_is_not_modelled(
+    options: dict[str, str], tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SMALL))
+    job = {"model": str(config), "gpus": "4", "seq_len": "256", "strategy": "zero3", "wrap": "size:190K"}
+    with pytest.raises(NotRecordable, match="whose recomputation is not modelled"):
+        predicted_and_simulated(make_request(job | {"activation_checkpointing": "full"} | options))

@@ -53,6 +53,7 @@ class Fsdp2Step(StepHooks):
         self._forward_order = ForwardOrder()
         self._ran_in_layer: set[UnitId] = set()  # units within the current layer whose forward has run
         self._root_of_recomputation: UnitId | None = None
+        self._in_backward: set[UnitId] = set()  # units within layers whose backward has begun and not ended
 
     # The step
 
@@ -67,6 +68,7 @@ class Fsdp2Step(StepHooks):
         self._repeated = self._runs_head = self._loss_ended = False
         self._ran_in_layer.clear()
         self._root_of_recomputation = None
+        self._in_backward.clear()
         self._forward_order.clear()
         self._walk.begin()
         self._reducing.begin_micro_batch(is_first=is_first, is_last=is_last)
@@ -79,13 +81,13 @@ class Fsdp2Step(StepHooks):
         return self._units[unit].unsharded
 
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        if unit.part == WHOLE:  # a layer begins, which need not be a unit
+            self._ran_in_layer.clear()
         unit = self._walk.pre_forward(unit)
         if self._is_empty(unit):
             return
         self._runs_head = self._runs_head or unit == HEAD
         step.add(PythonHooks())
-        if unit.part == WHOLE:
-            self._ran_in_layer.clear()
         has_run = self._repeated or unit in self._ran_in_layer
         self._ran_in_layer.add(unit)
         if has_run and not self._reshards(unit):
@@ -115,9 +117,10 @@ class Fsdp2Step(StepHooks):
     def before_recomputation(self, step: StepBuilder, unit: UnitId) -> None:
         """Gather a unit within a layer. It stays gathered until its backward has run (`FSDPParamGroup.post_forward`).
 
-        The first one is the root of a forward for FSDP2 (`iter_forward_root`). If checkpointing stops in it, it stays the root.
+        The first one is the root of a forward for FSDP2 (`iter_forward_root`). If checkpointing stops in it, it stays the root. A unit
+        whose backward has begun, such as the last of a layer, is gathered already, and is no root (`FSDPState._pre_forward`).
         """
-        if self._is_empty(unit):
+        if self._is_empty(unit) or unit in self._in_backward:
             return
         if self._root_of_recomputation is None:
             self._root_of_recomputation = unit
@@ -137,6 +140,7 @@ class Fsdp2Step(StepHooks):
         if self._is_empty(unit) and unit != AT_ROOT:
             return
         step.add(PythonHooks())
+        self._in_backward.add(unit)
         gathers = (self._reshards(unit) or (unit == HEAD and self._chunked_loss)) and not self._is_empty(unit)
         if gathers and not self._was_recomputed(unit):
             self._gathering.unshard(step, unit, "backward")
@@ -163,6 +167,7 @@ class Fsdp2Step(StepHooks):
             return
         if self._gathering.is_unsharded(unit):  # a unit without a backward of its own was freed after forward
             self._gathering.free(step, unit)
+        self._in_backward.discard(unit)
         self._reducing.end_backward_of(step, unit)
 
     def gradient_ready(self, step: StepBuilder, unit: UnitId, parameter: int, gradient: BufferId) -> None:
