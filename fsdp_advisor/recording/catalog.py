@@ -71,7 +71,7 @@ def keys_of(profile: Profile, source: TransformersSource) -> tuple[TapeKey, ...]
     """The keys of the tapes that are recorded for a model.
 
     A sliding window that no sequence fills has no effect. Eager attention on a GPU differs from the CPU only under autocast and
-    with dropout.
+    with dropout. sdpa's flash kernel differs from flash_attention_2 only under autocast, which casts the inputs in another order.
     """
     filled = profile.window is not None and profile.window <= (profile.max_seq_len or profile.window)
     kind = profile.config["model_type"]
@@ -79,7 +79,7 @@ def keys_of(profile: Profile, source: TransformersSource) -> tuple[TapeKey, ...]
     return (
         *ON_CPU,
         *FLASH,
-        *(k for k in SDPA if k.precision == "fp32" or kind in UNLIKE_FLASH),
+        *(k for k in SDPA if k.precision == "fp32" or (k.engine == "plain" and k.mixed) or kind in UNLIKE_FLASH),
         *(CUDNN if kind in UNLIKE_FLASH and kind in IN_HEADS else ()),
         *(SDPA_FILLED if filled else ()),
         *(CUDNN_FILLED if filled and kind in IN_HEADS else ()),

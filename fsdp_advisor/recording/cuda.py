@@ -114,9 +114,10 @@ def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 def _cast(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = tree_map_only(torch.Tensor, lambda t: t.float() if _is_half(t) else t, (args, kwargs))
+    """The operator's result in fp32. Its last argument is cast first, as in PyTorch (`on_gpu.autocast_inputs` says why)."""
+    last_first = [arg.float() if isinstance(arg, torch.Tensor) and _is_half(arg) else arg for arg in reversed(args)]
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-        return operator(*args, **kwargs)
+        return operator(*reversed(last_first), **kwargs)
 
 
 def _cast_to_half(operator: Any, *args: Any) -> Any:

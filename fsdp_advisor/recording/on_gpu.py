@@ -68,13 +68,18 @@ def as_on_gpu(*, by_cudnn: bool = False, packed: bool = False) -> Iterator[None]
 def autocast_inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The inputs of scaled dot product attention as autocast casts them: all but a boolean mask. Unchanged without autocast."""
+    """The inputs of scaled dot product attention as autocast casts them: all but a boolean mask. Unchanged without autocast.
+
+    The last input is cast first: the casts are arguments of one call (aten/src/ATen/autocast_mode.h, `WrapFunction_`), which GCC, the
+    compiler of PyTorch's builds for Linux, evaluates from last to first.
+    """
     if not torch.is_autocast_enabled("cpu"):
         return query, key, value, attn_mask
     half = torch.get_autocast_dtype("cpu")
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.to(half)
-    return query.to(half), key.to(half), value.to(half), attn_mask
+    value, key, query = value.to(half), key.to(half), query.to(half)
+    return query, key, value, attn_mask
 
 
 def kernel_of(

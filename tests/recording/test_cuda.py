@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,11 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # after the check for torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_advisor.recording import cuda
 from fsdp_advisor.recording.cuda import as_on_cuda
+from fsdp_advisor.recording.on_gpu import autocast_inputs
 
 pytestmark = pytest.mark.slow
 
@@ -97,3 +100,38 @@ def test_models_that_ask_for_autocast_get_the_answer_of_the_cpu() -> None:
             assert not torch.is_autocast_enabled("cuda")
     with torch.autocast("cpu", torch.bfloat16):
         assert not torch.is_autocast_enabled()
+
+
+class Casts(TorchDispatchMode):
+    """The shapes of the tensors that are cast, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if operator is torch.ops.aten._to_copy.default:
+            self.shapes.append(tuple(args[0].shape))
+        return operator(*args, **(kwargs or {}))
+
+
+def casts(run: Callable[[], object]) -> list[tuple[int, ...]]:
+    with torch.autocast("cpu", torch.bfloat16), Casts() as found:
+        run()
+    return found.shapes
+
+
+def test_attentions_inputs_are_cast_in_pytorchs_order() -> None:
+    query, key, value, mask = torch.ones(1, 2, 3, 8), torch.ones(1, 2, 5, 8), torch.ones(1, 2, 5, 4), torch.ones(3, 5)
+    by_pytorch = casts(lambda: F.scaled_dot_product_attention(query, key, value, mask))[:4]
+    assert by_pytorch == casts(lambda: autocast_inputs(query, key, value, mask))
+
+
+def test_inputs_of_operators_in_fp32_are_cast_in_pytorchs_order() -> None:
+    x, weight = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
+    other = torch.ones(5, 8, dtype=torch.bfloat16)
+    assert casts(lambda: torch.cdist(x, other)) == [(5, 8), (4, 8)]  # in fp32 on a CPU, too
+    with as_on_cuda():
+        assert casts(lambda: F.layer_norm(x, (8,), weight, weight)) == [(8,), (8,), (4, 8)]
