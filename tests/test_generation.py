@@ -212,6 +212,25 @@ def test_the_fewest_gpus_have_whole_groups_of_completions(options: dict[str, Any
     assert found.recommendation.sweep.answer == answer
 
 
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    [
+        pytest.param({"gpus": 2, "global_batch_size": 16}, {(1, 8), (2, 4), (4, 2), (8, 1)}, marks=in_turn(1, of=12)),
+        ({"gpus": 2, "global_batch_size": 16, "micro_batch_size": 1}, {(1, 8)}),
+        ({"gpus": 1, "micro_batch_size": 1, "find": "gpus"}, {(1, 1)}),
+    ],
+)
+def test_a_search_takes_the_batches_that_estimate_accepts(
+    options: dict[str, Any], batches: set[tuple[int, int]], model: str
+) -> None:
+    job = {**SWEPT, **options, "model": model, "seq_len": 64, "activation_checkpointing": "none"}
+    found = recommend(**job).recommendation
+    assert found.winner is not None
+    plan = found.winner.plan
+    assert (plan.micro_batch_size, plan.gradient_accumulation_steps) in batches
+    assert plan.micro_batch_size * plan.gradient_accumulation_steps * plan.world_size % 8 == 0
+
+
 @in_turn(4, of=6)
 def test_the_longest_sequence_is_one_that_vllm_accepts(model: str) -> None:
     options = {"find": "sequence", "use_vllm": True, "vllm_max_model_length": 100, "micro_batch_size": 1}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fsdp_advisor.advice.batches import batches
+from fsdp_advisor.advice.batches import batches, batches_if_possible
 from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import decision_tree
@@ -26,6 +26,7 @@ from fsdp_advisor.assumptions import gpu_of, settled
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, UsageError, assert_never
 from fsdp_advisor.estimator import lazy_report, requested
 from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.choices import MAX_GPUS
 from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.job.ignored import ignored_in_search
 from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
@@ -148,8 +149,8 @@ def _check_sweep(report: Report, model: Resolved, request: RecommendRequest) -> 
 def _search(report: Report, model: Resolved, request: RecommendRequest, timer: Timer | None) -> Search:
     """The search of a request, with every choice that the request leaves open."""
     world, nnodes = request.gpus, request.nnodes
-    if request.find == "gpus" and request.global_batch_size is not None:  # the sweep tries other numbers of GPUs later
-        world, nnodes = _dividing_world(request, request.global_batch_size), 1
+    if request.find == "gpus" and batches_if_possible(request, world=world) is None:
+        world, nnodes = _first_possible_world(request), 1  # the sweep tries other numbers of GPUs later
     base = base_plan(request, gpus=world, nnodes=nnodes, seq_len=report.seq_len)
     allowed = batches(request, world=world)
     found = open_choices(request, model, base)
@@ -171,11 +172,10 @@ def _search(report: Report, model: Resolved, request: RecommendRequest, timer: T
     )
 
 
-def _dividing_world(request: RecommendRequest, global_batch: int) -> int:
-    """The number of GPUs with which a search starts: global batch / (micro-batch x accumulation) if both are given, else 1."""
-    fixed = (request.micro_batch_size or 1) * (request.gradient_accumulation_steps or 1)
-    both = request.micro_batch_size is not None and request.gradient_accumulation_steps is not None
-    return global_batch // fixed if both and global_batch >= fixed else 1
+def _first_possible_world(request: RecommendRequest) -> int:
+    """The smallest number of GPUs on which the job has batches; 1 if there is none."""
+    worlds = range(1, MAX_GPUS + 1)
+    return next((n for n in worlds if batches_if_possible(request, world=n) is not None), 1)
 
 
 def _recording_errors(

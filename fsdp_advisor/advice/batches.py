@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.batch import batch_refusal
 from fsdp_advisor.job.choices import MAX_BATCH
-from fsdp_advisor.job.generation import check_groups, least_micro_batch
+from fsdp_advisor.job.generation import check_groups, check_ranks, least_micro_batch
 from fsdp_advisor.job.search_request import RecommendRequest
 
 
@@ -38,9 +39,10 @@ class Batches:
 
 
 def batches(request: RecommendRequest, *, world: int) -> Batches:
-    """The batches that the request allows on `world` ranks. Raises UsageError if the global batch is not divisible by them, or if no batch
-    has whole groups of completions.
+    """The batches that the request allows on `world` ranks. Raises UsageError if the global batch is not divisible by them, if no batch
+    has whole groups of completions, or if the job cannot run on them.
     """
+    check_ranks(request, world)
     found = _dividing(request, world)
     if isinstance(found.sizes, range):  # all sizes, of which it would take long to try each
         least = least_micro_batch(request, gpus=world, accumulation=found.steps)
@@ -51,6 +53,14 @@ def batches(request: RecommendRequest, *, world: int) -> Batches:
         size = found.smallest
         check_groups(request, gpus=world, micro_batch_size=size, accumulation=steps[size])
     return replace(found, sizes=whole)
+
+
+def batches_if_possible(request: RecommendRequest, *, world: int) -> Batches | None:
+    """`batches`, or None if it raises UsageError."""
+    try:
+        return batches(request, world=world)
+    except UsageError:
+        return None
 
 
 def _dividing(request: RecommendRequest, world: int) -> Batches:

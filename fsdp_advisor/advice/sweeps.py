@@ -8,7 +8,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from fsdp_advisor.advice.batches import Batches, batches
+from fsdp_advisor.advice.batches import batches, batches_if_possible
 from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.curves import PeakVsSize, log_spaced
 from fsdp_advisor.advice.largest_size import Largest, Sizes, largest
@@ -20,7 +20,6 @@ from fsdp_advisor.gpu_support import check_gpu
 from fsdp_advisor.hardware import Gpu, list_gpus, usual_gpus_per_node
 from fsdp_advisor.job.choices import MAX_GPUS, MAX_SEQ_LEN, Find
 from fsdp_advisor.job.compatibility import mesh_of
-from fsdp_advisor.job.generation import check_ranks
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.json_fields import json_fields
@@ -279,9 +278,9 @@ class Sweep:
         """Numbers of GPUs on which the job has batches: up to one node each number, then whole nodes."""
         per_node = self._gpus_per_node
         counts = [*range(1, min(per_node, most) + 1), *range(2 * per_node, most + 1, per_node)]
-        possible = [n for n in counts if self._batches(n) is not None]
+        possible = [n for n in counts if batches_if_possible(self.request, world=n) is not None]
         if not possible:
-            self._batches_on(counts[0])  # raises an error with the reason
+            batches(self.request, world=counts[0])  # raises an error with the reason
         return possible
 
     def nodes(self, world: int) -> int:
@@ -293,16 +292,6 @@ class Sweep:
         if self.request.nnodes > 1:
             return self.request.gpus // self.request.nnodes
         return usual_gpus_per_node(self.search.evaluator.gpu)
-
-    def _batches(self, world: int) -> Batches | None:
-        try:
-            return self._batches_on(world)
-        except UsageError:
-            return None
-
-    def _batches_on(self, world: int) -> Batches:
-        check_ranks(self.request, world)
-        return batches(self.request, world=world)
 
     def on_world(self, world: int) -> Search:
         """The same search on another number of GPUs."""
@@ -328,7 +317,7 @@ class Sweep:
             self.search,
             evaluator=self.search.evaluator.on(self._gpu(name, world, nodes)),
             base=base_plan(self.request, gpus=world, nnodes=nodes, seq_len=self.search.base.seq_len),
-            batches=self._batches_on(world),
+            batches=batches(self.request, world=world),
             choices=choices,
         ).limited_to(self.allowed)
 

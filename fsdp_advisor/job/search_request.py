@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from typing import Annotated, ClassVar, Literal
 
 from fsdp_advisor.errors import UsageError
@@ -11,6 +12,7 @@ from fsdp_advisor.job.batch_fields import ACCUMULATION, MICRO_BATCH_SIZE
 from fsdp_advisor.job.checkpointing import CHECKPOINTING_EXAMPLE, read_searched_checkpointing
 from fsdp_advisor.job.choices import Checkpointing, Find, Offload, OffloadDevice, TrainingMethod
 from fsdp_advisor.job.fields import Rule, fields_of
+from fsdp_advisor.job.generation import least_micro_batch
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.sharding_fields import OFFLOAD, OFFLOAD_DEVICE
 from fsdp_advisor.job.step_fields import CHECKPOINTING
@@ -98,9 +100,9 @@ class RecommendRequest(EstimateRequest):
 
     @property
     def as_estimate(self) -> EstimateRequest:
-        """The job as a request of `estimate`: open fields get their defaults. `global_batch_size` is left out, because only a search
-        divides it. Raises UsageError for compiled steps, because a search would compile each micro-batch and length, and for fp8, because
-        it is meant to be compiled.
+        """The job as a request of `estimate`: open fields get their defaults, or batches that GRPO accepts. `global_batch_size` is left
+        out, because only a search divides it. Raises UsageError for compiled steps, because a search would compile each micro-batch and
+        length, and for fp8, because it is meant to be compiled.
         """
         if self.fp8 != "none":
             raise UsageError(
@@ -115,4 +117,19 @@ class RecommendRequest(EstimateRequest):
         values = {name: getattr(self, name) for name in fields_of(EstimateRequest) if name != "global_batch_size"}
         closed = {name: v for name, v in values.items() if name not in self.SEARCHED or v not in (None, "auto")}
         given = self.given.intersection(closed)
-        return EstimateRequest(**closed, given=given, assumed=self.assumed, configs=self.configs)
+        job = EstimateRequest(**closed, given=given, assumed=self.assumed, configs=self.configs)
+        return self._with_whole_groups(job)
+
+    def _with_whole_groups(self, job: EstimateRequest) -> EstimateRequest:
+        """The job with the smallest micro-batch, or else accumulation, that makes whole groups of completions, if this request leaves it
+        open.
+        """
+        least = least_micro_batch(job, gpus=job.gpus, accumulation=job.gradient_accumulation_steps)
+        missing = least // gcd(least, job.micro_batch_size)
+        if missing == 1:
+            return job
+        if self.micro_batch_size is None:
+            return replace(job, micro_batch_size=least)
+        if self.gradient_accumulation_steps is None and self.steps_per_generation is None:
+            return replace(job, gradient_accumulation_steps=missing)
+        return job

@@ -46,6 +46,18 @@ def test_given_sizes_are_fixed() -> None:
     assert (list(both.sizes), both.accumulation(3)) == ([3], 4)
 
 
+def test_every_batch_has_whole_groups_of_completions() -> None:
+    job = {"framework": "trl", "task": "grpo", "num_generations": 8}
+    assert list(batches(request_of(**job), world=2).sizes[:3]) == [4, 8, 12]
+    assert list(batches(request_of(**job, global_batch_size=16), world=2).sizes) == [1, 2, 4, 8]
+    apart = {"global_batch_size": 32, "steps_per_generation": 2}
+    assert list(batches(request_of(**job, **apart), world=2).sizes) == [2, 4, 8, 16]
+    with pytest.raises(UsageError, match="= 12, not a multiple of --num-generations 8"):
+        batches(request_of(**job, global_batch_size=12), world=2)
+    with pytest.raises(UsageError, match="3 ranks are not divisible"):
+        batches(request_of(**job, use_vllm=True, vllm_tensor_parallel_size=2), world=3)
+
+
 ERRORS: dict[str, tuple[dict[str, int], str, str]] = {
     "all three": (
         {"micro_batch_size": 2, "gradient_accumulation_steps": 4, "global_batch_size": 128},
