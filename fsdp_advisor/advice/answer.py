@@ -295,14 +295,14 @@ def _names_of(left_out: Sequence[ActivationChoice]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(parts[-1] for parts in whole))
 
 
-_SEARCHED = ("strategy", "backend", "offload", "offload_device", "activation_checkpointing", "micro_batch_size",
-             "global_batch_size", "gradient_accumulation_steps", "wrap", "framework", "host_memory")  # fmt: skip
-"""Options that a search varies if they are not given."""
+_NARROWING = ("strategy", "backend", "offload", "offload_device", "activation_checkpointing", "micro_batch_size",
+              "global_batch_size", "gradient_accumulation_steps", "wrap", "framework", "host_memory")  # fmt: skip
+"""Options that leave out choices or batches of a search if they are given."""
 
 
 def _fixed_options(request: RecommendRequest) -> str:
     """The options of the request that narrow the search, as on the command line; empty if there are none."""
-    return ", ".join(f"{dashed(name)} {value}" for name, value in request.changed.items() if name in _SEARCHED)
+    return ", ".join(f"{dashed(name)} {value}" for name, value in request.changed.items() if name in _NARROWING)
 
 
 def _numerics(winner: Candidate, others: Sequence[Candidate]) -> Iterator[str]:

@@ -76,7 +76,7 @@ def may_win(choice: StrategyChoice, best_rate: float, best: Candidate) -> bool:
     """Whether `choose` could prefer a choice to `best` if it fitted at `best_rate`, its best speed (in equal numerics)."""
     own = speed(best)
     if own == 0:
-        return False  # choices are ordered by simplicity
+        return False  # without speeds, the first that fits is the simplest
     if choice.host_level != best.choice.host_level:
         return choice.host_level < best.choice.host_level or best_rate > (1 + OFFLOAD_RESOLUTION) * own
     simpler = choice.simplicity_rank < best.choice.simplicity_rank

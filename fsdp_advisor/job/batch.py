@@ -1,4 +1,4 @@
-"""The global batch: sequences per optimizer step = micro-batch x accumulation x ranks."""
+"""The global batch: examples per optimizer step = micro-batch x accumulation x ranks. An example of DPO and reward is a pair."""
 
 from __future__ import annotations
 
