@@ -6,12 +6,13 @@ from fsdp_advisor.engines.fsdp_shards import shard_bytes, shard_shape
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.host import HostMemory
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.policies.dtypes import stored_bytes
+from fsdp_advisor.policies.dtypes import is_sharded, stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_of
 
 
 def host_memory(profile: Profile, plan: Plan) -> HostMemory:
-    """Host memory of one node. Each rank keeps its shard there: pinned parameters and gradients, pageable optimizer states.
+    """Host memory of one node. Each rank keeps its shard there: pinned parameters and gradients, pageable optimizer states. Parameters that
+    FSDP2 does not shard stay on the GPU.
 
     FSDP1 shards a unit's flat parameter instead of each parameter's rows; its padding is not counted.
     """
@@ -21,6 +22,8 @@ def host_memory(profile: Profile, plan: Plan) -> HostMemory:
     pinned = pageable = 0
     for unit, count in profile.counted_units():
         for p in unit.parameters:
+            if not is_sharded(p, plan):
+                continue
             shard = shard_bytes(p, plan) * count
             pinned += 2 * shard if p.trainable else shard
             if optimizer.keeps_state_of(p):

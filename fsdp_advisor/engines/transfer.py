@@ -106,10 +106,12 @@ def units_in_order(profile: Profile) -> list[Unit]:
 
 def peak_bytes(transfers: Iterable[WeightTransfer]) -> int:
     """Peak bytes on rank 0's GPU when the transfers run one after the other."""
-    kept = peak = 0
+    transfers = [*transfers]
+    alive = peak = sum(transfer.temporaries.rounded for transfer in transfers if transfer.is_loaded)
     for transfer in transfers:
-        peak = max(peak, kept + transfer.temporaries.rounded + transfer.kept.rounded)
-        kept += transfer.kept.rounded
+        alive += transfer.kept.rounded + (0 if transfer.is_loaded else transfer.temporaries.rounded)
+        peak = max(peak, alive)
+        alive -= transfer.temporaries.rounded
     return peak
 
 

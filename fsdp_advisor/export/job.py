@@ -169,7 +169,8 @@ def _load_way(plan: Plan, *, quantized: bool) -> str:
     """The load method of the exported files.
 
     PyTorch's script reads the weights on rank 0, except for FSDP1, whose lines shard a loaded model. Files for accelerate, the Trainer,
-    TRL and axolotl switch on `cpu_ram_efficient_loading` under FSDP. Under DDP, the scripts for accelerate and the Trainer name each
+    TRL and axolotl switch on `cpu_ram_efficient_loading` under FSDP; the scripts for accelerate and the Trainer load a quantized base on
+    the host (`model_arguments`), others on each GPU. Under DDP, the scripts for accelerate and the Trainer name each
     rank's device, as axolotl does; TRL sets none. Source: trl 1.16, trainer/sft_trainer.py; axolotl 0.19, utils/config/__init__.py.
     """
     match plan.backend:
@@ -177,6 +178,8 @@ def _load_way(plan: Plan, *, quantized: bool) -> str:
             return "device_map" if quantized else "rank0"
         case "ddp":
             return "every_rank" if plan.framework == "trl" and plan.world_size > 1 and not quantized else "device_map"
+        case "fsdp1" | "fsdp2" if quantized:
+            return "every_rank" if plan.framework in ("accelerate", "trainer") else "device_map"
         case "fsdp1" | "fsdp2":
             by_script = "rank0" if plan.backend == "fsdp2" else "every_rank"
             return "cpu_ram_efficient_loading" if plan.uses_accelerate else by_script

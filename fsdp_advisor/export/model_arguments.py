@@ -28,11 +28,13 @@ def model_arguments(job: Job) -> dict[str, Any]:
 
 def _loads_on_host(job: Job) -> bool:
     """Whether the script loads a 4-bit base on the host, so that FSDP moves it unit by unit. By default the whole base is loaded on the
-    GPU.
+    GPU. FSDP2 does not move packed weights in uint8, which it does not shard.
 
-    Source: transformers 5.23, quantizers/quantizer_bnb_4bit.py, `update_device_map`.
+    Source: transformers 5.23, quantizers/quantizer_bnb_4bit.py, `update_device_map`; engines/fsdp2/loading.py.
     """
-    return bool(job.adaptation.quantization.get("load_in_4bit")) and job.plan.backend in ("fsdp1", "fsdp2")
+    quantization = job.adaptation.quantization
+    is_sharded = bool(quantization.get("load_in_4bit")) and quantization.get("bnb_4bit_quant_storage") != "uint8"
+    return is_sharded and job.plan.backend in ("fsdp1", "fsdp2")
 
 
 def experts_limit(job: Job) -> str | None:

@@ -93,12 +93,14 @@ class WeightTransfer:
     """Tensors that loading allocates together on rank 0's GPU.
 
     `temporaries` are freed once `kept` is allocated; with `frees_late` once the next transfer has allocated its own. PyTorch's
-    allocator keeps their memory in its cache.
+    allocator keeps their memory in its cache. `is_loaded`: whether the temporaries exist before the first transfer, as the weights of a
+    model that was loaded on the GPU.
     """
 
     temporaries: Storages = NO_STORAGES
     kept: Storages = NO_STORAGES
     frees_late: bool = False
+    is_loaded: bool = False
 
     @classmethod
     def of_shard(cls, temporaries: Storages, shard: Storages, *, offload: bool) -> WeightTransfer:
@@ -106,3 +108,10 @@ class WeightTransfer:
         once.
         """
         return cls(temporaries=temporaries + shard) if offload else cls(temporaries=temporaries, kept=shard)
+
+    @classmethod
+    def of_loaded(
+        cls, whole: Storages, shard: Storages, *, temporaries: Storages = NO_STORAGES, offload: bool
+    ) -> tuple[WeightTransfer, WeightTransfer]:
+        """The transfers that make a shard from weights that are on the GPU before, and then free these."""
+        return cls.of_shard(temporaries, shard, offload=offload), cls(temporaries=whole, is_loaded=True)

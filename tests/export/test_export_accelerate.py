@@ -215,9 +215,20 @@ def test_one_gpu_is_not_distributed() -> None:
     assert launched(job(plan("ddp", "ddp", gpus=1)))[0].distributed_type.value == "NO"
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("fsdp2", {"": "cpu"}), ("fsdp1", {"": "cpu"}), ("ddp", None)])
-def test_a_base_in_4_bits_is_loaded_on_the_host_under_fsdp(backend: str, expected: dict[str, str] | None) -> None:
-    """transformers puts it whole on each GPU otherwise."""
-    quantized = Adaptation(peft={"peft_type": "LORA"}, quantization={"load_in_4bit": True})
+@pytest.mark.parametrize(
+    ("backend", "storage", "expected"),
+    [
+        ("fsdp2", "bfloat16", {"": "cpu"}),
+        ("fsdp2", "uint8", None),
+        ("fsdp1", "bfloat16", {"": "cpu"}),
+        ("ddp", "bfloat16", None),
+    ],
+)
+def test_a_base_that_fsdp_shards_is_loaded_on_the_host(
+    backend: str, storage: str, expected: dict[str, str] | None
+) -> None:
+    """transformers puts it whole on each GPU otherwise. FSDP2 would leave weights in uint8 on the host."""
+    quantization = {"load_in_4bit": True, "bnb_4bit_quant_storage": storage}
+    quantized = Adaptation(peft={"peft_type": "LORA"}, quantization=quantization)
     of = job(plan("ddp" if backend == "ddp" else "zero3", backend), adaptation=quantized)
     assert model_arguments(of).get("device_map") == expected

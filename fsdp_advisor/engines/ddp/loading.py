@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp_advisor.engines.quantized_loading import is_quantized_on_load, on_gpu
 from fsdp_advisor.engines.transfer import LoadedCheckpoint, LoadMethod
 from fsdp_advisor.engines.units import buffers
 from fsdp_advisor.job.plan import Plan
@@ -32,7 +33,10 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
             gradient_buckets += n_bytes * count if p.requires_grad else 0
     broadcast_buckets = min(weights.exact, 2 * (BROADCAST_BUCKET_BYTES + largest))
     buckets = max(gradient_buckets, broadcast_buckets) if plan.world_size > 1 else 0
-    gpu = weights.rounded + buffers(profile, plan.param_bytes).rounded + buckets
+    whole = weights.rounded + buffers(profile, plan.param_bytes).rounded
+    gpu = whole + buckets
+    if is_quantized_on_load(profile):
+        return (on_gpu(profile, plan, whole_bytes=whole, gpu_bytes=gpu),)
     in_conversion = min(LOADER_THREADS * largest, checkpoint.private_bytes)
     return (
         LoadMethod(

@@ -12,6 +12,7 @@ from functools import partial
 from fsdp_advisor.engines.deepspeed import partitions
 from fsdp_advisor.engines.deepspeed.groups import Group, groups
 from fsdp_advisor.engines.deepspeed.settings import master_bytes, offloads_optimizer, offloads_parameters, stage
+from fsdp_advisor.engines.quantized_loading import is_quantized_on_load, on_gpu
 from fsdp_advisor.engines.transfer import LoadedCheckpoint, LoadMethod
 from fsdp_advisor.engines.units import buffers, total
 from fsdp_advisor.job.plan import Plan
@@ -40,26 +41,32 @@ def _stages_1_and_2(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) 
     whole, flat = _whole_model_bytes(profile, plan), max(flats)
     flattens_on_gpu = gpu_memory_bytes is None or whole + flat <= gpu_memory_bytes
     initialized_gpu, initialized_host = _bytes_after_initialize(profile, plan)
-    host = max(checkpoint.private_bytes, initialized_host, 0 if flattens_on_gpu else c * profile.parameters + flat)
+    flattened_host = 0 if flattens_on_gpu else profile.bytes_of(partial(cast_bytes, plan)) + flat
+    gpu = max(whole + (flat if flattens_on_gpu else 0), initialized_gpu)
     flattening = [
         WeightTransfer(temporaries=_weights(profile, plan, in_groups[number:]), kept=Storages.of(kept))
         for number, kept in enumerate(flats)
     ]
+    transfers = (*flattening, *_engine_transfers(profile, plan)) if flattens_on_gpu else ()
+    if is_quantized_on_load(profile):
+        host = max(initialized_host, flattened_host)
+        return on_gpu(profile, plan, whole_bytes=whole, gpu_bytes=gpu, host_bytes=host, transfers=transfers)
+    host = max(checkpoint.private_bytes, initialized_host, flattened_host)
     return LoadMethod(
         way="every_rank",
         how="from_pretrained on every rank, then deepspeed.initialize",
-        gpu_bytes=max(whole + (flat if flattens_on_gpu else 0), initialized_gpu),
+        gpu_bytes=gpu,
         first_rank_host_bytes=host,
         other_ranks_host_bytes=host,
         ranks_per_node=plan.ranks_per_node,
         mapped_bytes=checkpoint.mapped_bytes,
-        transfers=(*flattening, *_engine_transfers(profile, plan)) if flattens_on_gpu else (),
+        transfers=transfers,
     )
 
 
 def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     """Two methods. With zero.Init, each module is sharded as it is built: rank 0 reads the file and broadcasts the parameters. Without it,
-    every rank loads the whole model.
+    every rank loads the whole model, as transformers always does with a base that bitsandbytes quantizes.
 
     Source: zero/partition_parameters.py, Init; transformers/integrations/deepspeed.py, _load_state_dict_into_zero3_model.
     """
@@ -76,6 +83,10 @@ def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     # the cache of freed weights is emptied before the shards are copied into one buffer (zero/utils.py, defragment)
     engine = (WeightTransfer(kept=partitions.shards(profile, plan)), *_engine_transfers(profile, plan))
     every_rank_host = max(checkpoint.private_bytes, shards_on_host, initialized_host)
+    whole = _whole_model_bytes(profile, plan)
+    if is_quantized_on_load(profile):
+        host = max(shards_on_host, initialized_host)
+        return (on_gpu(profile, plan, whole_bytes=whole, gpu_bytes=initialized_gpu, host_bytes=host, transfers=engine),)
     return (
         LoadMethod(
             way="zero_init",
@@ -90,7 +101,7 @@ def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
         LoadMethod(
             way="every_rank",
             how="from_pretrained on every rank without zero.Init, then deepspeed.initialize",
-            gpu_bytes=max(_whole_model_bytes(profile, plan), initialized_gpu),
+            gpu_bytes=max(whole, initialized_gpu),
             first_rank_host_bytes=every_rank_host,
             other_ranks_host_bytes=every_rank_host,
             ranks_per_node=plan.ranks_per_node,

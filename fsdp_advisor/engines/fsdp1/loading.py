@@ -11,6 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp1.units import flat_bytes, unit_elements
+from fsdp_advisor.engines.quantized_loading import is_quantized_on_load, on_gpu, on_host
 from fsdp_advisor.engines.transfer import (
     CPU_RAM_EFFICIENT_LOADING,
     LoadedCheckpoint,
@@ -21,6 +22,7 @@ from fsdp_advisor.engines.units import buffers
 from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.policies.dtypes import loaded_bytes
 from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer
 
 
@@ -39,7 +41,6 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     and the flat parameter are alive.
     Source: fsdp/_init_utils.py, _init_param_handle_from_module; fsdp/_flat_param.py, flatten_tensors, shard.
     """
-    checkpoint = LoadedCheckpoint.of(profile, plan.param_bytes)
     offload = plan.offload == "parameters"
     units = _flattened_units(profile, plan)
     transfers = tuple(
@@ -48,6 +49,10 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     shards = sum(unit.shard.rounded for unit in units)
     gpu = peak_bytes(transfers) + buffers(profile, plan.param_bytes).rounded
     shards_on_host = shards if offload else 0
+    if is_quantized_on_load(profile):
+        host = on_host(profile, plan, gpu_bytes=gpu, shards_on_host=shards_on_host, transfers=transfers)
+        return _on_gpu(profile, plan, units, shards_on_host), host
+    checkpoint = LoadedCheckpoint.of(profile, plan.param_bytes)
     loaded = max(checkpoint.private_bytes, shards_on_host)
 
     def unit_by_unit(way: str, how: str, other_ranks_host_bytes: int) -> LoadMethod:
@@ -79,6 +84,24 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     return (*methods, _without_device_id(profile, plan, units, checkpoint))
 
 
+def _on_gpu(profile: Profile, plan: Plan, units: Sequence[FlattenedUnit], shards_on_host: int) -> LoadMethod:
+    """The method that quantizes the whole base on each GPU before `FSDP(model)` flattens and shards it there."""
+    offload, other = plan.offload == "parameters", buffers(profile, plan.param_bytes).rounded
+    transfers = [
+        transfer
+        for unit in units
+        for transfer in WeightTransfer.of_loaded(unit.parameters, unit.shard, temporaries=unit.flat, offload=offload)
+    ]
+    return on_gpu(
+        profile,
+        plan,
+        whole_bytes=sum(unit.parameters.rounded for unit in units) + other,
+        gpu_bytes=peak_bytes(transfers) + other,
+        host_bytes=shards_on_host,
+        transfers=tuple(transfers),
+    )
+
+
 def _without_device_id(
     profile: Profile, plan: Plan, units: Sequence[FlattenedUnit], checkpoint: LoadedCheckpoint
 ) -> LoadMethod:
@@ -100,12 +123,13 @@ def _without_device_id(
 
 
 def _flattened_units(profile: Profile, plan: Plan) -> list[FlattenedUnit]:
-    k, n = plan.param_bytes, plan.shard_degree
+    n = plan.shard_degree
 
     @cache
     def flattened(unit: Unit) -> FlattenedUnit:
         elements = unit_elements(unit, plan)
-        parameters = sum((Storages.of(p.elements * k) for p in unit.parameters), NO_STORAGES)
+        k = max((loaded_bytes(plan, p) for p in unit.parameters), default=plan.param_bytes)
+        parameters = sum((Storages.of(p.elements * loaded_bytes(plan, p)) for p in unit.parameters), NO_STORAGES)
         # accelerate makes the shard fp32 once all units are shards; it is counted as fp32 from the start
         return FlattenedUnit(parameters, Storages.of(elements * k), Storages.of(elements // n * flat_bytes(unit, plan)))
 

@@ -12,6 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp_shards import shard_bytes
+from fsdp_advisor.engines.quantized_loading import is_quantized_on_load, on_gpu, on_host
 from fsdp_advisor.engines.transfer import (
     CPU_RAM_EFFICIENT_LOADING,
     LoadedCheckpoint,
@@ -23,7 +24,7 @@ from fsdp_advisor.engines.units import buffers
 from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
-from fsdp_advisor.policies.dtypes import stored_bytes
+from fsdp_advisor.policies.dtypes import is_sharded, stored_bytes
 from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer
 
 Transfers = tuple[WeightTransfer, ...]
@@ -58,6 +59,8 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     The methods that build on the meta device do not work with accelerate: it identifies parameters by their addresses, and
     meta tensors have none.
     """
+    if is_quantized_on_load(profile):
+        return _quantized(profile, plan)
     checkpoint, units = LoadedCheckpoint.of(profile, plan.param_bytes), _sharded_units(profile, plan)
     loaded = max(checkpoint.private_bytes, _shards_bytes(units) if plan.offload == "parameters" else 0)
     by_unit, scattered = _unit_transfers(profile, plan), _scatter_transfers(units, plan)
@@ -84,6 +87,39 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     if plan.uses_accelerate:
         return every_rank, efficient
     return every_rank, *_from_meta_device(profile, plan, units, checkpoint), efficient
+
+
+def _quantized(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
+    """The methods for a base that bitsandbytes quantizes. Packed weights that are not sharded cannot be loaded on the host: FSDP2 leaves
+    them there.
+
+    Source: fsdp/_fully_shard/_fsdp_init.py, _get_managed_states, `ignored_params`.
+    """
+    offload = plan.offload == "parameters"
+    whole, ignored = NO_STORAGES, NO_STORAGES
+    loaded: list[WeightTransfer] = []
+    for unit in map(_sharding(plan), wrapping_for(profile, plan).in_order(profile)):
+        managed = ShardedUnit(tuple(p for p in unit.parameters if is_sharded(p.parameter, plan)))
+        whole += unit.whole
+        ignored += sum((p.whole for p in unit.parameters if not is_sharded(p.parameter, plan)), NO_STORAGES)
+        loaded += WeightTransfer.of_loaded(managed.whole, managed.shard, offload=offload)
+    other = buffers(profile, plan.param_bytes).rounded
+    transfers = (WeightTransfer(kept=ignored), *loaded)
+    on_each_gpu = on_gpu(
+        profile,
+        plan,
+        whole_bytes=whole.rounded + other,
+        gpu_bytes=peak_bytes(transfers) + other,
+        host_bytes=_shards_bytes(_sharded_units(profile, plan)) - ignored.rounded if offload else 0,
+        transfers=transfers,
+    )
+    if ignored.exact:
+        return (on_each_gpu,)
+    by_unit, shards = _unit_transfers(profile, plan), _shards_bytes(_sharded_units(profile, plan))
+    gpu_bytes = peak_bytes(by_unit) + other
+    return on_each_gpu, on_host(
+        profile, plan, gpu_bytes=gpu_bytes, shards_on_host=shards if offload else 0, transfers=by_unit
+    )
 
 
 def _from_meta_device(

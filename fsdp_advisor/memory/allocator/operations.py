@@ -377,12 +377,13 @@ class _Assembly:
         for _, number in self._read.residents:
             if number not in not_yet:
                 residents[self._requests[number]].append(number)
-        setup: list[int] = []
+        temporaries_of = [[self._new(round_up(n)) for n in one.temporaries.each()] for one in self._loaded]
+        by_transfer = [*zip(self._loaded, temporaries_of, strict=True)]
+        setup = [operation(MALLOC, number) for one, numbers in by_transfer if one.is_loaded for number in numbers]
         late: list[int] = []  # temporaries of the previous transfer
-        for one in self._loaded:
-            temporaries = [self._new(round_up(n)) for n in one.temporaries.each()]
+        for one, temporaries in by_transfer:
             kept = [residents[round_up(n)].popleft() for n in one.kept.each()]
-            setup += [operation(MALLOC, number) for number in temporaries]
+            setup += [] if one.is_loaded else [operation(MALLOC, number) for number in temporaries]
             setup += [operation(FREE, number) for number in late]
             setup += [operation(MALLOC, number) for number in kept]
             late = temporaries if one.frees_late else []
