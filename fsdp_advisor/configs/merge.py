@@ -204,6 +204,8 @@ def _resolve_precision(options: dict[str, Any], parts: Sequence[Collector]) -> N
     elif adapters and mixed in ("bf16", "fp16") and dtype == "float32":
         options["dtype"] = "float32"
     if "precision" in options:
+        if not options["precision"].endswith("-mixed"):
+            options.pop("dtype", None)
         return
     if mixed in ("bf16", "fp16"):
         options["precision"] = f"{mixed}-mixed"

@@ -292,13 +292,24 @@ def may_store_half(adaptation: Adaptation, precision: Precision) -> bool:
 
 
 def check_dtype(request: EstimateRequest) -> None:
-    """Raises UsageError for weights in a dtype of 16 bits that the precision does not compute in, or that cannot be trained in it.
+    """Raises UsageError for weights in a dtype that the precision does not have, or that cannot be trained in it. Without autocast the
+    dtype of the weights is that of the computation; adapters are in fp32 on a base in bfloat16 (`bf16`) too.
 
     Source: torch 2.13, amp/grad_scaler.py, `_unscale_grads_`: "Attempting to unscale FP16 gradients."
     """
     if request.dtype == "float16" and request.precision != "fp16-mixed":
         raise UsageError(
             "dtype float16 is for precision fp16-mixed", hint="--precision fp16-mixed, or --dtype bfloat16"
+        )
+    if (request.precision, request.dtype) == ("fp32", "bfloat16"):
+        raise UsageError(
+            "precision fp32 has no autocast, so weights in bfloat16 also compute in bfloat16, which is precision bf16",
+            hint="--precision bf16, or --precision bf16-mixed for autocast",
+        )
+    if (request.precision, request.dtype) == ("bf16", "float32"):
+        raise UsageError(
+            "precision bf16 has all weights in bfloat16, not in float32",
+            hint="--precision bf16-mixed for float32 weights and computation in bfloat16, or --precision fp32",
         )
     if request.dtype == "float16" and not adaptation_of(request).peft:
         raise UsageError(
