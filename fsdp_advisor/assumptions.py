@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect, usual_nodes
 from fsdp_advisor.job.adaptation import adaptation_of, may_store_half
 from fsdp_advisor.job.adapter_fields import QuantStorage
@@ -97,7 +98,9 @@ def stores_frozen_base_in_fp32(request: EstimateRequest) -> bool:
 
 
 def sequence_length(request: EstimateRequest, profile: Profile | None) -> tuple[int, list[str]]:
-    """The request's sequence length, or else the model's, and notes. A model that reads images has only its own length."""
+    """The request's sequence length, or else the model's, and notes. A model that reads images has only its own length. Raises UsageError
+    if the model has no positions for the length.
+    """
     if profile is not None and not (task := task_of(profile.task)).takes_any_length:
         own = profile.image_tokens or 1
         left_aside = request.seq_len not in (None, own)
@@ -105,6 +108,11 @@ def sequence_length(request: EstimateRequest, profile: Profile | None) -> tuple[
     limit = profile.max_seq_len if profile else None
     seq_len = request.seq_len or default_seq_len(limit)
     past = limit is not None and seq_len > limit
+    if past and profile is not None and profile.has_position_table:
+        raise UsageError(
+            f"{profile.name} has a table of {limit} positions, so sequences of {seq_len} tokens end with an IndexError",
+            hint=f"--seq-len {limit} or less",
+        )
     return seq_len, [f"seq_len {seq_len} is past the model's maximum of {limit} tokens"] * past
 
 

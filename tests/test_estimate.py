@@ -260,9 +260,23 @@ def test_what_cannot_be_is_refused_in_one_line(options: dict[str, object], messa
     assert error.value.hint and "\n" not in error.value.message + error.value.hint
 
 
-def test_a_sequence_beyond_the_models_maximum_is_noted() -> None:
-    report = estimate(model="openai-community/gpt2", seq_len=2048, gpu="T4", strategy="ddp")
-    assert "seq_len 2048 is past the model's maximum of 1024 tokens" in report.notes
+def test_a_sequence_past_the_training_length_of_rotary_positions_is_noted() -> None:
+    report = estimate(model="EleutherAI/pythia-70m", seq_len=4096, gpu="T4", strategy="ddp")
+    assert "seq_len 4096 is past the model's maximum of 2048 tokens" in report.notes
+
+
+@pytest.mark.parametrize(
+    ("model", "limit"),
+    [
+        ("openai-community/gpt2", 1024), ("google-bert/bert-base-uncased", 512), ("openai/whisper-large-v3", 448),
+        ("facebook/opt-1.3b", 2048), ("EleutherAI/gpt-j-6b", 2048),
+    ],
+)  # fmt: skip
+def test_a_sequence_past_a_table_of_positions_is_refused(model: str, limit: int) -> None:
+    with pytest.raises(UsageError, match=f"table of {limit} positions") as error:
+        estimate(model=model, seq_len=limit + 1, gpu="H100", strategy="ddp")
+    assert error.value.hint == f"--seq-len {limit} or less"
+    assert estimate(model=model, seq_len=limit, gpu="H100", strategy="ddp").estimates
 
 
 def test_fsdp2_padding_is_named() -> None:

@@ -7,6 +7,7 @@ real one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -56,6 +57,12 @@ class Parameter:
     def requires_grad(self) -> bool:
         """Whether the parameter is to be trained, even if it gets no gradient in the step."""
         return self.trainable or self.idle
+
+
+_POSITION_TABLE = re.compile(r"(^|\.)(wpe|position_embeddings?|embed_positions)(\.weight)?$")
+"""The name of a table of positions: GPT-2's, BERT's; that of BART, OPT and Whisper, and of GPT-J's rotations. Source: transformers 5.23,
+models/{gpt2,bert,bart,opt,whisper,gptj}/modeling_*.py. Relative positions and tables that grow (`weights`) have other names.
+"""
 
 
 class Buffer(NamedTuple):
@@ -313,6 +320,20 @@ class Profile:
                 return parameter.shape[1]
         size, patch = self.config.get("image_size"), self.config.get("patch_size")
         return (size // patch) ** 2 if isinstance(size, int) and isinstance(patch, int) else None
+
+    @cached_property
+    def has_position_table(self) -> bool:
+        """Whether the model looks positions up in a table of `max_seq_len` rows, so that longer sequences end with an IndexError. Some
+        tables have up to two more rows, for padding. A vision tower's table has other sizes.
+        """
+        if self.max_seq_len is None:
+            return False
+        rows = range(self.max_seq_len, self.max_seq_len + 3)
+        for unit, _ in self.counted_units():
+            named = [*((p.name, p.shape) for p in unit.parameters), *((b.name, b.shape) for b in unit.buffers)]
+            if any(len(shape) == 2 and shape[0] in rows and _POSITION_TABLE.search(name) for name, shape in named):
+                return True
+        return False
 
     def fills_window(self, seq_len: int) -> bool:
         """Whether sequences of this length are longer than the sliding window. Source: transformers' `_ignore_causal_mask_sdpa`."""
