@@ -83,7 +83,7 @@ def explanation_view(view: ReportView, row: RowView, estimate: StrategyEstimate)
         *_loss_lines(estimate, sizes),
         *([f"FSDP units: {estimate.units}"] if estimate.units else []),
         _states_line(estimate, sizes),
-        f"Host memory per node: {sizes.full(row.host_bytes_per_node) if row.host_bytes_per_node else 'none'}",
+        f"Host memory per node: {_host_bytes_text(row.host_bytes_per_node, sizes)}",
         *_job_lines(estimate, sizes),
         *_time_lines(estimate.step, row, view.throughput_unit),
         *([f"Also not modelled for this row: {'; '.join(row.specific_omissions)}"] if row.specific_omissions else []),
@@ -196,8 +196,16 @@ def _gpu_by_phase(job: JobPeaks, sizes: Sizes) -> str:
     )
 
 
+def _host_bytes_text(n_bytes: int | None, sizes: Sizes) -> str:
+    if n_bytes is None:
+        return "unknown"
+    return sizes.full(n_bytes) if n_bytes else "none"
+
+
 def _host_text(peak: PhasePeak, sizes: Sizes) -> str:
     n = peak.host_bytes_per_node
+    if n is None:
+        return "unknown host memory per node"
     return f"{sizes.scaled(n) if n else 'no'} host memory per node"
 
 

@@ -21,6 +21,12 @@ def test_every_part_of_the_time_has_a_meaning() -> None:
     assert CAUSES.keys() == UNCERTAINTY.keys()
 
 
+def test_unknown_host_memory_reads_unknown() -> None:
+    text = explained(offload="parameters", offload_device="nvme")
+    assert "Host memory per node: unknown" in text and "unknown host memory per node" in text
+    assert "Host memory per node: none" in explained()
+
+
 def test_layers_are_numbered_and_backward_counts_down() -> None:
     lines = [line.split() for line in explained().splitlines() if "GPT2Block" in line]
     numbers = [int(words[words.index(next(w for w in words if "GPT2Block" in w)) + 1]) for words in lines]
