@@ -141,7 +141,13 @@ class StrategyEstimate(BaseModel):
     tokens_per_second_per_gpu: Seconds | None
     samples_per_second_per_gpu: Annotated[Seconds | None, Field(description="Sequences or images")]
     step_seconds: Seconds | None
-    mfu: Seconds | None
+    mfu: Annotated[
+        Seconds | None,
+        Field(
+            description="Model FLOPs utilization as PaLM defines it (arXiv:2204.02311): attention counts in full, also under a causal mask "
+            "whose kernel skips half of it, so it can exceed 1 for long sequences"
+        ),
+    ]
     exposed_communication_share: Seconds | None
     step_seconds_range: list[Seconds] | None
     tokens_per_second_per_gpu_range: list[Seconds] | None
