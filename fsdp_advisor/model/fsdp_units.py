@@ -19,6 +19,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.model.tape import ROOT, MarkedUnit
+from fsdp_advisor.model.tasks import MODULE_TASKS
 
 FIRST_OF_ROOT = max(MarkedUnit) + 1
 """The number of the first module outside the layers that a policy makes a unit. Lower ones are those of `MarkedUnit`."""
@@ -327,7 +328,7 @@ def _chosen_by_size(profile: Profile, least: int, by_id: Mapping[UnitId, Unit]) 
         for name in (p.name, *p.tied):
             root.add(name, index, p.elements)
     for s, stack in enumerate(profile.stacks):
-        alone = profile.task == "module" and stack.depth == 1  # the stack's path is then the layer's own name
+        alone = profile.task in MODULE_TASKS and stack.depth == 1  # the stack's path is then the layer's own name
         for number, recorded in enumerate(stack.recorded_order):
             layer = root.child(stack.path if alone else f"{stack.path}.{number}")
             layer.unit_id = UnitId(s, recorded)

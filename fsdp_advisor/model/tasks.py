@@ -89,10 +89,15 @@ AUTO_CLASSES = {
 }
 """The transformers class that loads a model for training, by task, in the order in which a recording looks for one."""
 
-_UNKNOWN = Task(words=())
-"""The task of a recorded module. The meaning of its sequence length depends on its batches."""
+SAMPLES = "samples"
+"""The name of the task of a recorded module whose batches have no sequence length."""
+MODULE_TASKS = {
+    "module": Task(words=()),
+    SAMPLES: Task(words=(), counted="samples", sample="samples", takes_any_length=False),
+}
+"""The tasks of recorded modules. The meaning of a sequence length depends on the module's batches."""
 
 
 def task_of(name: str | None) -> Task:
     """The task of that name; a task without search words if the name is unknown or None."""
-    return TASKS.get(name or "", _UNKNOWN)
+    return TASKS.get(name or "") or MODULE_TASKS.get(name or "", MODULE_TASKS["module"])

@@ -9,13 +9,23 @@ from torch import nn
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.model.tape_key import TapeCheckpointing
+from fsdp_advisor.model.tasks import SAMPLES
 from fsdp_advisor.recording.source import LayerStack, RootModules
+
+
+def _has_lengths(batch: Callable[[int, int], Mapping[str, torch.Tensor]]) -> bool:
+    """Whether the tensors of a batch depend on the sequence length."""
+
+    def shapes(seq_len: int) -> dict[str, torch.Size]:
+        with torch.device("meta"):
+            return {name: tensor.shape for name, tensor in batch(2, seq_len).items()}
+
+    return shapes(64) != shapes(128)
 
 
 class ModuleSource:
     """A source made of a module builder, a batch builder and a loss. `wrap`: the classes or dotted names of the module's units."""
 
-    task: str = "module"
     max_seq_len: int | None = None
     min_seq_len: int = 1
     needs_values: bool = False
@@ -32,6 +42,7 @@ class ModuleSource:
         name: str | None,
     ) -> None:
         self._builder, self._batch, self._loss, self._wrap = builder, batch, loss, wrap
+        self.task = "module" if _has_lengths(batch) else SAMPLES
         self.name: str = name or str(getattr(builder, "__name__", "module"))
 
     def build(self, dtype: torch.dtype) -> nn.Module:

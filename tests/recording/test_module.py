@@ -185,3 +185,12 @@ def test_wrap_policies_of_a_module_peak_as_pytorch_does(mnist: Recorder, backend
 def test_recommend_takes_a_recorded_module(mnist: Recorder) -> None:
     winner = recommend(model=mnist, gpus=4, gpu="T4", seq_len=1, precision="fp32").recommendation.winner
     assert winner is not None and winner.plan.strategy == "ddp"
+
+
+def test_a_module_without_a_sequence_length_counts_samples(mnist: Recorder) -> None:
+    report = estimate(model=mnist, gpu="H100", strategy="ddp", micro_batch_size=64, seq_len=2048)
+    step = report.estimates[0].step
+    assert step is not None and report.seq_len == 1
+    assert step.tokens_per_second_per_gpu == pytest.approx(64 / step.seconds)
+    assert "micro-batch 64, samples, bf16-mixed" in str(report) and "samples/s" in str(report)
+    assert "seq_len 2048 is ignored: the model reads samples" in report.notes
