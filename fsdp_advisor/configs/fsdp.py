@@ -14,6 +14,8 @@ AS_DDP = "the estimate is of DDP, which keeps everything on each rank too"
 PREFETCH = {"backward_pre": "pre", "backward_post": "post", "no_prefetch": "none"}
 OF_ACCELERATE = "fsdp_"
 """The prefix of the FSDP keys in accelerate's own configuration."""
+STATE_DICTS = {"full": "full", "1": "full", "local": "local", "2": "local", "sharded": "sharded", "3": "sharded"}
+"""The types of state dicts by name and by the number that accelerate takes, too."""
 WRAP = ("transformer_based_wrap", "no_wrap")
 
 
@@ -63,6 +65,7 @@ def read_fsdp(found: Collector, prefix: str, version: int, units: str = "layer")
     else:
         _wrap(found, prefix, units)
         _prefetch(found, prefix, version)
+        _state_dicts(found, prefix, usual="full" if version == 1 else "sharded")
     _original_parameters(found, f"{prefix}use_orig_params", version)
 
 
@@ -86,6 +89,22 @@ def _checkpoints(found: Collector, prefix: str, version: int) -> None:
         )
     else:
         found.omits_active("the Trainer does not pass it on; the estimate keeps checkpoints on the GPU", offload)
+
+
+def _state_dicts(found: Collector, prefix: str, usual: str) -> None:
+    """Set the type of the state dicts in checkpoints if it is not the backend's usual one, which is accelerate's default. The Trainer saves
+    full ones by default.
+
+    Source: transformers 5.23, training_args.py, _process_fsdp_args; accelerate 1.15, utils/dataclasses.py, `set_state_dict_type`.
+    """
+    key = f"{prefix}state_dict_type"
+    name = str(found.peek(key) or "").lower().removesuffix("_state_dict")
+    if name in STATE_DICTS:
+        found.take(key)
+        if STATE_DICTS[name] != usual:
+            found.options["state_dict_type"] = STATE_DICTS[name]
+    elif prefix != OF_ACCELERATE and usual != "full":
+        found.default("state_dict_type", "full", "full state dicts, the Trainer's default")
 
 
 def _prefetch(found: Collector, prefix: str, version: int) -> None:

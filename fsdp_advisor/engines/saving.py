@@ -19,18 +19,24 @@ from fsdp_advisor.model.profile import Profile
 
 
 def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
-    """Every save method of the plan's backend, the usual one first."""
+    """Every save method of the plan's backend, the usual one first; if the plan has a type of FSDP's state dicts, only its methods."""
     match plan.backend:
         case "ddp":
             return ddp.save_methods(profile.saved, plan)
         case "fsdp1":
-            return fsdp1.save_methods(profile, plan)
+            return _of_type(plan, fsdp1.save_methods(profile, plan))
         case "fsdp2":
-            return fsdp2.save_methods(profile, plan)
+            return _of_type(plan, fsdp2.save_methods(profile, plan))
         case "deepspeed":
             return deepspeed.save_methods(profile.saved, plan)
         case _:
             return assert_never(plan.backend)
+
+
+def _of_type(plan: Plan, methods: tuple[SaveMethod, ...]) -> tuple[SaveMethod, ...]:
+    if plan.state_dict_type == "auto":
+        return methods
+    return tuple(method for method in methods if method.state_dict_type == plan.state_dict_type)
 
 
 def choose_save_method(

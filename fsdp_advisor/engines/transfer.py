@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fsdp_advisor.job.choices import StateDictType
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.program.storages import WeightTransfer
 
@@ -69,9 +70,12 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveMethod(TransferMethod):
-    """One method of saving. `gpu_bytes` come in addition to the states that a rank keeps between steps."""
+    """One method of saving. `gpu_bytes` come in addition to the states that a rank keeps between steps. `state_dict_type`: FSDP's; None for
+    other engines.
+    """
 
     files: tuple[Files, ...]
+    state_dict_type: StateDictType | None = None
 
 
 class LoadedCheckpoint(NamedTuple):

@@ -125,7 +125,7 @@ def _fsdp(job: Job) -> dict[str, Any]:
         "fsdp_offload_params": plan.offload == "parameters",
         "fsdp_activation_checkpointing": plan.checkpointing != "none" and not is_of_model(job),
         "fsdp_cpu_ram_efficient_loading": True,
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_state_dict_type": f"{plan.saves_as.upper()}_STATE_DICT",
     }
 
 

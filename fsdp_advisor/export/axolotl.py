@@ -151,7 +151,7 @@ def _engine(job: Job) -> dict[str, Any]:
                 "offload_params": plan.offload == "parameters",
                 "activation_checkpointing": checkpointing,
                 "cpu_ram_efficient_loading": True,
-                "state_dict_type": "SHARDED_STATE_DICT",
+                "state_dict_type": f"{plan.saves_as.upper()}_STATE_DICT",
             },
         }
         if plan.gradient_accumulation_steps > 1 and not plan.defers_reduction:

@@ -128,7 +128,7 @@ def _fsdp(job: Job) -> dict[str, Any]:
         "cpu_offload": plan.offload == "parameters",
         "activation_checkpointing": plan.checkpointing != "none" and not is_of_model(job),
         "cpu_ram_efficient_loading": True,
-        "state_dict_type": "SHARDED_STATE_DICT",
+        "state_dict_type": f"{plan.saves_as.upper()}_STATE_DICT",
     }
     if plan.backend == "fsdp1":
         config |= {

@@ -30,6 +30,7 @@ Compile = Literal["none", "layer", "model"]
 Fp8 = Literal["none", "tensorwise", "rowwise", "mxfp8"]
 """The name of a float8 recipe in torchao, or MXFP8, whose layer is in torchao's prototype."""
 OffloadDevice = Literal["cpu", "nvme"]
+StateDictType = Literal["auto", "full", "sharded", "local"]
 BackwardPrefetch = Literal["pre", "post", "none"]
 Wrap = str
 """The text of a `WrapPolicy`."""

@@ -20,7 +20,13 @@ from fsdp_advisor.job.losses import loss_code
 from fsdp_advisor.job.optimizers import optimizer_refusal, unable_backends
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.projection import check_projection
-from fsdp_advisor.job.refusals import check_fsdp_options, check_torchtitan, combination_refusal, replica_refusal
+from fsdp_advisor.job.refusals import (
+    check_fsdp_options,
+    check_torchtitan,
+    combination_refusal,
+    replica_refusal,
+    saving_refusal,
+)
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.tiled_mlp import check_tiled_mlp, tiled_mlp_refusal, tiling_backends
 from fsdp_advisor.job.training_task import check_task, reference_of
@@ -142,7 +148,7 @@ def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[
 
 def row_refusal(plan: Plan) -> UsageError | None:
     """Why the plan's backend cannot replicate over its ranks, or run what the request asks for. None if it can."""
-    refusals = (replica_refusal, compile_refusal, fp8_refusal, tiled_mlp_refusal, lora_kernels_refusal)
+    refusals = (replica_refusal, compile_refusal, fp8_refusal, tiled_mlp_refusal, lora_kernels_refusal, saving_refusal)
     return next((refused for each in refusals if (refused := each(plan)) is not None), None)
 
 
@@ -164,12 +170,16 @@ def _able_backends(request: EstimateRequest, offload: Offload) -> tuple[Backend,
 
 
 def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]:
-    """The backends among which `auto` chooses: the able ones that run compiled code, fp8 and a tiled MLP if these are asked for."""
+    """The backends among which `auto` chooses: the able ones that run compiled code, fp8 and a tiled MLP and save local state dicts if
+    these are asked for.
+    """
     known = _able_backends(request, offload)
     if request.compile != "none":
         known = tuple(b for b in known if b in COMPILING)
     if request.fp8 != "none":
         known = tuple(b for b in known if b in CONVERTING)
+    if request.state_dict_type == "local":
+        known = tuple(b for b in known if b != "fsdp2")
     if request.tiled_mlp != "none":
         known = tuple(b for b in known if b in tiling_backends(request.framework, request.gpus))
     return known
@@ -256,7 +266,8 @@ def _usual_backend(
 _OF_THE_REQUEST = (
     "precision", "optim", "optim_args", "optim_target_modules", "attention", "backward_prefetch", "framework", "wrap",
     "forward_prefetch", "use_orig_params", "reshard_after_forward",
-    "save_only_model", "dtype", "ignored_labels", "packing", "padding_free", "padding_fraction", "task", "activation_offload",
+    "save_only_model", "state_dict_type", "dtype", "ignored_labels", "packing", "padding_free", "padding_fraction", "task",
+    "activation_offload",
     "use_liger_kernel", "experts_implementation", "expert_imbalance", "kernel_packages", "compile", "memory_budget",
     "cuda_graphs", "fp8", "tiled_mlp", "router_aux_loss_coef", "lora_kernels",
 )  # fmt: skip

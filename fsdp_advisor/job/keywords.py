@@ -28,6 +28,7 @@ from fsdp_advisor.job.choices import (
     OptimizerName,
     Packing,
     Precision,
+    StateDictType,
     Strategy,
     TrainingMethod,
     TrainingTask,
@@ -73,6 +74,7 @@ class _Options(TypedDict, total=False):
     use_orig_params: bool
     reshard_after_forward: str
     save_only_model: bool
+    state_dict_type: StateDictType
     loss: Loss
     use_liger_kernel: bool
     compile: Compile

@@ -24,6 +24,7 @@ from fsdp_advisor.job.choices import (
     OptimizerName,
     Packing,
     Precision,
+    StateDictType,
     Strategy,
     TrainingTask,
     Wrap,
@@ -66,6 +67,7 @@ class Plan:
     use_orig_params: bool = True
     reshard_after_forward: str = "auto"
     save_only_model: bool = False
+    state_dict_type: StateDictType = "auto"
     dtype: StoredDtype = "auto"
     loss_code: LossCode = "full"
     ignored_labels: float = 0.0
@@ -261,6 +263,13 @@ class Plan:
         option is true, false or auto, or if the strategy keeps parameters after forward.
         """
         return int(self.reshard_after_forward) if self.reshards and self.reshard_after_forward.isdecimal() else None
+
+    @property
+    def saves_as(self) -> StateDictType:
+        """The type of FSDP's state dicts in a checkpoint: the plan's, or the usual one of its backend."""
+        if self.state_dict_type != "auto":
+            return self.state_dict_type
+        return "full" if self.backend == "fsdp1" else "sharded"
 
     @property
     def mixed(self) -> bool:

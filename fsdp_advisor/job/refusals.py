@@ -145,6 +145,15 @@ def replica_refusal(plan: Plan) -> UsageError | None:
     )
 
 
+def saving_refusal(plan: Plan) -> UsageError | None:
+    """Why the backend has no state dicts of the plan's type; None if it has. DTensors of FSDP2 have no local state dict."""
+    if plan.backend != "fsdp2" or plan.saves_as != "local":
+        return None
+    return UsageError(
+        "backend fsdp2 has no local state dicts", hint="--state-dict-type sharded or full, or --backend fsdp1"
+    )
+
+
 def has_whole_replicas(plan: Plan) -> bool:
     """Whether each of HSDP's replicas is one GPU, which accelerate refuses with FSDP2. Source: accelerate/parallelism_config.py,
     ParallelismConfig.

@@ -128,6 +128,7 @@ class EstimateRequest:
     use_orig_params: sharding.UseOrigParams = True
     reshard_after_forward: sharding.ReshardAfterForward = "auto"
     save_only_model: step.SaveOnlyModel = False
+    state_dict_type: sharding.StateDictTypeOption = "auto"
     dtype: adapters.Dtype = "auto"
 
     use_peft: adapters.UsePeft = False

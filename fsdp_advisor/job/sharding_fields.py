@@ -13,6 +13,7 @@ from fsdp_advisor.job.choices import (
     Framework,
     Offload,
     OffloadDevice,
+    StateDictType,
     Strategy,
     Wrap,
     read_word_or_number,
@@ -95,6 +96,13 @@ ReshardAfterForward = Annotated[
         max_length=16,
         word=partial(read_word_or_number, words=("auto", "false"), low=2, high=MAX_GPUS),
         example="auto, false or a number such as 8",
+    ),
+]
+StateDictTypeOption = Annotated[
+    StateDictType,
+    rule(
+        "how FSDP saves: full, gathered on rank 0; sharded, each rank's rows by torch.distributed.checkpoint; local, FSDP1's "
+        "flat shards; auto: full with FSDP1, sharded with FSDP2"
     ),
 ]
 FrameworkOption = Annotated[

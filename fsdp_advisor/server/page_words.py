@@ -29,6 +29,7 @@ _LABELS = {
     "price": "Price per GPU hour",
     "wrap": "FSDP units",
     "use_orig_params": "FSDP1's use_orig_params",
+    "state_dict_type": "FSDP's state dicts",
     "ignored_labels": "Fraction of labels ignored",
     "padding_fraction": "Padding",
     "images_per_sample": "Images per sample",

@@ -375,7 +375,9 @@ def test_misspelt_keys_and_strategies_are_named() -> None:
     found = read("fsdp.yaml", f"distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {{{keys}}}")
     assert "did you mean FULL_SHARD?" in said(found, "not_modelled")
     assert "chekpointing: True (did you mean fsdp_activation_checkpointing?)" in said(found, "not_modelled")
-    assert said(found, "unknown") == "fsdp_state_dict_typ (did you mean fsdp_state_dict_type?)"
+    assert "fsdp_state_dict_typ: X (did you mean fsdp_state_dict_type?)" in said(found, "not_modelled")
+    found = read("fsdp.yaml", "distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_sync_module_state: true}")
+    assert said(found, "unknown") == "fsdp_sync_module_state (did you mean fsdp_sync_module_states?)"
 
 
 def test_keys_of_a_section_are_reported_as_the_file_writes_them() -> None:
@@ -386,7 +388,29 @@ def test_keys_of_a_section_are_reported_as_the_file_writes_them() -> None:
         assert found.options["strategy"] == "zero2"
         assert "fsdp_config.fsdp_reshard_after_forward: False" in said(found, "read")
         assert "fsdp_config.fsdp_unknown" in said(found, "ignored")
-        assert "fsdp_config.state_dict_type" in said(found, "ignored")
+        assert "fsdp_config.state_dict_type: FULL_STATE_DICT" in said(found, "read")
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "saves_as"),
+    [
+        ("fsdp: full_shard\noutput_dir: out\nfsdp_config", "{}", "full"),
+        ("fsdp: full_shard\noutput_dir: out\nfsdp_config", "{state_dict_type: SHARDED_STATE_DICT}", "sharded"),
+        ("distributed_type: FSDP\nfsdp_config", "{fsdp_version: 2}", "sharded"),
+        ("distributed_type: FSDP\nfsdp_config", "{fsdp_version: 2, fsdp_state_dict_type: FULL_STATE_DICT}", "full"),
+        ("distributed_type: FSDP\nfsdp_config", "{fsdp_version: 1}", "full"),
+        ("distributed_type: FSDP\nfsdp_config", "{fsdp_version: 1, fsdp_state_dict_type: 2}", "local"),
+        (
+            "distributed_type: FSDP\nfsdp_config",
+            "{fsdp_version: 1, fsdp_state_dict_type: SHARDED_STATE_DICT}",
+            "sharded",
+        ),
+    ],
+)
+def test_the_type_of_state_dicts_is_that_of_the_file_or_of_its_consumer(file: str, keys: str, saves_as: str) -> None:
+    """transformers 5.23, _process_fsdp_args: full. accelerate 1.15, `set_state_dict_type`: full with FSDP1, sharded with FSDP2."""
+    options = complete(read("job.yaml", f"{file}: {keys}"), {"model": "gpt2", "gpus": 4}).options
+    assert estimate(**options).estimates[0].plan.saves_as == saves_as
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_fsdp_plugin_of_each_rank_matches_the_plan(backend: str) -> None:
         assert plugin.fsdp_version == int(backend[-1])
         assert plugin.transformer_cls_names_to_wrap == ["LlamaDecoderLayer"]
         assert plugin.activation_checkpointing == (p.activation_checkpointing == "full")
-        assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+        assert plugin.state_dict_type.name == f"{p.saves_as.upper()}_STATE_DICT"
         if backend == "fsdp2":
             assert plugin.reshard_after_forward is (p.strategy in ("zero3", "hsdp"))
             assert (type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy") == (p.offload == "parameters")

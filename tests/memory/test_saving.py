@@ -17,6 +17,7 @@ from fsdp_advisor import estimate
 from fsdp_advisor.engines.loading import load_methods
 from fsdp_advisor.engines.saving import choose_save_method, save_methods
 from fsdp_advisor.engines.transfer import Files, SaveMethod, pretrained_files
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
@@ -54,6 +55,31 @@ def test_fsdp1_files_of_a_7b_model() -> None:
         "sharded": (4, whole // 4),
         "local": (4, whole // 4),
     }
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "files"),
+    [
+        ("fsdp1", "auto", (4, 7)), ("fsdp1", "full", (1, 27)), ("fsdp1", "sharded", (4, 7)), ("fsdp1", "local", (4, 7)),
+        ("fsdp2", "auto", (4, 7)), ("fsdp2", "full", (1, 27)), ("fsdp2", "sharded", (4, 7)),
+    ],
+)  # fmt: skip
+def test_the_asked_type_of_state_dicts_decides_on_the_files(backend: str, asked: str, files: tuple[int, int]) -> None:
+    """The weights of Llama-2-7B in fp32 on 4 GPUs, in GB. The host has no room for a full one: only `auto` takes another type."""
+    row = estimate(
+        model="meta-llama/Llama-2-7b-hf", gpus=4, precision="fp32", strategy="zero3", backend=backend, save_only_model=True,
+        state_dict_type=asked, host_memory="8GiB",
+    ).estimates[0]  # fmt: skip
+    assert row.job_peaks is not None
+    saved = only_files(row.job_peaks.save_method)
+    assert (saved.count, round(saved.tensor_bytes / 1e9)) == files
+
+
+def test_local_state_dicts_need_fsdp1() -> None:
+    options = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "state_dict_type": "local"}
+    with pytest.raises(UsageError, match="backend fsdp2 has no local state dicts"):
+        estimate(**options, backend="fsdp2")
+    assert [row.backend for row in estimate(**options, strategy="zero3").estimates] == ["fsdp1"]
 
 
 @pytest.mark.parametrize("way", ["full", "full_on_every_rank", "sharded", "local"])

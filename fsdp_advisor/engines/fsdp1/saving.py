@@ -52,6 +52,7 @@ def _full(profile: Profile, plan: Plan, *, rank0_only: bool) -> SaveMethod:
         files = Files(name="model_rank{r}.bin", count=plan.world_size, tensor_bytes=full)
     return SaveMethod(
         way=way,
+        state_dict_type="full",
         how=how,
         gpu_bytes=max(largest_unit, _gathered_state_bytes(profile, plan, sharded=False)),
         first_rank_host_bytes=host,
@@ -71,6 +72,7 @@ def _sharded(profile: Profile, plan: Plan) -> SaveMethod:
     weights = max(root + state_dict.sharded, root + layer + state_dict.sharded - root_rows)
     return SaveMethod(
         way="sharded",
+        state_dict_type="sharded",
         how="SHARDED_STATE_DICT, written by torch.distributed.checkpoint",
         gpu_bytes=max(weights, state_dict.sharded + _gathered_state_bytes(profile, plan, sharded=True)),
         first_rank_host_bytes=in_flight + optimizer,
@@ -86,6 +88,7 @@ def _local(profile: Profile, plan: Plan) -> SaveMethod:
     shards = sum(_flat_bytes(unit, plan) // n for unit in _units(profile, plan))
     return SaveMethod(
         way="local",
+        state_dict_type="local",
         how="LOCAL_STATE_DICT: each rank's flat shard, which only the same number of ranks can load",
         gpu_bytes=0,
         first_rank_host_bytes=largest_shard,

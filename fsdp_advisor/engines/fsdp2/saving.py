@@ -33,6 +33,7 @@ def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
     return (
         SaveMethod(
             way="sharded",
+            state_dict_type="sharded",
             how=f"torch.distributed.checkpoint.save of {get}",
             gpu_bytes=0,
             first_rank_host_bytes=in_flight + state_dict.largest_shard,
@@ -42,6 +43,7 @@ def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
         ),
         SaveMethod(
             way="full",
+            state_dict_type="full",
             how=f"{get}(full_state_dict=True, cpu_offload=True), torch.save on rank 0",
             gpu_bytes=round_up(by_accelerate.largest_gathered),
             first_rank_host_bytes=max(by_accelerate.full, full),
@@ -51,6 +53,7 @@ def save_methods(profile: Profile, plan: Plan) -> tuple[SaveMethod, ...]:
         ),
         SaveMethod(
             way="full_on_gpu",
+            state_dict_type="full",
             how=f"{get}(full_state_dict=True) without cpu_offload, torch.save on rank 0",
             gpu_bytes=full + gathered,
             first_rank_host_bytes=state_dict.largest,
