@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp2.units import unit_warnings
 from fsdp_advisor.engines.host import host_memory
-from fsdp_advisor.engines.job_peaks import JobPeaks, job_peaks
+from fsdp_advisor.engines.job_peaks import JobPeaks, Limits, StepPeaks, job_peaks
 from fsdp_advisor.engines.learned import gradient_warnings, learned
 from fsdp_advisor.engines.loading import one_copy_bytes
 from fsdp_advisor.engines.model_outputs import searches_unused
@@ -23,8 +23,7 @@ from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult
-from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
-from fsdp_advisor.memory.live import StepPeak
+from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.model.kernels import missing_packages
 from fsdp_advisor.model.lora_kernels import kernels_of_model
 from fsdp_advisor.model.profile import Profile
@@ -69,21 +68,6 @@ NO_LINEAR_INPUTS = (
 NO_SCRATCH = NotModelled("the workspace of the attention kernel", figures="peak_allocated_bytes")
 
 
-class _StepTensors(NamedTuple):
-    """The tape of a step, its peak, that of the first step if it runs other code, and the peak tensor bytes of an evaluation between two
-    steps; None if there is none.
-    """
-
-    tape: Tape | None = None
-    peak: StepPeak | None = None
-    first_peak: StepPeak | None = None
-    evaluation_bytes: int | None = None
-
-
-_NO_STEP = _StepTensors()
-"""Of a plan without a tape."""
-
-
 class _Verdict(NamedTuple):
     """Whether a job fits a GPU, the bytes that it needs, and those that are left; None where unknown."""
 
@@ -111,18 +95,19 @@ def estimate_plan(
                 f"{model.name} is a bare parameter count, which has no task {plan.task}", hint="name a model"
             )
         return _count_estimate(model.parameters, plan, gpu)
+    limits = Limits(gpu=gpu, overhead=device_overhead(gpu, plan), host_memory_bytes=host_memory_bytes)
     try:
         selected = (search_row_tape if searched else row_tape)(model, plan, gpu)
     except AdvisorError as error:
         if isinstance(error, MissingExtra) and not model.is_catalogued:
             raise  # without torch no strategy has a tape; a catalog model may have the tapes of other strategies
-        base, _, _ = _base_row(model.profile, plan, gpu, host_memory_bytes)
+        base, _ = _base_row(model.profile, None, plan, limits, StepPeaks())
         figures = PEAKS_UNKNOWN if why_unknown(plan, gpu) else f"{PEAKS_UNKNOWN}, {TIME_UNKNOWN}"
         hint = f"; {error.hint}" if isinstance(error, MissingExtra | NotRecordable) else ""
         unknown = NotModelled(f"{error.message}{hint}", figures, hides_needed=True)
         return replace(base, omissions=(unknown, *base.omissions))
     step = step_input(model, kept_gpu_tape(model.profile, selected, plan, gpu), plan, gpu)
-    row = _with_step(model, selected, step, conf, host_memory_bytes, searched=searched)
+    row = _with_step(model, selected, step, conf, limits, searched=searched)
     if not searched and (missing := missing_packages(model.profile, plan.kernel_packages)):
         kernels = replace(plan, kernel_packages="all")
         faster = estimate_plan(model, kernels, gpu, conf=conf, host_memory_bytes=host_memory_bytes, searched=True)
@@ -149,37 +134,23 @@ def _simulated_peak_bytes(model: Resolved, selected: SelectedTape, plan: Plan, s
 
 
 def _base_row(
-    profile: Profile,
-    plan: Plan,
-    gpu: Gpu,
-    host_memory_bytes: int | None,
-    step: _StepTensors = _NO_STEP,
-) -> tuple[StrategyEstimate, DeviceOverhead, JobPeaks]:
-    """A row's states, host memory, phases and notes, without the allocator's figures and the time of its step; and two of its parts.
+    profile: Profile, tape: Tape | None, plan: Plan, limits: Limits, steps: StepPeaks
+) -> tuple[StrategyEstimate, JobPeaks]:
+    """A row's states, host memory, phases and notes, without the allocator's figures and the time of its step; and its phases. `tape`: None
+    for a plan without one.
 
     `fits` is False if these parts alone need too much memory, else None (not yet known).
     """
-    if step.tape is not None:
-        profile = learned(profile, step.tape, plan)
+    gpu, overhead = limits.gpu, limits.overhead
+    if tape is not None:
+        profile = learned(profile, tape, plan)
     states = states_of(profile, plan)
-    host = None if plan.offloads_to_nvme else host_memory(profile, plan, step.tape).steady
+    host = None if plan.offloads_to_nvme else host_memory(profile, plan, tape).steady
     omissions = list(map(NotModelled, not_modelled(profile, plan)))
     if (why := why_unknown(plan, gpu)) is not None:
         omissions.append(NotModelled(why, TIME_UNKNOWN))
     copy = one_copy_bytes(profile, plan)
-    overhead = device_overhead(gpu, plan)
-    job = job_peaks(
-        profile,
-        plan,
-        gpu,
-        states=states,
-        host=host,
-        overhead=overhead,
-        tensors=step.peak,
-        first=step.first_peak,
-        evaluation_bytes=step.evaluation_bytes,
-        host_memory_bytes=host_memory_bytes,
-    )
+    job = job_peaks(profile, plan, limits, steps, states=states, host=host)
     row = StrategyEstimate(
         plan=plan,
         fits=False if states.total.rounded + overhead.middle_bytes > gpu.memory_bytes or job.fails else None,
@@ -203,7 +174,7 @@ def _base_row(
         ),
         omissions=tuple(omissions),
     )
-    return row, overhead, job
+    return row, job
 
 
 def _parameter_parts(profile: Profile, plan: Plan, states: States) -> dict[str, int] | None:
@@ -219,7 +190,7 @@ def _with_step(
     selected: SelectedTape,
     step: StepInput,
     conf: AllocatorConf | None,
-    host_memory_bytes: int | None,
+    limits: Limits,
     *,
     searched: bool,
 ) -> StrategyEstimate:
@@ -231,19 +202,18 @@ def _with_step(
     tensors = peak_of_step(profile, on_gpu, plan)
     evaluation, unknown = _evaluation(model, plan, gpu)
     evaluated = None if evaluation is None else evaluation_bytes(step, evaluation)
-    of_step = _StepTensors(on_gpu, tensors, step.first_peak, evaluated)
-    base, overhead, job = _base_row(profile, plan, gpu, host_memory_bytes, of_step)
-    simulate = partial(allocator_result, step, conf=conf, overhead=overhead, loading=job.load_method)
+    peaks = StepPeaks(steady=tensors, first=step.first_peak, evaluation_bytes=evaluated)
+    base, job = _base_row(profile, on_gpu, plan, limits, peaks)
+    simulate = partial(allocator_result, step, conf=conf, overhead=limits.overhead, loading=job.load_method)
     allocator = simulate()
     evaluating = None if evaluation is None else simulate(evaluation=evaluation)
     verdict = _verdict(
-        gpu,
+        limits,
         conf,
-        overhead,
         job,
         max(result.reserved_peak_bytes for result in (allocator, evaluating) if result is not None),
         evaluation_unknown=unknown != (),
-        host_unknown=host_memory_bytes is not None and base.host_bytes_per_node is None,
+        host_unknown=limits.host_memory_bytes is not None and base.host_bytes_per_node is None,
     )
     time = _job_time(step, base, allocator)
     warnings = base.warnings + gradient_warnings(profile, on_gpu, plan) + batch_warnings(plan)
@@ -273,9 +243,8 @@ def _with_step(
 
 
 def _verdict(
-    gpu: Gpu,
+    limits: Limits,
     conf: AllocatorConf | None,
-    overhead: DeviceOverhead,
     job: JobPeaks,
     reserved_bytes: int,
     *,
@@ -283,6 +252,7 @@ def _verdict(
     host_unknown: bool,
 ) -> _Verdict:
     """The verdict on a job whose steps reserve `reserved_bytes`."""
+    gpu, overhead = limits.gpu, limits.overhead
     needed = overhead.middle_bytes + max(reserved_bytes, job.bytes_outside_steps)
     available = min(gpu.memory_bytes, overhead.middle_bytes + (conf or AllocatorConf()).allowed_bytes(gpu.memory_bytes))
     fits = needed <= available and job.fails is None

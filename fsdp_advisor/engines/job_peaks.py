@@ -110,27 +110,37 @@ def _files(method: SaveMethod) -> list[dict[str, Any]]:
     return [{"name": f.name, "count": f.count, "tensor_bytes": f.tensor_bytes} for f in method.files]
 
 
-def job_peaks(
-    profile: Profile,
-    plan: Plan,
-    gpu: Gpu,
-    *,
-    states: States,
-    host: int | None,
-    overhead: DeviceOverhead,
-    tensors: StepPeak | None,
-    first: StepPeak | None = None,
-    evaluation_bytes: int | None = None,
-    host_memory_bytes: int | None = None,
-) -> JobPeaks:
-    """Peaks of the phases of `plan` on `gpu`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The memory that a job may use: of a GPU, less what CUDA and NCCL take there, and of a node's host (None: unlimited)."""
 
-    `host`: bytes that a node's host keeps in steps, None if unknown.
-    `tensors`: the peak of a steady step, None if it is unknown. `first`: that of the first step, if it runs other code.
-    `evaluation_bytes`: the peak of evaluation, None if it is unknown. `host_memory_bytes`: memory of one node, None if unlimited. The job
-    saves between two steps, while its states stay in memory.
+    gpu: Gpu
+    overhead: DeviceOverhead
+    host_memory_bytes: int | None = None
+
+    @property
+    def for_tensors_bytes(self) -> int:
+        """GPU bytes that are left for tensors."""
+        return self.gpu.memory_bytes - self.overhead.middle_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPeaks:
+    """The peaks of a steady step, of the first step if it runs other code, and of evaluation in bytes; None if unknown."""
+
+    steady: StepPeak | None = None
+    first: StepPeak | None = None
+    evaluation_bytes: int | None = None
+
+
+def job_peaks(
+    profile: Profile, plan: Plan, limits: Limits, steps: StepPeaks, *, states: States, host: int | None
+) -> JobPeaks:
+    """Peaks of the phases of `plan`. `host`: bytes that a node's host keeps in steps, None if unknown.
+
+    The job saves between two steps, while its states stay in memory.
     """
-    available = gpu.memory_bytes - overhead.middle_bytes
+    gpu, available, host_memory_bytes = limits.gpu, limits.for_tensors_bytes, limits.host_memory_bytes
     loads = load_methods(profile, plan, gpu_memory_bytes=gpu.memory_bytes)
     saves = save_methods(profile, plan)
     load = choose_load_method(loads, gpu_memory_bytes=available, host_memory_bytes=host_memory_bytes)
@@ -140,12 +150,13 @@ def job_peaks(
         gpu_memory_bytes=available - kept,
         host_memory_bytes=None if host_memory_bytes is None or host is None else host_memory_bytes - host,
     )
-    by_tape_phase = None if tensors is None else tensors.tape_phase_peaks
+    steady = steps.steady
+    by_tape_phase = None if steady is None else steady.tape_phase_peaks
     on_gpu: dict[JobPhase, int | None] = {
-        "first_step": _first_step_peak(profile, plan, states, first or tensors),
-        "steady_step": None if tensors is None else tensors.peak,
+        "first_step": _first_step_peak(profile, plan, states, steps.first or steady),
+        "steady_step": None if steady is None else steady.peak,
         **rollouts.phase_bytes(profile, plan, gpu, kept, by_tape_phase),
-        **({} if plan.evaluation is None else {"evaluate": evaluation_bytes}),
+        **({} if plan.evaluation is None else {"evaluate": steps.evaluation_bytes}),
     }
     phases: dict[JobPhase, PhasePeak] = {
         "load": PhasePeak(gpu_bytes=_loading_peak(profile, plan, load), host_bytes_per_node=load.host_bytes_per_node),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -137,23 +138,13 @@ class _Recomputation:
             self._inner.__exit__(kind, error, trace)
 
 
-class _Nothing:
-    """A context without effect."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 def is_recomputing() -> bool:
     """Whether a checkpointed layer is being recomputed. Unknown, so False, for layers that are checkpointed `full`y."""
     return _Recomputation.depth > 0
 
 
 def _plain_contexts() -> tuple[Any, Any]:
-    return _Nothing(), _Recomputation()
+    return nullcontext(), _Recomputation()
 
 
 def _contexts(make_policy: Callable[[], _Policy]) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fsdp_advisor import estimate
-from fsdp_advisor.engines.job_peaks import JobPeaks, job_peaks
+from fsdp_advisor.engines.job_peaks import JobPeaks, Limits, StepPeaks, job_peaks
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.choices import Backend, Strategy
 from fsdp_advisor.job.plan import Plan
@@ -76,19 +76,19 @@ def peaks(
     return job_peaks(
         profile,
         plan,
-        gpu,
+        Limits(gpu=gpu, overhead=device_overhead(gpu, plan), host_memory_bytes=host),
+        StepPeaks(
+            steady=StepPeak(
+                peak=GIB,
+                phase="forward",
+                where="embedding",
+                phase_peaks={"forward": GIB, "backward": GIB, "optimizer": GIB},
+                at_peak={"parameters": GIB},
+                tape_phase_peaks={"forward": GIB, "backward": GIB},
+            )
+        ),
         states=States(parameters=Storages.of(GIB)),
         host=0,
-        overhead=device_overhead(gpu, plan),
-        tensors=StepPeak(
-            peak=GIB,
-            phase="forward",
-            where="embedding",
-            phase_peaks={"forward": GIB, "backward": GIB, "optimizer": GIB},
-            at_peak={"parameters": GIB},
-            tape_phase_peaks={"forward": GIB, "backward": GIB},
-        ),
-        host_memory_bytes=host,
     )
 
 
@@ -116,7 +116,8 @@ def test_unknown_step_peaks_stay_unknown() -> None:
     profile, gpu = resolve(LLAMA).profile, find_gpu("H100")
     assert profile is not None
     plan = Plan(strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=8), seq_len=1)
-    job = job_peaks(profile, plan, gpu, states=States(), host=0, overhead=device_overhead(gpu, plan), tensors=None)
+    limits = Limits(gpu=gpu, overhead=device_overhead(gpu, plan))
+    job = job_peaks(profile, plan, limits, StepPeaks(), states=States(), host=0)
     assert job.phases["first_step"].gpu_bytes is None
     assert job.phases["steady_step"].gpu_bytes is None
     assert job.fails is None
