@@ -260,6 +260,12 @@ def test_what_cannot_be_is_refused_in_one_line(options: dict[str, object], messa
     assert error.value.hint and "\n" not in error.value.message + error.value.hint
 
 
+def test_no_shard_of_fsdp1_is_refused_with_what_is_modelled() -> None:
+    with pytest.raises(UsageError, match="backend fsdp1 has no strategy ddp") as error:
+        estimate(model="meta-llama/Llama-2-7b-hf", gpus=4, strategy="no_shard", backend="fsdp1")
+    assert error.value.hint is not None and "FSDP1's NO_SHARD is modelled on one GPU" in error.value.hint
+
+
 def test_a_sequence_past_the_training_length_of_rotary_positions_is_noted() -> None:
     report = estimate(model="EleutherAI/pythia-70m", seq_len=4096, gpu="T4", strategy="ddp")
     assert "seq_len 4096 is past the model's maximum of 2048 tokens" in report.notes

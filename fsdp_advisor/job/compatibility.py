@@ -249,7 +249,10 @@ def _backend_of(request: EstimateRequest, strategy: Strategy, offload: Offload) 
         return _usual_backend(request, strategy, offload, possible)
     if request.backend not in able:
         what = f"strategy {strategy}" + (f" with offload {offload}" if offload != "none" else "")
-        raise UsageError(f"backend {request.backend} has no {what}", hint=f"{what} needs backend {' or '.join(able)}")
+        hint = f"{what} needs backend {' or '.join(able)}"
+        if strategy == "ddp" and request.backend == "fsdp1":
+            hint += ", which keeps everything on each rank too; FSDP1's NO_SHARD is modelled on one GPU, and as hsdp with one GPU per node"
+        raise UsageError(f"backend {request.backend} has no {what}", hint=hint)
     return request.backend
 
 
