@@ -304,12 +304,12 @@ def check_dtype(request: EstimateRequest) -> None:
     if (request.precision, request.dtype) == ("fp32", "bfloat16"):
         raise UsageError(
             "precision fp32 has no autocast, so weights in bfloat16 also compute in bfloat16, which is precision bf16",
-            hint="--precision bf16, or --precision bf16-mixed for autocast",
+            hint="--precision bf16, or --precision bf16-mixed for autocast; --dtype auto for weights in fp32",
         )
     if (request.precision, request.dtype) == ("bf16", "float32"):
         raise UsageError(
             "precision bf16 has all weights in bfloat16, not in float32",
-            hint="--precision bf16-mixed for float32 weights and computation in bfloat16, or --precision fp32",
+            hint="--precision bf16-mixed for float32 weights and computation in bfloat16, or --precision fp32; --dtype auto for bf16",
         )
     if request.dtype == "float16" and not adaptation_of(request).peft:
         raise UsageError(
