@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_advisor.engines.wrapping import head_gathered_by_loss, takes_root_apart, tape_wrap
-from fsdp_advisor.errors import UsageError
+from fsdp_advisor.errors import NotPolynomial, UsageError
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.adaptation import CONFIG_KEY, may_adapt
 from fsdp_advisor.job.choices import DEFAULT_SEQ_LEN, Backend, Precision
@@ -17,12 +17,13 @@ from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.job.training_task import sequences_per_example
+from fsdp_advisor.model import catalog
 from fsdp_advisor.model.experts import experts_code
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
 from fsdp_advisor.model.kernels import loops_without, missing_packages
 from fsdp_advisor.model.lora_kernels import kernels_of_model
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.model.resolve import catalogued_tapes
+from fsdp_advisor.model.resolve import catalogued
 from fsdp_advisor.model.tape_key import (
     GatheredHead,
     TapeCompile,
@@ -46,8 +47,8 @@ def needs_recording(request: EstimateRequest) -> bool:
 
     False for a model that is not in the catalog, whose steps are recorded anyway.
     """
-    kept = catalogued_tapes(request.model)
-    if kept is None:
+    entry = catalogued(request.model)
+    if entry is None:
         return False
     is_thorough = isinstance(request, RecommendRequest) and request.thorough
     if is_thorough or may_adapt(request) or request.eval_strategy != "no":
@@ -62,7 +63,29 @@ def needs_recording(request: EstimateRequest) -> bool:
         asked = plans(job, seq_len=job.seq_len or DEFAULT_SEQ_LEN)
     except UsageError:  # the answer will be this error
         return False
-    return not all(tape_key_of(plan).is_in_catalog(kept) for plan in asked)
+    keys = [(tape_key_of(plan), plan) for plan in asked]
+    if not all(key.is_in_catalog(entry.tapes) for key, _ in keys):
+        return True
+    profile = catalog.profile(entry)
+    by_batch = [plan for key, plan in keys if gpu_sizes_are_not_polynomials(profile, key)]
+    if isinstance(request, RecommendRequest):
+        return bool(by_batch)
+    return not all(_has_own_batch(profile, plan) for plan in by_batch)
+
+
+def gpu_sizes_are_not_polynomials(profile: Profile, key: TapeKey) -> bool:
+    """Whether a recording of a step on a GPU has shown that its sizes are not polynomials. Then they are not on any code path with the
+    key's images, over which a vision tower may loop.
+    """
+    kind = NotPolynomial.__name__
+    refused = [TapeKey.from_name(name) for name, refusal in profile.refusals.items() if refusal["kind"] == kind]
+    return any(other.device == "gpu" and other.images == key.images for other in refused)
+
+
+def _has_own_batch(profile: Profile, plan: Plan) -> bool:
+    """Whether the catalog has the plan's step for its own micro-batch and length, with eager attention for a model without sdpa."""
+    own = replace(tape_key_of(plan), at=plan.tape_shape)
+    return any(replace(own, attention=attention).name in profile.tapes for attention in (own.attention, "eager"))
 
 
 def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:

@@ -29,7 +29,13 @@ from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
-from fsdp_advisor.tape_keys import gpu_tape_key_of, needs_window, searched_gpu_tape_key, tape_key_of
+from fsdp_advisor.tape_keys import (
+    gpu_sizes_are_not_polynomials,
+    gpu_tape_key_of,
+    needs_window,
+    searched_gpu_tape_key,
+    tape_key_of,
+)
 
 
 class SelectedTape(NamedTuple):
@@ -80,7 +86,7 @@ def row_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> SelectedTap
     if not (has_loop(profile) or takes_long or not_polynomial):
         return cpu_tape(model, plan, gpu)
     own = replace(key, at=plan.tape_shape)
-    needs_own = has_loop(profile) and _gpu_sizes_are_not_polynomials(profile, key)
+    needs_own = has_loop(profile) and gpu_sizes_are_not_polynomials(profile, key)
     try:
         return _gpu_tape_for(model, profile, own if needs_own else key, plan)
     except NotPolynomial:
@@ -90,15 +96,6 @@ def row_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> SelectedTap
         if takes_long:
             raise
     return cpu_tape(model, plan, gpu)
-
-
-def _gpu_sizes_are_not_polynomials(profile: Profile, key: TapeKey) -> bool:
-    """Whether a recording of a step on a GPU has shown that its sizes are not polynomials. Then they are not on any code path with the
-    key's images, over which a vision tower may loop.
-    """
-    kind = NotPolynomial.__name__
-    refused = [TapeKey.from_name(name) for name, refusal in profile.refusals.items() if refusal["kind"] == kind]
-    return any(other.device == "gpu" and other.images == key.images for other in refused)
 
 
 def takes_long_on_cpu(profile: Profile, plan: Plan) -> bool:
@@ -149,10 +146,13 @@ def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, 
 def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: TapeKey) -> bool:
     """Whether to use a tape for the plan's own micro-batch and length: it is the first of its code path, or no tape is valid for any batch.
 
-    A model whose sizes are not polynomials on one code path (because of linear attention, for example) has such sizes on all.
+    A model whose sizes are not polynomials on one code path (because of linear attention, for example) is expected to have such sizes
+    on others that have no tape for any batch.
     """
+    if key.name in profile.tapes:
+        return False
     not_polynomial = any(refusal["kind"] == NotPolynomial.__name__ for refusal in profile.refusals.values())
-    return not_polynomial or (key.name not in profile.tapes and (own.name in profile.tapes or model.is_new(key)))
+    return not_polynomial or own.name in profile.tapes or model.is_new(key)
 
 
 def _of_key(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, gpu: Gpu | None) -> SelectedTape:
@@ -234,7 +234,7 @@ def records_each_batch(model: Resolved, plan: Plan, gpu: Gpu) -> bool:
     profile = _profile_of(model)
     key = searched_gpu_tape_key(profile, plan, gpu)
     own = replace(key, at=plan.tape_shape)
-    return own.name not in profile.tapes and _gpu_sizes_are_not_polynomials(profile, key)
+    return own.name not in profile.tapes and gpu_sizes_are_not_polynomials(profile, key)
 
 
 def _recorded_for_search(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu) -> SelectedTape:
@@ -246,7 +246,7 @@ def _recorded_for_search(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu
         raise NotRecordable(f"the kernels of {gpu.name} are not modelled", hint="the step on a CPU is used instead")
     own = replace(key, at=plan.tape_shape)
     asks_for_others = not key.batch_is_one and own.name not in profile.tapes
-    if _gpu_sizes_are_not_polynomials(profile, key) or (
+    if gpu_sizes_are_not_polynomials(profile, key) or (
         not asks_for_others and _is_first_question(model, profile, key, own)
     ):
         return SelectedTape(own, model.tape(own))

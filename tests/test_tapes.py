@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 
 from fsdp_advisor.job.choices import Attention
+from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
+from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape_key import TapeKey, TapePrecision
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.tape_keys import needs_recording, tape_key_of
+from fsdp_advisor.tapes import row_tape
 
 SDPA = TapeKey("fsdp2", "bf16", "sdpa", "none", True)
 GPU = replace(SDPA, device="gpu")
@@ -155,3 +158,26 @@ def test_needs_recording_says_whether_the_catalog_lacks_a_step(options: dict[str
     job = {"model": "gpt2", "gpus": 4, "strategy": "zero3", **options}
     assert needs_recording(make_request(job)) is expected
     assert needs_recording(make_request(job, RecommendRequest)) is expected
+
+
+@pytest.mark.parametrize(
+    ("options", "estimate", "recommend"),
+    [({}, False, True), ({"micro_batch_size": 8}, True, True), ({"seq_len": 512}, True, True)],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["answerdotai/ModernBERT-large", "deepseek-ai/DeepSeek-V4-Flash"])
+def test_a_model_whose_batches_are_recorded_one_by_one_needs_recordings_of_all_but_the_first(
+    model: str, options: dict[str, Any], estimate: bool, recommend: bool
+) -> None:
+    """The catalog has their steps for one micro-batch and length, DeepSeek's with eager attention; a search asks for others."""
+    job = {"model": model, "gpus": 4, **options}
+    assert needs_recording(make_request(job)) is estimate
+    assert needs_recording(make_request(job, RecommendRequest)) is recommend
+
+
+@pytest.mark.parametrize("model", ["meta-models/Muse-Glimmer-30B", "CohereLabs/command-a-plus-05-2026"])
+def test_a_recording_for_every_batch_is_used_where_another_step_has_none(model: str) -> None:
+    """The catalog has the checkpointed steps of these models for every batch, and those without checkpoints on a CPU for one."""
+    request = make_request({"model": model, "gpus": 8, "strategy": "zero3", "activation_checkpointing": "full"})
+    (plan,) = plans(request, seq_len=2048)
+    assert row_tape(resolve(model, allow_recording=False), plan).key.at is None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fsdp_advisor.advice.batches import batches, batches_if_possible
+from fsdp_advisor.advice.batches import batches, batches_if_possible, recorded_only
 from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import decision_tree
@@ -152,7 +152,7 @@ def _search(report: Report, model: Resolved, request: RecommendRequest, timer: T
     if request.find == "gpus" and batches_if_possible(request, world=world) is None:
         world, nnodes = _first_possible_world(request), 1  # the sweep tries other numbers of GPUs later
     base = base_plan(request, gpus=world, nnodes=nnodes, seq_len=report.seq_len)
-    allowed = batches(request, world=world)
+    allowed = recorded_only(batches(request, world=world), model, base)
     found = open_choices(request, model, base)
     return Search(
         evaluator=Evaluator(
@@ -260,6 +260,9 @@ def _notes(request: RecommendRequest, search: Search, result: SearchResult) -> I
         yield f"the scales of the 4-bit weights take {format_gib(scales)} of every GPU; --use-bnb-nested-quant divides that by four"
     if names := _names_of(search.left_out):
         yield f"not searched, because their steps have to be recorded first: {', '.join(names)}; --thorough searches them"
+    if search.batches.only_recorded:
+        size = search.batches.smallest
+        yield f"only micro-batch {size} was searched: others have to be recorded first, with torch and transformers"
     if winner is None and (fixed := _fixed_options(request)):
         yield f"fixed by the request: {fixed}"
     if winner is not None:

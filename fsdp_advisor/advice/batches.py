@@ -10,7 +10,11 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.batch import batch_refusal
 from fsdp_advisor.job.choices import MAX_BATCH
 from fsdp_advisor.job.generation import check_groups, check_ranks, least_micro_batch
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.model.resolved import Resolved
+from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.tape_keys import gpu_sizes_are_not_polynomials, tape_key_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +22,13 @@ class Batches:
     """The micro-batches that a job allows, ascending, and the accumulation of each.
 
     `per_rank` is the number of sequences per rank and optimizer step. If it is None, the global batch is free, and `steps` is
-    the accumulation of every micro-batch.
+    the accumulation of every micro-batch. `only_recorded`: others are left out, because PyTorch, which would record them, is missing.
     """
 
     sizes: Sequence[int]
     per_rank: int | None = None
     steps: int = 1
+    only_recorded: bool = False
 
     def accumulation(self, micro_batch_size: int) -> int:
         return self.steps if self.per_rank is None else self.per_rank // micro_batch_size
@@ -76,6 +81,19 @@ def _dividing(request: RecommendRequest, world: int) -> Batches:
     if steps is not None:
         return Batches(sizes=(per_rank // steps,), per_rank=per_rank)
     return Batches(sizes=(size,) if size else divisors(per_rank), per_rank=per_rank)
+
+
+def recorded_only(allowed: Batches, model: Resolved, base: Plan) -> Batches:
+    """The smallest micro-batch that is recorded, if each needs a recording of its own and PyTorch, which records it, is missing; else all.
+
+    Also all if none is recorded: the error about their steps says what is missing.
+    """
+    profile = model.profile
+    if profile is None or model.can_record or not gpu_sizes_are_not_polynomials(profile, tape_key_of(base, profile)):
+        return allowed
+    shapes = {TapeKey.from_name(name).at for name in model.recorded_names}
+    sizes = [size for size in allowed.sizes if replace(base, micro_batch_size=size).tape_shape in shapes]
+    return replace(allowed, sizes=sizes[:1], only_recorded=len(allowed.sizes) > 1) if sizes else allowed
 
 
 def divisors(n: int) -> tuple[int, ...]:

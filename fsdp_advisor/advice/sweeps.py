@@ -8,7 +8,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from fsdp_advisor.advice.batches import batches, batches_if_possible
+from fsdp_advisor.advice.batches import batches, batches_if_possible, recorded_only
 from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.curves import PeakVsSize, log_spaced
 from fsdp_advisor.advice.largest_size import Largest, Sizes, largest
@@ -317,7 +317,7 @@ class Sweep:
             self.search,
             evaluator=self.search.evaluator.on(self._gpu(name, world, nodes)),
             base=base_plan(self.request, gpus=world, nnodes=nodes, seq_len=self.search.base.seq_len),
-            batches=batches(self.request, world=world),
+            batches=recorded_only(batches(self.request, world=world), self.search.evaluator.model, self.search.base),
             choices=choices,
         ).limited_to(self.allowed)
 

@@ -16,7 +16,6 @@ from fsdp_advisor.model.multimodal import trained_on_text, without_tower
 from fsdp_advisor.model.quantization import IGNORED_NOTE, packed_checkpoint
 from fsdp_advisor.model.recorders import recorder_for, recording
 from fsdp_advisor.model.resolved import Resolved, renamed, versions_of
-from fsdp_advisor.model.tape_key import KeptTapes
 from fsdp_advisor.units import parse_count
 
 # Models of the catalog need neither the cache, the hub nor the parser of configurations; those are imported when needed.
@@ -144,11 +143,11 @@ def _about_recording(entry: catalog.Entry) -> tuple[str, ...]:
     )
 
 
-def catalogued_tapes(name: str) -> KeptTapes | None:
-    """Which tapes the catalog has of the model of this name; None if it does not have the model."""
+def catalogued(name: str) -> catalog.Entry | None:
+    """The model of the catalog that this name means; None if there is none."""
     entry = catalog.find(name)
     named = [entry] if entry else catalog.by_short_name(name) or catalog.by_words(name)
-    return named[0].tapes if len(named) == 1 else None
+    return named[0] if len(named) == 1 else None
 
 
 def _counted(wanted: str) -> Resolved:

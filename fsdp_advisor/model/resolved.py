@@ -80,7 +80,12 @@ class Resolved:
         if key.name not in tapes and self._is_refused(key):
             raise _refusal(self.profile.refusals[key.name])
         if key.name not in tapes and not self.recording_allowed:
-            hint = "choose another attention or precision" if tapes else "with torch and transformers it is recorded"
+            is_one_batch = key.at is not None or not tapes
+            hint = (
+                "with torch and transformers it is recorded"
+                if is_one_batch
+                else "choose another attention or precision"
+            )
             raise NotRecordable(f"{self.name}: {_described(key)} is not in the catalog", hint=hint)
         if key.name not in tapes:
             with RECORDER_LOCK:
@@ -92,14 +97,26 @@ class Resolved:
 
     def is_new(self, key: TapeKey) -> bool:
         """Whether the key's code path can be recorded, and no recording of it has been tried yet, for any batch."""
-        from fsdp_advisor.model import cache
-
         assert self.profile is not None
-        if not self.recording_allowed or cache.installed_versions() is None or self._is_refused(key):
+        if not self.can_record or self._is_refused(key):
             return False
         cached = self._cached()
-        known = {*self.profile.tapes, *((*cached.tapes, *cached.refusals) if cached else ())}
+        known = {*self.recorded_names, *(cached.refusals if cached else ())}
         return not any(name == key.name or name.startswith(f"{key.name}|at=") for name in known)
+
+    @property
+    def can_record(self) -> bool:
+        """Whether missing tapes can be recorded."""
+        from fsdp_advisor.model import cache
+
+        return self.recording_allowed and cache.installed_versions() is not None
+
+    @property
+    def recorded_names(self) -> frozenset[str]:
+        """The names of the tapes of the profile and of the cache."""
+        assert self.profile is not None
+        cached = self._cached()
+        return frozenset((*self.profile.tapes, *(cached.tapes if cached else ())))
 
     def adapted(self, adaptation: Adaptation) -> Resolved:
         """The model after an adaptation, from the cache or recorded now. A GPTQ or AWQ checkpoint stays packed under adapters.

@@ -21,6 +21,7 @@ from fsdp_advisor.hardware import Gpu, find_gpu
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.model import cache
 from fsdp_advisor.model.adapter_targets import NoDefaultTargets
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
@@ -304,3 +305,29 @@ def test_methods_adapt_all_linear_layers_if_peft_has_no_default() -> None:
     targets = [m.advice and m.advice.recommendation.request.lora_target_modules for m in found.methods]
     assert targets == [None, "all-linear", "all-linear"]
     assert found.notes[0].endswith("so LoRA and QLoRA have lora_target_modules all-linear")
+
+
+RECORDED_BY_BATCH: dict[str, Any] = {"model": "jhu-clsp/ettin-encoder-17m", "gpu": "L4", "strategy": "ddp"}
+"""A job of a model whose steps are recorded for one micro-batch and length at a time."""
+
+
+def test_a_search_records_the_micro_batches_that_the_catalog_lacks() -> None:
+    found = advise(**RECORDED_BY_BATCH, activation_checkpointing="none", offload="none").winner
+    assert found is not None and found.plan.micro_batch_size > 1
+    plan = {"activation_checkpointing": "none", "micro_batch_size": found.plan.micro_batch_size}
+    conf = {"allocator_conf": found.allocator_conf} if found.allocator_conf else {}
+    (row,) = estimate(**RECORDED_BY_BATCH, **plan, **conf).estimates
+    assert row.needed_bytes == found.needed_bytes
+
+
+@pytest.mark.parametrize("find", [None, "batch", "gpus"])
+def test_without_torch_a_search_tries_the_recorded_micro_batches_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, find: str | None
+) -> None:
+    monkeypatch.setattr(cache, "installed_versions", lambda: None)
+    monkeypatch.setattr(cache, "folder", lambda: None)
+    job = {**RECORDED_BY_BATCH, "model": "jhu-clsp/ettin-encoder-32m"}  # no other test records it
+    recommendation = recommend(**job, find=find).recommendation
+    assert recommendation.winner is not None and recommendation.winner.plan.micro_batch_size == 1
+    note = "only micro-batch 1 was searched: others have to be recorded first, with torch and transformers"
+    assert note in recommendation.notes

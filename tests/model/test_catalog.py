@@ -21,7 +21,7 @@ from fsdp_advisor.model import catalog
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key
 from fsdp_advisor.model.lacking import LACKING, hint
 from fsdp_advisor.model.quantization import IGNORED_NOTE
-from fsdp_advisor.model.resolve import catalogued_tapes, resolve
+from fsdp_advisor.model.resolve import catalogued, resolve
 from fsdp_advisor.model.store import RECORDING, dump
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeEngine, TapeKey, TapePrecision
@@ -296,8 +296,9 @@ def test_model_of_embeddings_says_that_contrastive_training_is_not_modelled(name
 
 
 def test_models_without_tapes_are_those_that_the_table_says() -> None:
-    assert {catalogued_tapes(name) for name in ("longcat flash", "databricks/dbrx-base")} == {"none"}
-    assert {name: catalogued_tapes(name) for name in ("gpt2", "smollm3 3b", "nobody/nothing", "7B", "qwen3.5")} == {
+    assert {entry and entry.tapes for entry in map(catalogued, ("longcat flash", "databricks/dbrx-base"))} == {"none"}
+    names = ("gpt2", "smollm3 3b", "nobody/nothing", "7B", "qwen3.5")
+    assert {name: entry and entry.tapes for name, entry in zip(names, map(catalogued, names), strict=True)} == {
         "gpt2": "all", "smollm3 3b": "usual", "nobody/nothing": None, "7B": None, "qwen3.5": None,
     }  # fmt: skip
 

@@ -66,6 +66,13 @@ def test_recommend_returns_the_choice_and_its_path(client: TestClient, find: str
     assert all({"question", "answer", "because"} <= set(node) for node in chosen["path"])
 
 
+def test_a_micro_batch_that_the_catalog_lacks_is_recorded(client: TestClient) -> None:
+    job = {"model": "jhu-clsp/ettin-encoder-17m", "gpu": "L4", "strategy": "ddp", "micro_batch_size": 2}
+    asked = client.get("/api/v1/estimate", params=job)
+    assert asked.status_code == 200
+    assert asked.json() == json.loads(json.dumps(estimate_resolved(make_request(job), resolve(job["model"])).as_dict()))
+
+
 OUT_OF_MEMORY = (
     "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. GPU 1 has a total capacity of 39.39 GiB of which "
     "1.00 GiB is free. Of the allocated memory 34.00 GiB is allocated by PyTorch, and 3.00 GiB is reserved by PyTorch but unallocated."
