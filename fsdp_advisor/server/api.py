@@ -10,9 +10,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.responses import Response
 
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export import TARGETS, find
 from fsdp_advisor.export.choice import needs_recording_for
 from fsdp_advisor.hardware import Gpu, list_gpus
+from fsdp_advisor.job.fields import shown
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model import catalog
@@ -66,7 +68,15 @@ _FILE: dict[int | str, dict[str, Any]] = {
 Pattern = Annotated[str | None, Query(max_length=200, description="A part of a name, or a kind: moe, blackwell")]
 Target = Annotated[str, Path(max_length=64, description="What the file is for", examples=list(TARGETS))]
 
-router = APIRouter(prefix="/api/v1", responses=_PROBLEMS)
+
+async def _refuse_query_of_post(request: Request) -> None:
+    """Raises UsageError if a POST has options in its query string: they would be ignored."""
+    if request.method == "POST" and request.query_params:
+        names = ", ".join(shown(name) for name in request.query_params)
+        raise UsageError(f"a POST takes no query string, which has {names}", hint="put the options into the body")
+
+
+router = APIRouter(prefix="/api/v1", responses=_PROBLEMS, dependencies=[Depends(_refuse_query_of_post)])
 
 
 async def _answer(

@@ -147,6 +147,13 @@ def test_a_missing_model_is_named_in_the_error(client: TestClient) -> None:
         assert posted.status_code == 422 and said in posted.json()["error"]
 
 
+@pytest.mark.parametrize("route", ["estimate", "recommend", "check", "export/fsdp2", "compare", "diagnose"])
+def test_a_post_refuses_options_in_its_query_string(client: TestClient, route: str) -> None:
+    posted = client.post(f"/api/v1/{route}?gpus=8&bogus=1", json={"model": "7B"})
+    assert posted.status_code == 422
+    assert "gpus, bogus" in posted.json()["error"] and "body" in posted.json()["hint"]
+
+
 def test_the_hint_for_an_unknown_model_mentions_no_path(client: TestClient) -> None:
     hint = client.get("/api/v1/estimate?model=nothing-like-it").json()["hint"]
     assert "paste" in hint and "/api/v1/models" in hint and "directory" not in hint
