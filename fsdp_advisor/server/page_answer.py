@@ -122,6 +122,7 @@ def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str
         "decision": next((n for n in advice.tree if n.id == "recommended" and n.taken), None)
         or {"question": "No plan fits with these options.", "because": ""},
         "bars": drawings.bars(shown, row),
+        "allocator_conf": report.request.allocator_conf,
         "step": drawings.step(shown, chosen, chosen.timeline),
         "streams": drawings.streams(found.streams, row.label),
         "frontier": drawings.speed(advice),

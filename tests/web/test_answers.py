@@ -94,6 +94,23 @@ def test_chart_and_table_show_the_rows_of_the_view(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize(
+    ("micro_batch", "settings"), [("3", ", and with its PYTORCH_ALLOC_CONF=expandable_segments:True."), ("1", ".")]
+)
+def test_the_chart_says_with_which_settings_its_rows_are_estimated(
+    client: TestClient, micro_batch: str, settings: str
+) -> None:
+    job = {
+        "model": "google-t5/t5-large",
+        "gpus": "3",
+        "gpu": "RTX-5090",
+        "micro_batch_size": micro_batch,
+        "optim": "adafactor",
+    }
+    html = client.get("/", params={**job, "gradient_accumulation_steps": "4"}).text
+    assert f"All with the recommendation's micro-batch and checkpointing{settings}</p>" in html
+
+
+@pytest.mark.parametrize(
     "job", taken([*JOBS.values()][:1], [*JOBS.values()][1:3]), ids=taken([*JOBS][:1], [*JOBS][1:3])
 )
 def test_every_export_and_bundle_can_be_downloaded(client: TestClient, job: dict[str, str]) -> None:
