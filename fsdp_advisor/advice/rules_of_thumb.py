@@ -155,6 +155,9 @@ def _because(
     if memory is None:
         return f"its states alone take {format_gib(candidate.state_bytes)}"
     text = f"at micro-batch {candidate.plan.micro_batch_size} it needs {format_gib(memory)}"
+    if winner is not None and candidate.allocator_conf != winner.allocator_conf:
+        conf = candidate.allocator_conf
+        text += f" with PYTORCH_ALLOC_CONF={conf}" if conf else " with the allocator's default settings"
     if candidate.host_fits is False:
         text += f", and {format_gib(candidate.host_peak_bytes_per_node)} of host memory per node"
     if not _runs(candidate) or winner is None:
