@@ -238,7 +238,7 @@ def _is_open(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnode
         )
         and choice.backend in FRAMEWORKS[request.framework].backends
         and (request.tiled_mlp == "none" or choice.backend in tiling_backends(request.framework, gpus))
-        and optimizer_refusal(request.optim, choice.strategy, choice.backend, choice.offload, request.framework) is None
+        and optimizer_refusal(request.optim, choice.backend, choice.offload, request.framework) is None
         and (choice.offload_device == "cpu" or choice.backend == "deepspeed")
         and combination_refusal(
             choice.strategy,

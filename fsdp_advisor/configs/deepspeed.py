@@ -60,9 +60,27 @@ def read_into(found: Collector) -> None:
         set_optimizer(found, "optimizer.type", arguments if isinstance(arguments, Mapping) else None)
         found.take("optimizer.params")
         _fused(found, arguments)
+    _reduce_scatter(found)
     _checkpoints(found)
     for key, topic in _TOPICS.items():
         found.omits_active(topic, key)
+
+
+def _reduce_scatter(found: Collector) -> None:
+    """Take the switch if it has the value that the estimate assumes: under ZeRO-3 false for DeepSpeed's Muon, which needs it, else true.
+
+    Source: runtime/zero/stage3.py, DeepSpeedZeroOptimizer_Stage3.__init__.
+    """
+    key = "zero_optimization.reduce_scatter"
+    under_zero3 = found.options.get("strategy") == "zero3"
+    needs_it_off = under_zero3 and found.options.get("optim") == "muon"
+    value = truth(found.peek(key)) if found.peek(key) is not None else True
+    if value != needs_it_off:
+        found.take(key)
+    elif needs_it_off:
+        found.omits("DeepSpeed's Muon under ZeRO-3 fails without reduce_scatter: false, which the estimate assumes")
+    elif under_zero3:
+        found.omits_key(key, "the estimate assumes that gradients are reduce-scattered")
 
 
 def _checkpoints(found: Collector) -> None:

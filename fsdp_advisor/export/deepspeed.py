@@ -158,6 +158,8 @@ def _zero(job: Job) -> dict[str, Any]:
             "stage3_max_reuse_distance": settings.max_reuse_distance,
             "stage3_gather_16bit_weights_on_model_save": True,
         }
+        if optimizer_of(plan).is_deepspeeds:
+            zero["reduce_scatter"] = False  # DeepSpeed's Muon refuses it under stage 3
     if plan.offload != "none":
         zero["offload_optimizer"] = _place(plan)
     if plan.offload == "parameters":

@@ -132,7 +132,7 @@ def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[
     if not possible:
         unable = unable_backends(request.optim, request.framework)
         tried = (*known, *(b for b in FRAMEWORKS[request.framework].backends if b in unable))
-        unable_to_step = (optimizer_refusal(request.optim, s, b, o, request.framework) for b in tried for s, o in rows)
+        unable_to_step = (optimizer_refusal(request.optim, b, o, request.framework) for b in tried for s, o in rows)
         if (error := next(filter(None, unable_to_step), None)) is not None:
             raise error
         raise UsageError(
@@ -154,7 +154,7 @@ def row_refusal(plan: Plan) -> UsageError | None:
 
 def _offers(request: EstimateRequest, strategy: Strategy, offload: Offload, backend: Backend) -> bool:
     """Whether the backend supports the strategy with the offload, and can step the optimizer."""
-    refused = optimizer_refusal(request.optim, strategy, backend, offload, request.framework)
+    refused = optimizer_refusal(request.optim, backend, offload, request.framework)
     return backend in OFFLOADS[offload].get(strategy, ()) and refused is None
 
 
@@ -200,7 +200,7 @@ def plan_of_row(request: EstimateRequest, strategy: Strategy, offload: Offload, 
     """The plan of a row. Raises UsageError for a combination that is refused."""
     backend = _backend_of(request, strategy, offload)
     refused = _combination_refusal(request, strategy, backend) or optimizer_refusal(
-        request.optim, strategy, backend, offload, request.framework
+        request.optim, backend, offload, request.framework
     )
     if refused is not None:
         raise refused

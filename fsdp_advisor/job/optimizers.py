@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.choices import Backend, Framework, Offload, OptimizerName, Strategy
+from fsdp_advisor.job.choices import Backend, Framework, Offload, OptimizerName
 from fsdp_advisor.job.frameworks import BACKEND_NAMES, FRAMEWORKS
 
 
@@ -156,12 +156,6 @@ OFFLOAD_LIMITS: Mapping[OptimizerName, Limit] = {
 """Why the states of an optimizer cannot be offloaded. The states of optimizers that are not listed can."""
 
 
-_MUON_UNDER_ZERO3 = Limit(
-    "DeepSpeed's Muon under ZeRO-3 gathers gradients and momentum and needs reduce_scatter: false, which is not modelled yet",
-    "--strategy zero2, or --backend fsdp2, which has torch's",
-)
-
-
 _OFFLOADED_MUON = Limit(
     "DeepSpeed's Muon with offload gathers gradients and momentum on the GPU, which is not modelled yet",
     "use --offload none",
@@ -197,12 +191,10 @@ def unable_backends(optim: OptimizerName, framework: Framework) -> frozenset[Bac
 
 
 def optimizer_refusal(
-    optim: OptimizerName, strategy: Strategy, backend: Backend, offload: Offload, framework: Framework
+    optim: OptimizerName, backend: Backend, offload: Offload, framework: Framework
 ) -> UsageError | None:
-    """Why a plan of the optimizer, strategy, backend and offload has no estimate; None if it has one."""
+    """Why a plan of the optimizer, backend and offload has no estimate; None if it has one."""
     limit = limit_of(optim, backend, framework)
-    if limit is None and (optim, backend, strategy) == ("muon", "deepspeed", "zero3"):
-        limit = _MUON_UNDER_ZERO3
     if limit is None and offload != "none":
         limit = _OFFLOADED_MUON if (optim, backend) == ("muon", "deepspeed") else OFFLOAD_LIMITS.get(optim)
     return None if limit is None else UsageError(limit.reason, hint=limit.hint)

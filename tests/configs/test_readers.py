@@ -488,6 +488,18 @@ def test_an_impossible_value_is_refused_with_its_key(file: str, text: str, words
         from_texts({file: text})
 
 
+@pytest.mark.parametrize("scatters", [False, True])
+def test_muon_under_zero3_is_read_with_reduce_scatter_off(scatters: bool) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "reduce_scatter": scatters},
+        "optimizer": {"type": "Muon", "params": {"lr": 0.02}},
+    }
+    found = from_texts({"ds.json": json.dumps(config)})
+    assert found.options["optim"] == "muon"
+    assert ("fails without reduce_scatter: false" in said(found, "not_modelled")) is scatters
+
+
 BATCH = {"train_batch_size": 128, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
 LAUNCH = "deepspeed --num_gpus 8 train.py --deepspeed ds.json --model_name_or_path gpt2 --bf16"
 

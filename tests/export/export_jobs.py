@@ -65,9 +65,7 @@ def plans() -> Iterator[Plan]:
                     )
                     yield replace(
                         base,
-                        optim=next(
-                            o for o in optimizers if optimizer_refusal(o, strategy, backend, offload, "torch") is None
-                        ),
+                        optim=next(o for o in optimizers if optimizer_refusal(o, backend, offload, "torch") is None),
                     )
 
 

@@ -159,7 +159,10 @@ def classify(engine: Any, case: dict[str, Any]) -> dict[str, list[torch.Tensor]]
         "parameters": [*shards, *whole],
         "gradients": [zero.grad_partitions_flat_buffer],
         "optimizer": [*masters, *state, *steps, *scalars],
-        "communication": [bucket.buffer for bucket in zero.ipg_buckets.values()],
+        "communication": [
+            *(bucket.buffer for bucket in zero.ipg_buckets.values()),
+            *tensors(list(zero._muon_allgather_buffers.values())),
+        ],
     }
     if offloaded:
         pinned = [*groups["gradients"], *(p.grad for p in masters if p.grad is not None)]
@@ -212,12 +215,16 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
+    shards_first = case["optim"] == "muon" and case["stage"] == 3  # the order of Muon's matrices depends on it
+    if shards_first:
+        zero["reduce_scatter"] = False
     gc.collect()
     gc.freeze()  # remaining objects belong to earlier cases: do not collect or list them again
     before = set(storages())
     watch = Watch()
     with watch:
-        model = Odd(tied=case["tied"], frozen=case["frozen"])
+        with deepspeed.zero.Init(config_dict_or_path=config, enabled=shards_first):
+            model = Odd(tied=case["tied"], frozen=case["frozen"])
         if case["optim"] == "muon":
             config["optimizer"] = {"type": "Muon", "params": {"lr": 1e-3, "torch_adam": True}}
             made: dict[str, Any] = {"model_parameters": model.parameters()}

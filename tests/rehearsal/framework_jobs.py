@@ -86,11 +86,13 @@ config = LlamaConfig(
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 torch.cuda.set_device(device)
 settings = {
-    "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": STAGE},
+    "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
+    "zero_optimization": {"stage": STAGE, "reduce_scatter": STAGE < 3},
     "optimizer": {"type": "Muon", "params": {"lr": 1e-4, "torch_adam": True}},
 }
 deepspeed.init_distributed()
-model = LlamaForCausalLM(config)
+with deepspeed.zero.Init(config_dict_or_path=settings, enabled=STAGE == 3):
+    model = LlamaForCausalLM(config)
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
 for _ in range(4):
     ids = torch.randint(0, 1000, (1, 32), device=device)

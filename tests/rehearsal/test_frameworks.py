@@ -106,7 +106,7 @@ def test_the_job_is_recognized_and_its_allocated_peak_is_predicted(
 
 @in_turn(5, of=8)
 @pytest.mark.usefixtures("predicts_here")
-@pytest.mark.parametrize("stage", taken([1, 2], [], days=3))
+@pytest.mark.parametrize("stage", taken([1, 2, 3], [], days=4))
 def test_the_peak_of_deepspeeds_muon_is_predicted(rehearsal_python: Path, tmp_path: Path, stage: int) -> None:
     (tmp_path / "train.py").write_text(MUON.replace("STAGE", str(stage)))
     command = [str(rehearsal_python.parent / "torchrun"), "--nproc-per-node", "2", str(tmp_path / "train.py")]

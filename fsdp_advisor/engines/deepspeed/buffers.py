@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsdp_advisor.engines.deepspeed.groups import Group, groups
+from fsdp_advisor.engines.deepspeed.muon_updates import Chunk
 from fsdp_advisor.engines.deepspeed.partitions import (
     FP64_NORM_BYTES,
     largest_parameter,
+    muon_chunks,
     owned_by_rank0,
     owned_elements,
     persistent,
@@ -65,12 +67,14 @@ class PendingGradients:
     rank owns `owned` elements.
 
     `first_rank` and `last_rank`: the ranks that own parts of the gradients, in stages 1 and 2. `largest_own` is the largest piece of one
-    gradient that rank 0 keeps. `padded` counts elements, with each gradient padded to a multiple of the number of ranks.
+    gradient that rank 0 keeps. `padded` counts elements, with each gradient padded to a multiple of the number of ranks; `uneven` those
+    that rank 0 keeps of gradients that need the padding.
     """
 
     elements: int = 0
     count: int = 0
     padded: int = 0
+    uneven: int = 0
     start: int = 0
     owned: int = 0
     first_rank: int = 0
@@ -87,10 +91,11 @@ class PendingGradients:
             self.largest_own = own
         self.elements += elements
         self.padded += padded
+        self.uneven += own if padded != elements else 0
         self.count += 1
 
     def clear(self) -> None:
-        self.elements = self.count = self.padded = self.largest_own = 0
+        self.elements = self.count = self.padded = self.uneven = self.largest_own = 0
         self.start = self.owned = self.first_rank = self.last_rank = 0
 
 
@@ -111,6 +116,8 @@ class Buffers:
     `updates`: Muon's. The last backward makes them; they live until the optimizer steps Muon's group.
     `whole_gradients`: whether gradients stay whole, as autograd allocated them, until the last micro-batch's backward ends.
     `released_at_step`: the states that are freed while the optimizer steps.
+    `chunks`: stage 3: the matrices that Muon updates before the optimizer's step. Then the bucket `all_reduces`: DeepSpeed's Muon refuses
+    ``reduce_scatter``.
     `moments`: the instants of the optimizer step. `offload_cast_bytes`: bytes per element of the copy of a gradient that
     goes to the host; 0 without offload.
     """
@@ -124,19 +131,24 @@ class Buffers:
     whole_gradients: bool
     released_at_step: Storages
     moments: tuple[Moment, ...]
+    chunks: tuple[Chunk, ...] = ()
     offload_cast_bytes: int = 0
     sharded: bool = False
+    all_reduces: bool = False
 
     def copy_bytes(self, filled: PendingGradients, ranks: int) -> int:
         """Bytes of the flat copy that a reduction makes of the `filled` gradients.
 
-        Stage 3 copies, with padding, unless there is a single gradient that divides evenly. Stages 1, 2 copy if the gradients
+        Stage 3 copies, with padding, unless there is a single gradient that divides evenly. If it all-reduces the bucket, it copies what
+        it divides by the number of ranks, and pads its shards of gradients that do not divide evenly. Stages 1, 2 copy if the gradients
         belong to several ranks. They cut a gradient larger than the bucket at the ranks' boundaries and reduce it in parts;
         the slice that fills a part ends it.
 
         Source: zero/stage_1_and_2.py, average_tensor, allreduce_and_scatter, allreduce_bucket;
-        comm/coalesced_collectives.py, reduce_scatter_coalesced.
+        comm/coalesced_collectives.py, reduce_scatter_coalesced; zero/stage3.py, __avg_scatter_contiguous_grads.
         """
+        if self.all_reduces and filled.elements <= self.bucket_elements:
+            return self.gradient_bytes * (filled.elements + filled.uneven) if ranks > 1 else 0
         if self.sharded:
             whole = filled.count == 1 and filled.elements % ranks == 0
             return 0 if whole else self.gradient_bytes * filled.padded
@@ -219,8 +231,8 @@ def buffers(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> Buff
         overflow = Storages.of(c * total) + Storages.of(total) if plan.precision == "fp16-mixed" else NO_STORAGES
         largest = shard_elements(largest_parameter(profile), ranks)
         by_group = [
-            _moments(plan, NO_STORAGES, n, pieces, largest, overflow=overflow)
-            for n, pieces in sub_groups(profile, ranks, settings)
+            _moments(plan, NO_STORAGES, each.elements, len(each.parameters), largest, overflow=overflow)
+            for each in sub_groups(profile, plan, settings)
         ]
         moments = _one_after_the_other(by_group)
     elif not offloaded:
@@ -239,7 +251,9 @@ def buffers(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> Buff
         released_at_step=persistent(profile, plan, settings) if sharded else NO_STORAGES,
         moments=moments,
         offload_cast_bytes=master_bytes(plan) if offloaded else 0,
+        chunks=muon_chunks(profile, plan, settings) if sharded else (),
         sharded=sharded,
+        all_reduces=sharded and optimizer_of(plan).is_deepspeeds,
     )
 
 

@@ -1,6 +1,7 @@
 """The parameter groups of DeepSpeed's optimizer, and the positions of parameters in the flat buffers of stages 1 and 2.
 
-Stages 1 and 2 flatten each group into one buffer, and each rank owns 1/N of each buffer. An optimizer has one group, Muon two.
+Stages 1 and 2 flatten each group into one buffer, and each rank owns 1/N of each buffer. Stage 3 divides each group into sub-groups. An
+optimizer has one group, Muon two.
 Read in DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from fsdp_advisor.engines.deepspeed.settings import stage
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.policies.optimizers import optimizer_of
@@ -44,6 +46,7 @@ class Group(NamedTuple):
 def groups(profile: Profile, plan: Plan) -> tuple[Group, ...]:
     """The groups of the plan's optimizer, without empty ones. Muon's is first, sorted by shape, the largest first.
 
+    Under stage 3 `deepspeed.zero.Init` has sharded the parameters before, which leaves no shapes to sort by.
     Source: runtime/engine.py, _muon_param_groups; runtime/zero/muon/original_muon.py, MuonWithAuxAdam.__init__.
     """
     trained = tuple(_placed(profile))
@@ -51,7 +54,8 @@ def groups(profile: Profile, plan: Plan) -> tuple[Group, ...]:
         return (Group(trained),)
     matrices = [each for each in trained if is_of_muon(profile, each)]
     others = tuple(each for each in trained if not is_of_muon(profile, each))
-    matrices.sort(key=lambda each: each.parameter.shape, reverse=True)
+    if stage(plan) < 3:
+        matrices.sort(key=lambda each: each.parameter.shape, reverse=True)
     both = Group(tuple(matrices), by_muon=True), Group(others)
     return tuple(group for group in both if group.placed)
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from fsdp_advisor.engines.deepspeed.partitions import (
     flat_elements,
+    flat_partitions,
     largest_parameter,
     owned_by_rank0,
     shard_elements,
-    sub_groups,
 )
 from fsdp_advisor.engines.deepspeed.settings import (
     Settings,
@@ -79,7 +79,7 @@ def _stage_3(profile: Profile, plan: Plan, settings: Settings) -> HostTensors:
     ``offload_param`` adds the shards of the weights, pinned.
     """
     ranks, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
-    groups = [elements for elements, _ in sub_groups(profile, ranks, settings)]
+    groups = flat_partitions(profile, plan, settings)
     pinned = [*(m * elements for elements in groups), c * sum(groups)]
     if offloads_parameters(plan):
         pinned.append(c * sum(groups))
@@ -97,7 +97,8 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     if keeps_modules_in_fp32(profile):
         notes.append("modules that transformers keeps in fp32 under DeepSpeed (_keep_in_fp32_modules) count as bf16")
     optimizer = optimizer_of(plan)
-    notes += optimizer.deepspeed_notes
+    if stage(plan) < 3 or not optimizer.is_deepspeeds:
+        notes += optimizer.deepspeed_notes
     if stage(plan) == 2:
         notes.append(
             "rank 0 owns the model's first parameters; the last rank holds its gradients from the start of backward"

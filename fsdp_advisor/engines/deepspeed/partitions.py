@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsdp_advisor.engines.deepspeed.groups import Group, groups
+from fsdp_advisor.engines.deepspeed.muon_updates import Chunk, chunks, gather_buffers, kept_gathers
 from fsdp_advisor.engines.deepspeed.settings import (
     DEFAULTS,
     Settings,
@@ -86,23 +88,46 @@ def shard_total(profile: Profile, ranks: int) -> int:
     return sum(shard_elements(p.elements, ranks) * n for p, n in each_parameter(profile) if p.trainable)
 
 
-def sub_groups(profile: Profile, ranks: int, settings: Settings = DEFAULTS) -> list[tuple[int, int]]:
-    """(elements, parameters) of each sub-group, which stage 3 steps separately. The parameter that fills a sub-group ends it.
+class SubGroup(NamedTuple):
+    """A part of a group that stage 3 steps separately. `elements`: of a rank's shards."""
 
-    DeepSpeed divides the parameters only if a rank has more than ``sub_group_size`` elements.
+    parameters: tuple[Parameter, ...]
+    elements: int
+    by_muon: bool = False
+
+
+def sub_groups(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> list[SubGroup]:
+    """The sub-groups of all groups. The parameter that fills a sub-group ends it.
+
+    DeepSpeed divides a group only if a rank has more than ``sub_group_size`` elements of it.
     Source: zero/stage3.py, _create_fp16_sub_groups.
     """
-    total = shard_total(profile, ranks)
+    ranks = plan.shard_degree
+    return [sub_group for group in groups(profile, plan) for sub_group in _divided(group, ranks, settings)]
+
+
+def _divided(group: Group, ranks: int, settings: Settings) -> Iterator[SubGroup]:
+    total = sum(shard_elements(p.elements, ranks) for p in group.parameters)
     if total <= settings.sub_group_size:
-        return [(total, sum(n for p, n in each_parameter(profile) if p.trainable))]
-    groups, elements, count = [], 0, 0
-    for parameter in profile.in_order():
-        if parameter.trainable:
-            elements, count = elements + shard_elements(parameter.elements, ranks), count + 1
-            if elements >= settings.sub_group_size:
-                groups.append((elements, count))
-                elements, count = 0, 0
-    return [*groups, (elements, count)] if count else groups
+        yield SubGroup(tuple(group.parameters), total, group.by_muon)
+        return
+    parameters: list[Parameter] = []
+    elements = 0
+    for parameter in group.parameters:
+        parameters.append(parameter)
+        elements += shard_elements(parameter.elements, ranks)
+        if elements >= settings.sub_group_size:
+            yield SubGroup(tuple(parameters), elements, group.by_muon)
+            parameters, elements = [], 0
+    if parameters:
+        yield SubGroup(tuple(parameters), elements, group.by_muon)
+
+
+def muon_chunks(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> tuple[Chunk, ...]:
+    """The matrices that Muon updates at a time under stage 3."""
+    of_muon = (each.parameters for each in sub_groups(profile, plan, settings) if each.by_muon)
+    ranks, bucket = plan.shard_degree, settings.reduce_bucket_size
+    return tuple(chunk for parameters in of_muon for chunk in chunks(parameters, ranks, bucket))
 
 
 def shards(profile: Profile, plan: Plan) -> Storages:
@@ -140,8 +165,9 @@ class OptimizerStates:
     """The optimizer's part of the states on the GPU. `deepspeed.initialize` creates the masters, the first step the moments.
 
     `moments` include the gradient norm (fp32; fp64 under stage 3) and stage 3's overflow flag.
-    `momentum`: of Muon. The end of the first step's last backward creates it.
-    Source: zero/stage_1_and_2.py and zero/stage3.py, initialize_optimizer_states, which does not step the optimizer.
+    `momentum`: of Muon. The end of the first step's last backward creates it. Stage 3's, which `masters` include, is of the shards.
+    Source: zero/stage_1_and_2.py and zero/stage3.py, initialize_optimizer_states, which does not step the optimizer;
+    zero/stage3.py, _create_momentum_buffer.
     """
 
     masters: Storages = NO_STORAGES
@@ -178,7 +204,7 @@ def flat_partitions(profile: Profile, plan: Plan, settings: Settings = DEFAULTS)
     """Elements of each flat partition that rank 0 steps: 1/N of each group, or of each sub-group of stage 3."""
     if stage(plan) < 3:
         return [owned_elements(group, plan.shard_degree) for group in groups(profile, plan)]
-    return [elements for elements, _ in sub_groups(profile, plan.shard_degree, settings)]
+    return [sub_group.elements for sub_group in sub_groups(profile, plan, settings)]
 
 
 def optimizer_states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> OptimizerStates:
@@ -187,15 +213,21 @@ def optimizer_states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS
         return OptimizerStates()
     m, optimizer = master_bytes(plan), optimizer_of(plan)
     partitions = flat_partitions(profile, plan, settings)
-    norm = Storages.of(4) if stage(plan) < 3 else Storages.of(FP64_NORM_BYTES) + Storages.of(1)
-    moments = [optimizer.flat_state_storages(n, m) for n in partitions]
     if stage(plan) < 3:
-        by_group = zip(groups(profile, plan), moments, strict=True)
-        moments = [NO_STORAGES if group.by_muon else of_adam for group, of_adam in by_group]
-    first, *rest = moments
+        by_muon = [group.by_muon for group in groups(profile, plan)]
+        norm, masters, momentum = Storages.of(4), NO_STORAGES, _momentum(profile, plan)
+    else:
+        by_muon = [each.by_muon for each in sub_groups(profile, plan, settings)]
+        norm, momentum = Storages.of(FP64_NORM_BYTES) + Storages.of(1), NO_STORAGES
+        of_muon = (n for n, is_muons in zip(partitions, by_muon, strict=True) if is_muons)
+        masters = sum((Storages.of(plan.compute_bytes * n) for n in of_muon), NO_STORAGES)
+    first, *rest = (
+        NO_STORAGES if is_muons else optimizer.flat_state_storages(n, m)
+        for n, is_muons in zip(partitions, by_muon, strict=True)
+    )
     return OptimizerStates(
-        masters=sum((Storages.of(m * n) for n in partitions), NO_STORAGES),
-        momentum=_momentum(profile, plan),
+        masters=sum((Storages.of(m * n) for n in partitions), masters),
+        momentum=momentum,
         moments_by_partition=(norm + optimizer.shared_state + first, *rest),
         paged=sum((optimizer.flat_paged_state_storages(n) for n in partitions), NO_STORAGES),
     )
@@ -216,7 +248,8 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
 
     Stages 1, 2: the whole model in one flat buffer per group, masters and moments of 1/N of it, no gradients.
     Stage 3: 1/N of every parameter in one flat buffer, 1/N of the gradients in the model's dtype, masters and moments per
-    sub-group, and the reduce bucket, which is never freed. Frozen parameters are sharded separately.
+    sub-group, the reduce bucket, which is never freed, and the last buffers of Muon's all-gathers. Frozen parameters are sharded
+    separately.
 
     Source: zero/stage_1_and_2.py, __init__; zero/stage3.py, _create_fp16_partitions_with_defragmentation,
     _create_fp32_partitions, _setup_for_real_optimizer.
@@ -236,11 +269,12 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
             buffers=of_model,
             paged=optimizer.paged,
         )
+    kept = (gather_buffers(n, ranks, c) for n in kept_gathers(muon_chunks(profile, plan, settings), ranks, c))
     return States(
         parameters=shards(profile, plan) + persistent(profile, plan, settings),
         gradients=NO_STORAGES if offloaded else Storages.of(c * shard_total(profile, ranks)),
         optimizer=optimizer.masters + optimizer.moments,
-        communication=Storages.of(c * settings.reduce_bucket_size),
+        communication=sum(kept, Storages.of(c * settings.reduce_bucket_size)),
         buffers=of_model,
         paged=optimizer.paged,
     )

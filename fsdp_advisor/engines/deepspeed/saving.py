@@ -82,7 +82,7 @@ def _save_checkpoint(profile: Profile, plan: Plan) -> SaveMethod:
 def _saved_partitions(profile: Profile, plan: Plan) -> list[int]:
     """Elements of each partition that rank 0 saves. The padding at the end of the last rank's partition is not saved."""
     if stage(plan) == 3:
-        return [elements for elements, _ in partitions.sub_groups(profile, plan.shard_degree)]
+        return partitions.flat_partitions(profile, plan)
     owned = partitions.owned_elements
     return [min(owned(group, plan.shard_degree), group.elements) for group in groups(profile, plan)]
 

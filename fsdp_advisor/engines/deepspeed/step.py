@@ -20,6 +20,7 @@ from fsdp_advisor.engines.deepspeed.buffers import Buffers
 from fsdp_advisor.engines.deepspeed.coordinator import Gathered, gathered
 from fsdp_advisor.engines.deepspeed.gathering import Gathering
 from fsdp_advisor.engines.deepspeed.groups import ROOT, Group, groups
+from fsdp_advisor.engines.deepspeed.muon_updates import MuonUpdates, exchanged
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import Settings, offloads_parameters, settings_of, stage
 from fsdp_advisor.engines.optimizer_work import gpu_step, host_step
@@ -69,6 +70,7 @@ class _Layout:
     optimizer: partitions.OptimizerStates
     parameters: Storages  # the states' parameters, without those freed during the optimizer step
     buffers: Buffers
+    bucket: Storages  # the states' communication, without the buffers of Muon's all-gathers
     groups: tuple[Group, ...]
     gradients: dict[tuple[UnitId, int], Gradient]  # by unit, and number of the parameter in it
     positions: dict[tuple[int, int, int], Position]  # by stack (or ROOT), real layer, and number of the parameter in it
@@ -84,6 +86,9 @@ def _layout_of(profile: Profile, plan: Plan, settings: Settings) -> _Layout:
         optimizer=partitions.optimizer_states(profile, plan, settings),
         parameters=partitions.shards(profile, plan) if buffers.sharded else states.parameters,
         buffers=buffers,
+        bucket=Storages.of(buffers.gradient_bytes * settings.reduce_bucket_size)
+        if buffers.sharded
+        else states.communication,
         groups=in_groups,
         gradients=_gradients(profile, plan, in_groups, buffers),
         positions=_positions(in_groups),
@@ -95,7 +100,7 @@ def _gradients(
 ) -> dict[tuple[UnitId, int], Gradient]:
     """The gradient of each trained parameter of the recorded model."""
     ranks, found = plan.shard_degree, {}
-    for group, owned in zip(in_groups, buffers.partition_elements or (0,), strict=True):
+    for group, owned in zip(in_groups, buffers.partition_elements or (0,) * len(in_groups), strict=True):
         for parameter, stack, layer, number in group.placed:
             unit = AT_ROOT if stack == ROOT else UnitId(stack, profile.stacks[stack].recorded_order[layer])
             if (unit, number) not in found:
@@ -142,6 +147,7 @@ class DeepspeedStep(StepHooks):
         self._layout = _layout_of(profile, plan.without_step, self._settings)
         self.states = self._layout.states
         self._bucket = Bucket(self._layout.buffers, plan.shard_degree)
+        self._muon = MuonUpdates(self._layout.buffers.chunks, plan.shard_degree, plan.compute_bytes)  # stage 3
         self._idle_stacks = idle_stacks
         self._gathering = Gathering(Gathered((), ()))
         # State within one micro-batch
@@ -180,7 +186,8 @@ class DeepspeedStep(StepHooks):
         step.alloc(Account.PARAMETERS, self._layout.parameters)
         self._persistent = step.alloc(Account.PARAMETERS, self._layout.buffers.released_at_step, Stream.ALL_GATHER)
         step.alloc(Account.OPTIMIZER, self._layout.optimizer.masters)
-        step.alloc(Account.COMMUNICATION, self.states.communication)
+        step.alloc(Account.COMMUNICATION, self._layout.bucket)
+        self._muon.begin_step(step)
         step.alloc(Account.GRADIENTS, self.states.gradients)
         step.alloc(Account.OTHER, self.states.buffers)
         self._momentum = step.alloc_in_first_step(Account.OPTIMIZER, self._layout.optimizer.momentum)
@@ -287,6 +294,7 @@ class DeepspeedStep(StepHooks):
     def optimizer_step(self, step: StepBuilder) -> None:
         """Allocate and free the storages of each moment of the optimizer step."""
         step.free(self._persistent)
+        self._muon.update(step)
         created = iter(self._moments)
         for moment in self._layout.buffers.moments:
             if moment.gradients.exact <= self._layout.buffers.averaged.exact:
@@ -349,7 +357,10 @@ class DeepspeedStep(StepHooks):
             return
         if n > 1:
             step.add(Copy(unit, 3 * reduced))
-        step.add(ReduceScatter(unit, reduced))
+        if self._layout.buffers.all_reduces:
+            step.add(AllReduce(unit, reduced, "shard"))
+        else:
+            step.add(ReduceScatter(unit, reduced))
         if plan.offload != "none":
             step.add(HostTransfer(unit, reduced / n, "gradients"))
 
@@ -370,8 +381,17 @@ class DeepspeedStep(StepHooks):
         plan, trainable = self._plan, self._profile.trainable_parameters
         own = trainable / plan.shard_degree
         if plan.offload == "none":
+            work = gpu_step(self._profile, plan, own, masters=plan.mixed)
             flops = sum(update.flops for update in self._layout.buffers.updates)
-            step.add(gpu_step(self._profile, plan, own, masters=plan.mixed)._replace(flops=flops))
+            muon = exchanged(self._layout.buffers.chunks, plan.shard_degree, plan.compute_bytes)
+            step.add(
+                work._replace(
+                    n_bytes=work.n_bytes + muon.copied_bytes,
+                    flops=flops + muon.flops,
+                    gathered_bytes=muon.gathered_bytes,
+                    gathers=muon.gathers,
+                )
+            )
         else:
             step.add(host_step(plan, own))
         if plan.offload == "optimizer":

@@ -2,7 +2,7 @@
 
 Under ZeRO-1 and 2 a rank orthogonalizes each matrix of which it owns a part, when the last backward of a step ends. The momentum is of
 whole matrices, in the dtype of their gradients, and is kept twice: a step that overflows discards the second copy. `torch.compile`
-compiles the update of a matrix.
+compiles the update of a matrix. Under ZeRO-3 the momentum is sharded: `engines.deepspeed.muon_updates`.
 
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (get_flat_partition, _muon_momentum_buffer, _muon_staging_momentum),
 runtime/zero/muon/original_muon.py (muon_update, zeropower_via_gram_newtonschulz), muon_optimizer.py (MuonWithAuxAdam.step).

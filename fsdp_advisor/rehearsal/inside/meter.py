@@ -153,7 +153,7 @@ class Meter:
         """
         if self.backward_depth:
             self.stepped_in_backward = True
-        elif self.gradients_pending and optimizer.param_groups:
+        elif self.gradients_pending and any(group["params"] for group in optimizer.param_groups):
             self.facts.setdefault("optimizer", job_facts.optimizer_facts(optimizer))
             self._complete_step()
 
