@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from fsdp_advisor.engines.job_peaks import JobPeaks
 from fsdp_advisor.job.choices import Backend, Offload, Strategy
@@ -136,6 +136,53 @@ class StrategyEstimate:
         return None if self.step is None else round(self.step.tokens_per_second_per_gpu, 1)
 
     @property
+    def samples_per_second_per_gpu(self) -> float | None:
+        """Samples per second and GPU; None if the time is unknown."""
+        if self.step is None:
+            return None
+        return _six_digits(self.step.tokens_per_second_per_gpu / self.plan.tokens_per_sequence)
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization: useful FLOPs over the GPU's peak. Attention and padding count in full. None if the time is unknown."""
+        return None if self.step is None else round(self.step.mfu, 4)
+
+    @property
+    def exposed_communication_share(self) -> float | None:
+        """The fraction of the step in which collectives run and no compute hides them; None if the time is unknown."""
+        return None if self.step is None else round(self.step.exposed_communication_share, 4)
+
+    @property
+    def step_seconds_range(self) -> tuple[float, float] | None:
+        """(low, high) of `step_seconds`; None if the time is unknown."""
+        return None if self.step is None else (_six_digits(self.step.low_seconds), _six_digits(self.step.high_seconds))
+
+    @property
+    def tokens_per_second_per_gpu_range(self) -> tuple[float, float] | None:
+        """(low, high) of `tokens_per_second_per_gpu`; None if the time is unknown."""
+        return None if self.step is None else _rounded(self.step.tokens_per_second_range, 1)
+
+    @property
+    def mfu_range(self) -> tuple[float, float] | None:
+        """(low, high) of `mfu`; None if the time is unknown."""
+        return None if self.step is None else _rounded(self.step.mfu_range, 4)
+
+    @property
+    def exposed_communication_share_range(self) -> tuple[float, float] | None:
+        """(low, high) of `exposed_communication_share`; None if the time is unknown."""
+        return None if self.step is None else _rounded(self.step.exposed_communication_share_range, 4)
+
+    @property
+    def step_breakdown(self) -> dict[str, float] | None:
+        """Seconds of the step by cause; they sum to `step_seconds`. None if the time is unknown."""
+        return None if self.step is None else {name: _six_digits(value) for name, value in self.step.breakdown.items()}
+
+    @property
+    def device_overhead_bytes_range(self) -> tuple[int, int] | None:
+        """(low, high) of the bytes outside PyTorch: the CUDA context, kernels and NCCL. None if the peak is unknown."""
+        return None if self.overhead is None else (self.overhead.low_bytes, self.overhead.high_bytes)
+
+    @property
     def simulated_peak_bytes(self) -> int | None:
         """The tensors' peak of PyTorch's own code under fake tensors on a CPU. Computed when asked for."""
         return None if self.simulate_peak is None else self.simulate_peak()
@@ -259,7 +306,16 @@ class StrategyEstimate:
             "peak_reserved_bytes": self.peak_reserved_bytes,
             "peak_device_bytes": self.peak_device_bytes,
             "simulated_peak_bytes": self.simulated_peak_bytes,
-            **_allocator(self),
+            "peak_device_bytes_range": _as_json(self.peak_device_bytes_range),
+            "allocator_retries_per_step": self.allocator_retries_per_step,
+            "allocator": None
+            if self.allocator is None
+            else {
+                "verdict": self.allocator.verdict,
+                "expandable_segments_help": self.allocator.expandable_segments_help,
+                "steps_until_steady": self.allocator.steps_until_steady,
+            },
+            "device_overhead_bytes_range": _as_json(self.device_overhead_bytes_range),
             "peak_phase": self.peak_phase,
             "peak_where": self.peak_where,
             "phase_peaks": self.phase_peaks,
@@ -271,7 +327,7 @@ class StrategyEstimate:
             "paged_optimizer_bytes": self.paged_optimizer_bytes,
             "host_bytes_per_node": self.host_bytes_per_node,
             "host_loading_bytes_per_node": self.host_loading_bytes_per_node,
-            **_speed(self.step, self.plan.tokens_per_sequence),
+            **{key: _as_json(getattr(self, key)) for key in _SPEED_KEYS},
             "evaluation": None
             if self.evaluation is None
             else {
@@ -296,41 +352,20 @@ class StrategyEstimate:
         return result
 
 
-def _allocator(estimate: StrategyEstimate) -> dict[str, Any]:
-    """The JSON keys about the caching allocator, CUDA and NCCL; null where unknown."""
-    result, overhead = estimate.allocator, estimate.overhead
-    return {
-        "peak_device_bytes_range": None if (ends := estimate.peak_device_bytes_range) is None else list(ends),
-        "allocator_retries_per_step": estimate.allocator_retries_per_step,
-        "allocator": None
-        if result is None
-        else {
-            "verdict": result.verdict,
-            "expandable_segments_help": result.expandable_segments_help,
-            "steps_until_steady": result.steps_until_steady,
-        },
-        "device_overhead_bytes_range": None if overhead is None else [overhead.low_bytes, overhead.high_bytes],
-    }
+_SPEED_KEYS = (
+    "tokens_per_second_per_gpu", "samples_per_second_per_gpu", "step_seconds", "mfu", "exposed_communication_share", "step_seconds_range",
+    "tokens_per_second_per_gpu_range", "mfu_range", "exposed_communication_share_range", "step_breakdown",
+)  # fmt: skip
+"""The JSON keys about a step's time."""
 
 
-def _speed(step: StepTime | None, tokens_per_sequence: float) -> dict[str, Any]:
-    """The JSON keys about a step's time; all null if it is unknown."""
-    if step is None:
-        figures = ("tokens_per_second_per_gpu", "step_seconds", "mfu", "exposed_communication_share")
-        more = ("samples_per_second_per_gpu", "step_breakdown")
-        return dict.fromkeys([*figures, *(f"{name}_range" for name in figures), *more])
-    return {
-        "tokens_per_second_per_gpu": round(step.tokens_per_second_per_gpu, 1),
-        "samples_per_second_per_gpu": _six_digits(step.tokens_per_second_per_gpu / tokens_per_sequence),
-        "step_seconds": _six_digits(step.seconds),
-        "mfu": round(step.mfu, 4),
-        "exposed_communication_share": round(step.exposed_communication_share, 4),
-        "step_seconds_range": [_six_digits(step.low_seconds), _six_digits(step.high_seconds)],
-        "tokens_per_second_per_gpu_range": [round(value, 1) for value in step.tokens_per_second_range],
-        "mfu_range": [round(value, 4) for value in step.mfu_range],
-        "exposed_communication_share_range": [round(value, 4) for value in step.exposed_communication_share_range],
-        "step_breakdown": {name: _six_digits(seconds) for name, seconds in step.breakdown.items()},
-    }
+def _as_json(value: Any) -> Any:
+    """A pair as a list, and any other value as it is."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _rounded(ends: tuple[float, float], digits: int) -> tuple[float, float]:
+    return round(ends[0], digits), round(ends[1], digits)
 
 
 def _six_digits(value: float) -> float:
@@ -419,6 +454,31 @@ class Report(Printable):
     packed: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The settings with which GPTQ or AWQ packed the model's checkpoint; empty for other checkpoints."""
 
+    schema_version: ClassVar[int] = SCHEMA_VERSION
+    recommendation: ClassVar[None] = None
+    """Only the answer of `recommend` has one."""
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The model as the JSON document describes it."""
+        return {
+            "name": self.model_name,
+            "source": self.model_source,
+            "parameters": self.parameters,
+            "trainable_parameters": self.trainable_parameters,
+            "adapters": None if self.adapters is None else asdict(self.adapters),
+        }
+
+    @property
+    def gpu(self) -> dict[str, Any]:
+        """The GPU as the JSON document describes it."""
+        return {"name": self.gpu_name, "memory_bytes": self.gpu_memory_bytes}
+
+    @property
+    def config_files(self) -> list[dict[str, Any]]:
+        """What was read of each configuration file, and what was not."""
+        return [reading.as_dict() for reading in self.request.configs]
+
     @property
     def any_fits(self) -> bool:
         return any(e.fits for e in self.estimates)
@@ -433,18 +493,12 @@ class Report(Printable):
         request = self.request.as_dict()
         request |= {"seq_len": self.seq_len, "gpu": self.gpu_name}
         return {
-            "schema_version": SCHEMA_VERSION,
-            "model": {
-                "name": self.model_name,
-                "source": self.model_source,
-                "parameters": self.parameters,
-                "trainable_parameters": self.trainable_parameters,
-                "adapters": None if self.adapters is None else asdict(self.adapters),
-            },
+            "schema_version": self.schema_version,
+            "model": self.model,
             "request": request,
-            "gpu": {"name": self.gpu_name, "memory_bytes": self.gpu_memory_bytes},
+            "gpu": self.gpu,
             "estimates": [e.as_dict(timeline=timeline) for e in self.estimates],
-            "recommendation": None,
+            "recommendation": self.recommendation,
             "notes": list(self.notes),
-            "config_files": [reading.as_dict() for reading in self.request.configs],
+            "config_files": self.config_files,
         }

@@ -46,6 +46,20 @@ def test_signatures_name_every_option(function: Any, kind: type[EstimateRequest]
     assert get_type_hints(keywords).keys() == fields_of(kind).keys()
 
 
+OBJECTS = {"allocator", "evaluation", "job_peaks", "request", "estimates", "recommendation"}
+"""The keys of JSON objects that are objects with attributes in Python."""
+
+
+def test_every_json_key_is_an_attribute_with_the_same_value(report: fsdp_advisor.Report, advice: Advice) -> None:
+    answers = [(report, report.as_dict()), (advice, advice.as_dict())]
+    answers += [(row, row.as_dict()) for row in report.estimates]
+    for answer, document in answers:
+        for key, value in document.items():
+            found = getattr(answer, key)
+            if key not in OBJECTS:
+                assert (list(found) if isinstance(found, tuple) else found) == value, key
+
+
 def test_a_printed_report_is_the_text_of_the_command_line(report: fsdp_advisor.Report) -> None:
     lines = str(report).splitlines()
     assert lines[0].startswith("openai-community/gpt2 (124M parameters) on 2 x 24GiB")

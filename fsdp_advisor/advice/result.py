@@ -19,7 +19,7 @@ from fsdp_advisor.job.command_line import options_of
 from fsdp_advisor.job.losses import loss_option
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.json_fields import JsonFields
-from fsdp_advisor.report import Printable, Report, StrategyEstimate
+from fsdp_advisor.report import Printable, Report, Rows, StrategyEstimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +198,39 @@ class Advice(Printable):
     report: Report
     recommendation: Recommendation
 
+    @property
+    def schema_version(self) -> int:
+        return self.report.schema_version
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The model as the JSON document describes it."""
+        return self.report.model
+
+    @property
+    def request(self) -> RecommendRequest:
+        return self.recommendation.request
+
+    @property
+    def gpu(self) -> dict[str, Any]:
+        """The GPU as the JSON document describes it."""
+        return self.report.gpu
+
+    @property
+    def estimates(self) -> Rows:
+        """A row for each strategy, as `estimate` returns them."""
+        return self.report.estimates
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes of the report and those of the search."""
+        return (*self.report.notes, *self.recommendation.notes)
+
+    @property
+    def config_files(self) -> list[dict[str, Any]]:
+        """What was read of each configuration file, and what was not."""
+        return self.report.config_files
+
     def as_dict(self, *, timeline: bool = False) -> dict[str, Any]:
         """The report's JSON with `recommendation` filled."""
         document = self.report.as_dict(timeline=timeline)
@@ -206,5 +239,4 @@ class Advice(Printable):
             for name, value in self.recommendation.request.as_dict().items()
             if name not in document["request"] or name == "global_batch_size"
         }
-        notes = [*document["notes"], *self.recommendation.notes]
-        return document | {"recommendation": self.recommendation.as_dict(), "notes": notes}
+        return document | {"recommendation": self.recommendation.as_dict(), "notes": list(self.notes)}
