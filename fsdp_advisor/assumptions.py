@@ -108,12 +108,17 @@ def sequence_length(request: EstimateRequest, profile: Profile | None) -> tuple[
     limit = profile.max_seq_len if profile else None
     seq_len = request.seq_len or default_seq_len(limit)
     past = limit is not None and seq_len > limit
-    if past and profile is not None and profile.has_position_table:
+    if profile is not None and is_past_table(profile, seq_len):
         raise UsageError(
             f"{profile.name} has a table of {limit} positions, so sequences of {seq_len} tokens end with an IndexError",
             hint=f"--seq-len {limit} or less",
         )
     return seq_len, [f"seq_len {seq_len} is past the model's maximum of {limit} tokens"] * past
+
+
+def is_past_table(profile: Profile, seq_len: int) -> bool:
+    """Whether the model's table of positions has fewer than `seq_len`."""
+    return profile.max_seq_len is not None and seq_len > profile.max_seq_len and profile.has_position_table
 
 
 def gpu_of(request: EstimateRequest) -> tuple[Gpu, list[str]]:

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from pydantic_core import to_json
 
-from fsdp_advisor.assumptions import gpu_of
+from fsdp_advisor.assumptions import gpu_of, is_past_table
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.hardware import find_gpu
@@ -64,8 +64,8 @@ def _gpu_counts(asked: EstimateRequest) -> Iterator[Change]:
 
 def _training(asked: EstimateRequest, model: Resolved) -> Iterator[Change]:
     profile = model.profile
-    if profile is not None and task_of(profile.task).takes_any_length:
-        longer = 2 * (asked.seq_len or 0)
+    longer = 2 * (asked.seq_len or 0)
+    if profile is not None and task_of(profile.task).takes_any_length and not is_past_table(profile, longer):
         yield Change(key="longer", label=f"sequences twice as long ({longer:,})", options={"seq_len": longer})
     if profile is not None:
         without = asked.activation_checkpointing == "none"

@@ -193,12 +193,18 @@ def _links(html: str) -> list[tuple[dict[str, str | None], str]]:
     return list(zip(anchors, re.findall(r"<a\b[^>]*>(.*?)</a>", html, re.DOTALL), strict=True))
 
 
+def test_no_sequence_past_a_table_of_positions_is_suggested(client: TestClient) -> None:
+    job = {"model": "openai-community/gpt2", "gpus": "2", "gpu": "24GiB", "micro_batch_size": "1", "seq_len": "1024"}
+    html = client.get("/", params=job).text
+    assert "one GPU more" in html and "twice as long" not in html
+
+
 def test_what_if_links_change_one_thing_and_say_what_it_does_to_the_plan(client: TestClient) -> None:
-    job = {"model": "openai-community/gpt2", "gpus": "2", "gpu": "RTX-4090", "micro_batch_size": "8"}
+    job = {"model": "openai-community/gpt2", "gpus": "2", "gpu": "RTX-4090", "micro_batch_size": "16", "seq_len": "512"}
     html = client.get("/", params=job).text
     assert _link(html, "one GPU more") == job | {"gpus": "3"}
     assert _link(html, "one GPU fewer") == job | {"gpus": "1"}
-    assert _link(html, "sequences twice as long (2,048)") == job | {"seq_len": "2048"}
+    assert _link(html, "sequences twice as long (1,024)") == job | {"seq_len": "1024"}
     assert _link(html, "on A100-40GB") == job | {"gpu": "A100-40GB"}
     assert _link(html, "with activation checkpointing") == job | {"activation_checkpointing": "full"}
     address = re.search(r'data-effects="([^"]*)"', html)
