@@ -62,15 +62,17 @@ def units_to_record(source: Source, profile: Profile, key: TapeKey) -> Units | N
     """The units of the key's wrap policy; None for a unit per layer.
 
     Raises NotRecordable if PyTorch's own policy selects other modules, or if it is not modelled how units within checkpointed layers gather
-    their parameters again while a layer is recomputed: under FSDP1, and in reentrant checkpoints.
+    their parameters again while a layer is recomputed: adapters if not all layers are checkpointed, other units under FSDP1 and in
+    reentrant checkpoints.
     """
     policy = wrap_policy(key.wrap)
     if policy is None:
         return None
     units = units_of(profile, key.wrap)
     of_adapters = policy.kind in ("peft", "lora")
-    modelled = key.checkpointing == "full" if of_adapters else key.checkpointing != "reentrant"
-    if key.checkpointing != "none" and units.modules and not (key.engine == "fsdp2" and modelled):
+    by_fsdp2 = key.engine == "fsdp2" and key.checkpointing != "reentrant"
+    modelled = key.checkpointing == "full" if of_adapters else by_fsdp2
+    if key.checkpointing != "none" and units.modules and not modelled:
         by = "the Trainer" if policy.kind == "peft" else "axolotl"
         units_within = f"{by} makes FSDP units of the adapters" if of_adapters else f"--wrap {key.wrap} makes units"
         raise NotRecordable(

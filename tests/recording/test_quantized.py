@@ -473,3 +473,13 @@ def test_units_of_adapters_that_cannot_be_recorded_are_named_without_an_option(t
     ).estimates  # fmt: skip
     reasons = " ".join(item.reason for item in row.omissions)
     assert "axolotl makes FSDP units of the adapters" in reasons and "--wrap" not in reasons
+
+
+@pytest.mark.parametrize("backend", ["fsdp1", "fsdp2"])
+def test_adapters_that_are_units_within_checkpointed_layers_have_a_peak(backend: str) -> None:
+    """The Trainer's usual LoRA under FSDP."""
+    (row,) = estimate(
+        model="openai-community/gpt2", gpus=2, framework="trainer", use_peft=True, strategy="zero3", backend=backend,
+        activation_checkpointing="full", seq_len=64,
+    ).estimates  # fmt: skip
+    assert row.peak_allocated_bytes is not None
