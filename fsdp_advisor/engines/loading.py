@@ -40,14 +40,18 @@ def load_methods(profile: Profile, plan: Plan, *, gpu_memory_bytes: int | None =
 def choose_load_method(
     methods: Sequence[LoadMethod], *, gpu_memory_bytes: int | None = None, host_memory_bytes: int | None = None
 ) -> LoadMethod:
-    """The first method that fits the GPU and the node. If the node's memory is unknown, the one with the least host memory.
+    """The first method that fits the GPU and the node. If the node's memory is unknown, that of exported scripts, or else the one with the
+    least host memory.
 
     If none fits the GPU, the one with the least GPU memory. If none fits the node, the one with the least host memory.
     """
     fit_gpu = [m for m in methods if gpu_memory_bytes is None or m.gpu_bytes <= gpu_memory_bytes]
     if not fit_gpu:
         return min(methods, key=lambda m: m.gpu_bytes)
-    fit_node = (m for m in fit_gpu if host_memory_bytes is not None and m.host_bytes_per_node <= host_memory_bytes)
+    if host_memory_bytes is None:
+        fit_node = (m for m in fit_gpu if m.is_of_script)
+    else:
+        fit_node = (m for m in fit_gpu if m.host_bytes_per_node <= host_memory_bytes)
     return next(fit_node, min(fit_gpu, key=lambda m: m.host_bytes_per_node))
 
 

@@ -7,6 +7,7 @@ Source: transformers/modeling_utils.py, `get_init_context`; accelerate/utils/fsd
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from fsdp_advisor.engines.transfer import LoadMethod, checkpoint_element_bytes
@@ -77,6 +78,15 @@ def on_host(
         mapped_bytes=_file_bytes(profile),
         transfers=transfers,
     )
+
+
+def usual_first(plan: Plan, on_each_gpu: LoadMethod, on_hosts: LoadMethod) -> tuple[LoadMethod, LoadMethod]:
+    """The two methods, first that of the plan's framework. Exported scripts choose the host for `from_pretrained`, because then no
+    GPU ever has the whole base; TRL, axolotl and LLaMA-Factory leave it to transformers.
+    """
+    if plan.framework in ("torch", "accelerate", "trainer"):
+        return replace(on_hosts, is_of_script=True), on_each_gpu
+    return on_each_gpu, on_hosts
 
 
 def _is_packed(p: Parameter) -> bool:

@@ -49,10 +49,11 @@ class LoadMethod(TransferMethod):
 
     `mapped_bytes`: pages of the checkpoint's file, counted once per node; the kernel drops them when memory is short. None if
     the checkpoint's dtype is unknown. `transfers`: the allocations on rank 0's GPU, in order. Empty if loading frees nothing
-    there, or if they are not modelled (DDP's broadcast, the modules of zero.Init).
+    there, or if they are not modelled (DDP's broadcast, the modules of zero.Init). `is_of_script`: whether exported scripts load so.
     """
 
     mapped_bytes: int | None
+    is_of_script: bool = False
     transfers: tuple[WeightTransfer, ...] = field(default=(), compare=False, repr=False)
 
 

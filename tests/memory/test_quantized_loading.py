@@ -57,6 +57,16 @@ def test_a_base_that_fsdp_shards_is_loaded_on_the_host_for_a_small_gpu() -> None
     assert [m.way for m in whole.job_peaks.load_methods] == ["device_map"]
 
 
+def test_a_script_quantizes_on_the_host_unless_the_host_is_too_small() -> None:
+    """As the exported script for the Trainer does, so that no GPU ever has the whole base."""
+    options = {"framework": "trainer", "backend": "fsdp2", "bnb_4bit_quant_storage": "bfloat16"}
+    usual, on_small_host = qlora(8, **options), qlora(8, **options, host_memory="16GiB")
+    assert usual.job_peaks is not None and on_small_host.job_peaks is not None
+    assert usual.job_peaks.load_method.way == "every_rank"
+    assert usual.job_peaks.load_method.gpu_bytes < WHOLE
+    assert on_small_host.fits and on_small_host.job_peaks.load_method.way == "device_map"
+
+
 def test_a_host_of_128_gib_is_large_enough_to_load_8b_in_4_bits() -> None:
     assert qlora(8, host_memory="128GiB").fits
 

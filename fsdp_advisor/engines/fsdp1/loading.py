@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp1.units import flat_bytes, unit_elements
-from fsdp_advisor.engines.quantized_loading import is_quantized_on_load, on_gpu, on_host
+from fsdp_advisor.engines.quantized_loading import is_quantized_on_load, on_gpu, on_host, usual_first
 from fsdp_advisor.engines.transfer import (
     CPU_RAM_EFFICIENT_LOADING,
     LoadedCheckpoint,
@@ -51,7 +51,7 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     shards_on_host = shards if offload else 0
     if is_quantized_on_load(profile):
         host = on_host(profile, plan, gpu_bytes=gpu, shards_on_host=shards_on_host, transfers=transfers)
-        return _on_gpu(profile, plan, units, shards_on_host), host
+        return usual_first(plan, _on_gpu(profile, plan, units, shards_on_host), host)
     checkpoint = LoadedCheckpoint.of(profile, plan.param_bytes)
     loaded = max(checkpoint.private_bytes, shards_on_host)
 

@@ -12,7 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp_shards import shard_bytes
-from fsdp_advisor.engines.quantized_loading import is_quantized_on_load, on_gpu, on_host
+from fsdp_advisor.engines.quantized_loading import is_quantized_on_load, on_gpu, on_host, usual_first
 from fsdp_advisor.engines.transfer import (
     CPU_RAM_EFFICIENT_LOADING,
     LoadedCheckpoint,
@@ -117,9 +117,9 @@ def _quantized(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
         return (on_each_gpu,)
     by_unit, shards = _unit_transfers(profile, plan), _shards_bytes(_sharded_units(profile, plan))
     gpu_bytes = peak_bytes(by_unit) + other
-    return on_each_gpu, on_host(
-        profile, plan, gpu_bytes=gpu_bytes, shards_on_host=shards if offload else 0, transfers=by_unit
-    )
+    shards_on_host = shards if offload else 0
+    on_hosts = on_host(profile, plan, gpu_bytes=gpu_bytes, shards_on_host=shards_on_host, transfers=by_unit)
+    return usual_first(plan, on_each_gpu, on_hosts)
 
 
 def _from_meta_device(
