@@ -2,7 +2,7 @@
 
 Source of the textbook: Rajbhandari et al., ZeRO (arXiv:1910.02054), section 3. Per GPU P + G + O, P + G + O/N, P + (G + O)/N, (P + G + O)/N
 for parameters P, gradients G and optimizer states O on N GPUs. In mixed precision P and G have 2 bytes per parameter, and O has masters;
-where all of them are divided alike, DDP's and FSDP's 4 and 4 bytes without masters come to the same.
+where all of them are divided by the same number, DDP's and FSDP's 4 and 4 bytes without masters come to the same.
 
 Backends differ. FSDP's ZeRO-2 keeps P/N and gathers whole parameters in the dtype of the computation from forward to the end of backward.
 DeepSpeed's O has masters in every precision (`master_bytes`). DDP's buckets, and that DeepSpeed frees gradients between steps, are left
@@ -42,9 +42,7 @@ def textbook_states(parameters: int, plan: Plan) -> Kept:
     """
     has_masters = plan.mixed and (plan.backend == "deepspeed" or plan.strategy == "zero2")
     weight, master = (plan.compute_bytes, plan.param_bytes) if has_masters else (plan.param_bytes, 0)
-    ranks = plan.shard_degree
-    divided = {"ddp": (1, 1, 1), "zero1": (1, 1, ranks), "zero2": (1, ranks, ranks)}
-    return _kept(parameters, plan, weight, master, divided.get(plan.strategy, (ranks, ranks, ranks)))
+    return _kept(parameters, plan, weight, master, _divided(plan))
 
 
 def backend_states(parameters: int, plan: Plan) -> Kept:
@@ -56,10 +54,8 @@ def backend_states(parameters: int, plan: Plan) -> Kept:
     28000000000
     """
     if plan.backend == "deepspeed":
-        ranks = plan.shard_degree
-        divided = {"zero1": (1, 1, ranks), "zero2": (1, ranks, ranks)}.get(plan.strategy, (ranks, ranks, ranks))
-        return _kept(parameters, plan, plan.compute_bytes, master_bytes(plan), divided)
-    ranks = 1 if plan.strategy == "ddp" else plan.shard_degree
+        return _kept(parameters, plan, plan.compute_bytes, master_bytes(plan), _divided(plan))
+    ranks = plan.shard_degree
     return _kept(parameters, plan, plan.param_bytes, 0, (ranks, ranks, ranks))
 
 
@@ -67,6 +63,12 @@ def whole_parameter_bytes(parameters: int, plan: Plan) -> int:
     """Bytes of the whole parameters that FSDP's ZeRO-2 gathers in each step; 0 for other strategies."""
     gathers = plan.strategy == "zero2" and plan.backend != "deepspeed"
     return plan.compute_bytes * parameters if gathers else 0
+
+
+def _divided(plan: Plan) -> tuple[int, int, int]:
+    """Over how many ranks the paper divides parameters, gradients and optimizer states. DDP has one shard."""
+    ranks = plan.shard_degree
+    return {"zero1": (1, 1, ranks), "zero2": (1, ranks, ranks)}.get(plan.strategy, (ranks, ranks, ranks))
 
 
 def _kept(parameters: int, plan: Plan, weight: int, master: int, divided: tuple[int, int, int]) -> Kept:
