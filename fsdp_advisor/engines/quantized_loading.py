@@ -13,10 +13,8 @@ from math import prod
 from fsdp_advisor.engines.transfer import LoadMethod, checkpoint_element_bytes
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
-from fsdp_advisor.policies.dtypes import has_8_bit_weights, loaded_bytes
+from fsdp_advisor.policies.dtypes import HALF_BYTES, has_8_bit_weights, loaded_bytes
 from fsdp_advisor.program.storages import WeightTransfer
-
-HALF_BYTES = 2
 
 
 def is_quantized_on_load(profile: Profile) -> bool:
@@ -80,11 +78,16 @@ def on_host(
     )
 
 
-def usual_first(plan: Plan, on_each_gpu: LoadMethod, on_hosts: LoadMethod) -> tuple[LoadMethod, LoadMethod]:
-    """The two methods, first that of the plan's framework. Exported scripts choose the host for `from_pretrained`, because then no
-    GPU ever has the whole base; TRL, axolotl and LLaMA-Factory leave it to transformers.
+def scripts_load_on_host(plan: Plan) -> bool:
+    """Whether a script of the plan's framework loads the base on the host. Exported scripts do so under FSDP, because then no GPU ever has
+    the whole base; TRL, axolotl and LLaMA-Factory leave it to transformers, which loads it on each GPU.
     """
-    if plan.framework in ("torch", "accelerate", "trainer"):
+    return plan.backend in ("fsdp1", "fsdp2") and plan.framework in ("torch", "accelerate", "trainer")
+
+
+def usual_first(plan: Plan, on_each_gpu: LoadMethod, on_hosts: LoadMethod) -> tuple[LoadMethod, LoadMethod]:
+    """The two methods, first that of the plan's framework."""
+    if scripts_load_on_host(plan):
         return replace(on_hosts, is_of_script=True), on_each_gpu
     return on_each_gpu, on_hosts
 

@@ -19,11 +19,9 @@ from fsdp_advisor.job.generation import Generation
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.device import vllm_bytes
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
-from fsdp_advisor.policies.dtypes import ITEM_BYTES
+from fsdp_advisor.policies.dtypes import HALF_BYTES, ITEM_BYTES
 from fsdp_advisor.units import format_gib
 
-HALF_BYTES = 2
-"""vLLM computes in the checkpoint's dtype, or in 16 bits if that is fp32 (config/model.py, `_resolve_auto_dtype`)."""
 OTHER_BYTES = 5 * 2**29
 """Bytes of the share for vLLM's activations, CUDA graphs and libraries, which only advice counts.
 
@@ -188,7 +186,10 @@ def _share(profile: Profile, plan: Plan, gpu: Gpu, generation: Generation) -> Vl
 
 @lru_cache(maxsize=16)
 def _weight_bytes(profile: Profile) -> int:
-    """Bytes of vLLM's copy of the model. A base in 4 bits is packed there too; TRL does not start vLLM with one in 8 bits."""
+    """Bytes of vLLM's copy of the model. A base in 4 bits is packed there too; TRL does not start vLLM with one in 8 bits.
+
+    vLLM computes in the checkpoint's dtype, or in 16 bits if that is fp32 (config/model.py, `_resolve_auto_dtype`).
+    """
 
     def element_bytes(parameter: Parameter) -> int:
         return ITEM_BYTES[str(parameter.dtype)] if parameter.role == "quantized" else HALF_BYTES

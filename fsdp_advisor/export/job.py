@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from fsdp_advisor.engines.quantized_loading import scripts_load_on_host
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export.constants import ALLOCATOR_VARIABLE, REGIONS_VARIABLE
 from fsdp_advisor.job.adaptation import UNCHANGED, Adaptation, launched
@@ -169,8 +170,7 @@ def _load_way(plan: Plan, *, quantized: bool) -> str:
     """The load method of the exported files.
 
     PyTorch's script reads the weights on rank 0, except for FSDP1, whose lines shard a loaded model. Files for accelerate, the Trainer,
-    TRL and axolotl switch on `cpu_ram_efficient_loading` under FSDP; the scripts for accelerate and the Trainer load a quantized base on
-    the host (`model_arguments`), others on each GPU. Under DDP, the scripts for accelerate and the Trainer name each
+    TRL and axolotl switch on `cpu_ram_efficient_loading` under FSDP. Under DDP, the scripts for accelerate and the Trainer name each
     rank's device, as axolotl does; TRL sets none. Source: trl 1.16, trainer/sft_trainer.py; axolotl 0.19, utils/config/__init__.py.
     """
     match plan.backend:
@@ -179,7 +179,7 @@ def _load_way(plan: Plan, *, quantized: bool) -> str:
         case "ddp":
             return "every_rank" if plan.framework == "trl" and plan.world_size > 1 and not quantized else "device_map"
         case "fsdp1" | "fsdp2" if quantized:
-            return "every_rank" if plan.framework in ("accelerate", "trainer") else "device_map"
+            return "every_rank" if scripts_load_on_host(plan) else "device_map"
         case "fsdp1" | "fsdp2":
             by_script = "rank0" if plan.backend == "fsdp2" else "every_rank"
             return "cpu_ram_efficient_loading" if plan.uses_accelerate else by_script

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdp_advisor.engines.quantized_loading import scripts_load_on_host
 from fsdp_advisor.export.adapters import weights
 from fsdp_advisor.export.job import Job
 
@@ -34,7 +35,7 @@ def _loads_on_host(job: Job) -> bool:
     """
     quantization = job.adaptation.quantization
     is_sharded = bool(quantization.get("load_in_4bit")) and quantization.get("bnb_4bit_quant_storage") != "uint8"
-    return is_sharded and job.plan.backend in ("fsdp1", "fsdp2")
+    return is_sharded and scripts_load_on_host(job.plan)
 
 
 def experts_limit(job: Job) -> str | None:

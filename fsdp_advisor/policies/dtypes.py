@@ -15,7 +15,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-FP32_BYTES = 4
+FP32_BYTES, HALF_BYTES = 4, 2
 
 
 def is_floating(parameter: Parameter) -> bool:

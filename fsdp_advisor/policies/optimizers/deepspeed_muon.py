@@ -15,6 +15,7 @@ from math import prod
 from typing import ClassVar
 
 from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.dtypes import HALF_BYTES
 from fsdp_advisor.policies.optimizers import adamw
 from fsdp_advisor.policies.optimizers.interface import (
     WHOLE,
@@ -29,8 +30,7 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 # s = the smaller, l = the larger of the last two dimensions of a matrix; further dimensions count matrices, such as experts
 
 ITERATIONS = 5
-HALF_BYTES = 2
-"""Newton-Schulz runs in fp16 (`ns_compute_dtype`)."""
+"""Of Newton-Schulz, which runs in fp16 (`ns_compute_dtype`)."""
 FINITE_BYTES = 1
 """The flag whether a gradient is finite."""
 

@@ -8,11 +8,11 @@ Source: torch-optimi 0.3.3, optimi/stableadamw.py (`_init_state`, `_triton_stabl
 
 from __future__ import annotations
 
+from fsdp_advisor.policies.dtypes import FP32_BYTES, HALF_BYTES
 from fsdp_advisor.policies.optimizers.elementwise import Elementwise
 from fsdp_advisor.policies.optimizers.interface import Constructor, NamedOptimizer, Refusal, without_deepspeed
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
-HALF_BYTES, FP32_BYTES = 2, 4
 _CONSTRUCTOR = Constructor(module="optimi", name="StableAdamW")
 
 
