@@ -334,7 +334,11 @@ class Plan:
 
     @property
     def defers_reduction(self) -> bool:
-        """Whether gradients stay whole until the last micro-batch."""
+        """Whether gradients stay whole until the last micro-batch. On one rank accelerate does so only with FSDP2
+        (accelerator.py, `no_sync`).
+        """
+        if self.world_size == 1 and self.backend != "fsdp2":
+            return False
         return self.facts.defers_reduction and self.gradient_accumulation_steps > 1
 
 

@@ -134,6 +134,7 @@ FRAMEWORKS = [
     Case(GPTJ, "fsdp1", "zero3", 8, 2, 512, attention="eager", framework="accelerate"),
     Case(WHISPER, "ddp", "ddp", 2, 2, 448, "fp32", framework="trainer"),
     Case(BERT, "ddp", "ddp", 2, 4, 512, attention="eager", framework="accelerate"),
+    Case(PYTHIA, "fsdp1", "zero3", 1, 2, 256, gradient_accumulation_steps=2, framework="accelerate"),
     Case(TINY, "ddp", "ddp", 2, 2, 256, optim="paged_adamw_32bit", framework="trainer"),
 ]
 """Cases of the engines under accelerate and the Trainer, and of wrapping the whole model."""
@@ -245,6 +246,7 @@ MORE_FRAMEWORKS = [
         TINY, "fsdp1", "zero3", 3, 2, 256, activation_checkpointing="full", framework="trainer", use_orig_params=False
     ),
     Case(PYTHIA, "fsdp1", "hsdp", 16, 4, 512, nnodes=2, framework="accelerate"),
+    Case(PYTHIA, "fsdp1", "hsdp", 2, 2, 256, nnodes=2, gradient_accumulation_steps=2, framework="accelerate"),
     Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="schedule_free_adamw", framework="accelerate"),
     Case(PYTHIA, "fsdp2", "zero3", 3, 2, 256, optim="schedule_free_adamw", framework="trainer"),
     Case(PYTHIA, "ddp", "ddp", 4, 2, 256, optim="adamw_bnb_8bit", framework="trainer"),
