@@ -79,6 +79,23 @@ def set_quantization(found: Collector, config: Mapping[str, Any]) -> None:
         options["bnb_4bit_quant_storage"] = storage
 
 
+def set_adapted_constants(found: Collector, constants: Mapping[str, Any]) -> None:
+    """The adapter, the quantized base and the frozen parameters of an exported script, which are constants."""
+    for name in ("ADAPTER", "QUANTIZATION", "FREEZE"):
+        found.take(name)
+    adapter = constants.get("ADAPTER")
+    if isinstance(adapter, Mapping):
+        values = {name: value for name, value in adapter.items() if name != "peft_type"}
+        if adapter.get("peft_type") == "LORA":
+            set_lora(found, {"r": 8, "lora_alpha": 8, **values})
+        else:
+            set_peft_config(found, str(adapter.get("peft_type")), values)
+    if isinstance(constants.get("QUANTIZATION"), Mapping):
+        set_quantization(found, constants["QUANTIZATION"])
+    if isinstance(constants.get("FREEZE"), list):
+        found.options["freeze"] = tuple(map(str, constants["FREEZE"]))
+
+
 def has_adapters(options: Mapping[str, Any]) -> bool:
     """Whether options describe adapters."""
     return active(options.get("use_peft")) or bool(options.get("peft_config"))

@@ -1,0 +1,112 @@
+"""Values in Python code that is read and not run. Only literals count: what is computed is not known."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+
+def constants_of(tree: ast.Module) -> dict[str, Any]:
+    """The literals that the module assigns to names in capitals."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper():
+            try:
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+            except ValueError:
+                continue
+    return found
+
+
+def calls_of(tree: ast.Module) -> dict[str, list[ast.Call]]:
+    """The calls of each name, in the order of their lines."""
+    found: dict[str, list[ast.Call]] = {}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for node in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+        found.setdefault(ast.unparse(node.func).rsplit(".", 1)[-1], []).append(node)
+    return found
+
+
+def variables_of(tree: ast.Module) -> dict[str, Any]:
+    """The literals by variable name, for variables that are assigned only once in the whole file."""
+    found: dict[str, Any] = {}
+    assigned: set[str] = set()
+    for target, value in _assignments(tree):
+        if target.id in assigned:
+            found.pop(target.id, None)
+        elif (known := literal_of(value, {})) is not None:
+            found[target.id] = known
+        assigned.add(target.id)
+    return found
+
+
+def _assignments(tree: ast.Module) -> Iterator[tuple[ast.Name, ast.expr]]:
+    """The variables that the file assigns, with what they are assigned; of `a, b = 1, 2` both."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=False))
+            for name, value in pairs:
+                if isinstance(name, ast.Name):
+                    yield name, value
+
+
+_HAS_BF16 = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available")
+"""Functions that return whether the GPU has bf16. They count as true, because every GPU since Ampere has it."""
+
+
+def literal_of(node: ast.expr, variables: Mapping[str, Any]) -> Any:
+    """The value of a literal, of a variable with a literal, or of dict(...); for an attribute such as torch.bfloat16 its text; None for
+    others.
+    """
+    match node:
+        case ast.Name(id=name):
+            return variables.get(name)
+        case ast.Attribute():
+            name = ast.unparse(node)
+            return name if name.startswith("torch.") or name[0].isupper() else None  # not args.batch_size
+        case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
+            pairs = [
+                (key.value, literal_of(value, variables))
+                for key, value in zip(keys, values, strict=True)
+                if isinstance(key, ast.Constant)
+            ]
+            return {name: value for name, value in pairs if value is not None}
+        case ast.BinOp(op=ast.BitOr(), left=left, right=right):
+            parts = [part for side in (left, right) if isinstance(part := literal_of(side, variables), Mapping)]
+            return {name: value for part in parts for name, value in part.items()} if parts else None
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            value = literal_of(operand, variables)
+            return None if value is None else not value
+        case ast.Call() if ast.unparse(node.func).endswith(_HAS_BF16):
+            return True
+        case ast.Call(func=ast.Name(id="dict"), args=[]):
+            return keywords_of(node, variables)
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def keywords_of(call: ast.Call, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a call whose values are known."""
+    return known_keywords(call.keywords, variables)
+
+
+def known_keywords(keywords: Sequence[ast.keyword], variables: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for keyword in keywords:
+        value = literal_of(keyword.value, variables)
+        if keyword.arg is None and isinstance(value, Mapping):  # **name
+            found |= value
+        elif keyword.arg is not None and (value is not None or is_none(keyword.value)):
+            found[keyword.arg] = value
+    return found
+
+
+def is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
