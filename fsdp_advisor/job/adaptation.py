@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.checkpointing import every_nth_layer
 from fsdp_advisor.job.choices import Precision
-from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
@@ -128,37 +127,22 @@ class Adaptation:
 
     def as_dict(self) -> dict[str, Any]:
         """The values as a JSON object."""
-        values = asdict(self)
-        if self.prepared:
-            del values["prepared"]  # older recordings lack the key
-        if not self.fp32_adapters:
-            del values["fp32_adapters"]  # likewise
-        if not self.checkpoint_every:
-            del values["checkpoint_every"]  # likewise
-        if not self.own_model:
-            del values["own_model"]
-        if not self.reward_head:
-            del values["reward_head"]
-        if not self.in_one_graph:
-            del values["in_one_graph"]
+        values = {
+            f.name: value
+            for f in fields(self)
+            if (value := getattr(self, f.name)) != f.default or f.name in _ALWAYS_WRITTEN
+        }
         return json.loads(json.dumps(values, sort_keys=True))  # type: ignore[no-any-return]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Adaptation:
         """The inverse of `as_dict`. Other keys are ignored."""
-        return cls(
-            peft=values["peft"],
-            freeze=tuple(values["freeze"]),
-            quantization=values["quantization"],
-            prepared=values.get("prepared", True),
-            fp32_adapters=values.get("fp32_adapters", False),
-            checkpoint_every=values.get("checkpoint_every", 0),
-            own_model=values.get("own_model", ""),
-            reward_head=values.get("reward_head", False),
-            in_one_graph=values.get("in_one_graph", False),
-        )
+        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        return cls(**{**known, "freeze": tuple(values["freeze"])})
 
 
+_ALWAYS_WRITTEN = ("peft", "freeze", "quantization")
+"""The fields that `as_dict` has even with their defaults. The others came later, so older recordings lack them."""
 UNCHANGED = Adaptation()
 
 
@@ -250,8 +234,7 @@ def _changed(request: EstimateRequest, options: Iterable[str]) -> list[str]:
 
     A client may send a whole request back, so that every option counts as given.
     """
-    known = fields_of(type(request))
-    return [name for name in options if name in request.given and getattr(request, name) != known[name].default]
+    return [name for name in request.changed_among(options) if name in request.given]
 
 
 def names(text: str | None) -> list[str] | str | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.evaluation_fields import EvalStrategy
-from fsdp_advisor.job.fields import dashed, fields_of
+from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.units import list_words
@@ -51,13 +51,11 @@ class Evaluation:
 def evaluation_of(request: EstimateRequest) -> Evaluation | None:
     """The evaluation of a request; None if it has none. Raises UsageError for options that contradict each other or are not modelled."""
     if request.eval_strategy == "no":
-        known = fields_of(type(request))
-        for name in OPTIONS:
-            if getattr(request, name) != known[name].default:
-                raise UsageError(
-                    f"{dashed(name)} configures evaluation, and the job does not evaluate",
-                    hint="add --eval-strategy steps",
-                )
+        if changed := request.changed_among(OPTIONS):
+            raise UsageError(
+                f"{dashed(changed[0])} configures evaluation, and the job does not evaluate",
+                hint="add --eval-strategy steps",
+            )
         return None
     facts = FRAMEWORKS[request.framework]
     if not facts.uses_trainer:

@@ -11,7 +11,7 @@ from math import gcd
 from typing import Literal
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.fields import dashed, fields_of
+from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.job.request import EstimateRequest
 
 Generator = Literal["transformers", "colocate", "server"]
@@ -95,15 +95,15 @@ class Generation:
 def generation_of(request: EstimateRequest) -> Generation | None:
     """The completions of a request; None for other tasks than GRPO. Raises UsageError for options that contradict each other."""
     if request.task != "grpo":
-        if given := _changed(request, OPTIONS):
+        if given := request.changed_among(OPTIONS):
             raise UsageError(
                 f"{dashed(given[0])} is an option of --task grpo",
                 hint=f"add --task grpo, or leave {dashed(given[0])} out",
             )
         return None
-    if not request.use_vllm and (given := _changed(request, ("vllm_mode", *OF_COLOCATED))):
+    if not request.use_vllm and (given := request.changed_among(("vllm_mode", *OF_COLOCATED))):
         raise UsageError(f"{dashed(given[0])} configures vLLM", hint="add --use-vllm")
-    if request.vllm_mode == "server" and (given := _changed(request, OF_COLOCATED)):
+    if request.vllm_mode == "server" and (given := request.changed_among(OF_COLOCATED)):
         raise UsageError(
             f"{dashed(given[0])} configures vLLM on the training GPUs",
             hint="use --vllm-mode colocate; a server has options of its own",
@@ -179,8 +179,3 @@ def check_groups(request: EstimateRequest, *, gpus: int, micro_batch_size: int, 
             f"{micro_batch_size * gpus * steps}, not a multiple of --num-generations {request.num_generations}",
             hint=f"use --steps-per-generation {request.num_generations}",
         )
-
-
-def _changed(request: EstimateRequest, options: tuple[str, ...]) -> list[str]:
-    known = fields_of(type(request))
-    return [name for name in options if getattr(request, name) != known[name].default]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
@@ -184,6 +185,11 @@ class EstimateRequest:
         fixed = self.given & GPU_DEPENDENT
         known = fields_of(type(self))
         return {name: v for name, v in self.values.items() if v != known[name].default or name in fixed}
+
+    def changed_among(self, names: Iterable[str]) -> list[str]:
+        """Those of the fields `names` whose values differ from the defaults, in the order of `names`."""
+        known = fields_of(type(self))
+        return [name for name in names if getattr(self, name) != known[name].default]
 
     def but(self: AnyRequest, **changes: Any) -> AnyRequest:
         """A copy with other values for some fields, which then count as given."""
