@@ -240,13 +240,15 @@ def _is_open(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnode
         and (request.tiled_mlp == "none" or choice.backend in tiling_backends(request.framework, gpus))
         and optimizer_refusal(request.optim, choice.backend, choice.offload, request.framework) is None
         and (choice.offload_device == "cpu" or choice.backend == "deepspeed")
-        and combination_refusal(
-            choice.strategy,
-            choice.backend,
-            framework=request.framework,
-            wrap=request.wrap,
-            activation_checkpointing=choice.activation_checkpointing,
-            activation_offload=choice.activations.activation_offload,
-        )
+        and combination_refusal(choice.strategy, choice.backend, request.framework, _with(choice.activations, request))
         is None
+    )
+
+
+def _with(activations: ActivationChoice, request: RecommendRequest) -> RecommendRequest:
+    """The request with these choices about activations."""
+    return replace(
+        request,
+        activation_checkpointing=activations.activation_checkpointing,
+        activation_offload=activations.activation_offload,
     )

@@ -154,16 +154,7 @@ def _with_framework(consumer: Target, request: EstimateRequest) -> EstimateReque
     if request.backend != "auto":
         able = {s: backends & {request.backend} for s, backends in able.items()}
     possible = any(
-        b in known
-        and combination_refusal(
-            s,
-            b,
-            framework=consumer.framework,
-            wrap=request.wrap,
-            activation_checkpointing=request.activation_checkpointing,
-            activation_offload=request.activation_offload,
-        )
-        is None
+        b in known and combination_refusal(s, b, consumer.framework, request) is None
         for s, backends in able.items()
         for b in backends
     )

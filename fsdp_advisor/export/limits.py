@@ -37,14 +37,7 @@ def framework_limit(job: Job, framework: Framework) -> str | None:
     made = optimizer.transformers if FRAMEWORKS[framework].uses_trainer else optimizer.script
     if isinstance(made, Refusal) and not optimizer.is_deepspeeds:
         return made.reason
-    error = combination_refusal(
-        plan.strategy,
-        plan.backend,
-        framework=framework,
-        wrap=plan.wrap,
-        activation_checkpointing=plan.activation_checkpointing,
-        activation_offload=plan.activation_offload,
-    )
+    error = combination_refusal(plan.strategy, plan.backend, framework, plan)
     return error.message if error is not None else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from fsdp_advisor.errors import UsageError, assert_never
@@ -11,6 +12,7 @@ from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.choices import Backend, Offload, Strategy
 from fsdp_advisor.job.compilation import COMPILING, check_compile, check_graphs, compile_refusal
 from fsdp_advisor.job.evaluation import evaluation_of
+from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.fp8 import CONVERTING, check_fp8, fp8_refusal
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.generation import check_generation, check_groups, generation_of
@@ -185,23 +187,12 @@ def _backends(request: EstimateRequest, offload: Offload) -> tuple[Backend, ...]
     return known
 
 
-def _combination_refusal(request: EstimateRequest, strategy: Strategy, backend: Backend) -> UsageError | None:
-    return combination_refusal(
-        strategy,
-        backend,
-        framework=request.framework,
-        wrap=request.wrap,
-        activation_checkpointing=request.activation_checkpointing,
-        activation_offload=request.activation_offload,
-    )
-
-
 def plan_of_row(request: EstimateRequest, strategy: Strategy, offload: Offload, seq_len: int) -> Plan:
     """The plan of a row. Raises UsageError for a combination that is refused."""
     backend = _backend_of(request, strategy, offload)
-    refused = _combination_refusal(request, strategy, backend) or optimizer_refusal(
-        request.optim, backend, offload, request.framework
-    )
+    framework = request.framework
+    refused = combination_refusal(strategy, backend, framework, request)
+    refused = refused or optimizer_refusal(request.optim, backend, offload, framework)
     if refused is not None:
         raise refused
     if request.offload_device == "nvme" and offload != "none" and backend != "deepspeed":
@@ -262,25 +253,22 @@ def _usual_backend(
     """The first possible backend that the request's other options allow, or else the first one."""
     usual = [b for b in possible if b in _backends(request, offload)]
     if unable_backends(request.optim, request.framework):  # others may have limits that the first does not have
-        usual = [b for b in usual if not _combination_refusal(request, strategy, b)]
+        usual = [b for b in usual if not combination_refusal(strategy, b, request.framework, request)]
     return next(iter(usual), possible[0])
 
 
-_OF_THE_REQUEST = (
-    "precision", "optim", "optim_args", "optim_target_modules", "attention", "backward_prefetch", "framework", "wrap",
-    "forward_prefetch", "use_orig_params", "reshard_after_forward",
-    "save_only_model", "state_dict_type", "dtype", "ignored_labels", "packing", "padding_free", "padding_fraction", "task",
-    "activation_offload",
-    "use_liger_kernel", "experts_implementation", "expert_imbalance", "kernel_packages", "compile", "memory_budget",
-    "cuda_graphs", "fp8", "tiled_mlp", "router_aux_loss_coef", "lora_kernels",
-)  # fmt: skip
-"""The fields of a plan that have the same name and value in its request."""
+_OF_A_ROW = {
+    "strategy", "backend", "offload", "offload_device", "micro_batch_size", "seq_len", "gradient_accumulation_steps",
+    "activation_checkpointing",
+}  # fmt: skip
+"""The fields of a request that differ from row to row, or that a search varies."""
 
 
 def shared_fields(request: EstimateRequest) -> dict[str, Any]:
     """The fields that all plans of a request share: all but strategy, backend, offload, mesh, checkpointing and batch."""
+    common = fields_of(EstimateRequest)
     return {
-        **{name: getattr(request, name) for name in _OF_THE_REQUEST},
+        **{f.name: getattr(request, f.name) for f in fields(Plan) if f.name in common and f.name not in _OF_A_ROW},
         "loss_code": loss_code(request),
         "reference": reference_of(request),
         "generation": generation_of(request),

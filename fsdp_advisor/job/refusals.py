@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Strategy, Wrap
+from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Strategy
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES, FRAMEWORKS, TORCHTITAN_CHUNKS
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.wrap_policy import WrapPolicy, wrap_policy
 
 
 def combination_refusal(
-    strategy: Strategy,
-    backend: Backend,
-    *,
-    framework: Framework,
-    wrap: Wrap,
-    activation_checkpointing: Checkpointing,
-    activation_offload: bool,
+    strategy: Strategy, backend: Backend, framework: Framework, job: EstimateRequest | Plan
 ) -> UsageError | None:
-    """Why a combination is refused: the framework fails at it, or the backend is not modelled with it. None if it works."""
+    """Why a combination is refused: the framework fails at it, or the backend is not modelled with it. None if it works. The other options
+    are those of `job`.
+    """
     facts = FRAMEWORKS[framework]
-    if activation_offload and (refused := _offload_refusal(framework, activation_checkpointing)) is not None:
+    if job.activation_offload and (refused := _offload_refusal(framework, job.activation_checkpointing)) is not None:
         return refused
-    policy = wrap_policy(wrap)
+    policy = wrap_policy(job.wrap)
     assert policy is not None
     if backend in ("fsdp1", "fsdp2") and policy.kind != "layer":
-        refused = _wrap_refusal(policy, backend, facts.uses_accelerate, activation_checkpointing)
+        refused = _wrap_refusal(policy, backend, facts.uses_accelerate, job.activation_checkpointing)
         if refused is not None:
             return refused
     if facts.fsdp1_shards_fully and backend == "fsdp1" and strategy != "zero3":
