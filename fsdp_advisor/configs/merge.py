@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any
 
@@ -238,18 +238,10 @@ def _grouped(parts: Iterable[Collector]) -> tuple[ConfigReading, ...]:
         reading = part.reading()
         before = found.get(reading.file)
         if before is not None:
-            reading = ConfigReading(
-                file=reading.file,
-                format=before.format if reading.format == "environment" else f"{before.format}, {reading.format}",
-                read=before.read + reading.read,
-                ignored=before.ignored + reading.ignored,
-                not_modelled=before.not_modelled + reading.not_modelled,
-                assumed=before.assumed + reading.assumed,
-                missing=before.missing + reading.missing,
-                refused=before.refused + reading.refused,
-                layer_classes=before.layer_classes + reading.layer_classes,
-                unknown=before.unknown + reading.unknown,
-            )
+            lists = [f.name for f in fields(ConfigReading) if f.name not in ("file", "format")]
+            joined = {name: getattr(before, name) + getattr(reading, name) for name in lists}
+            formats = before.format if reading.format == "environment" else f"{before.format}, {reading.format}"
+            reading = ConfigReading(file=reading.file, format=formats, **joined)
         found[reading.file] = reading
     return tuple(found.values())
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fsdp_advisor.export.constants import VERSIONS
 from fsdp_advisor.export.job import PEAKS, Job
-from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.compilation import compiled_text
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
 from fsdp_advisor.job.lora_kernels import kernels_text
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.units import format_gib, format_speed, format_tokens
 
@@ -33,16 +33,6 @@ def summary(job: Job, *packages: str) -> tuple[str, ...]:
     return tuple(map(printable_line, lines))
 
 
-EXAMPLES: dict[TrainingTask, str] = {
-    "sft": "",
-    "dpo": "two sequences of ",
-    "kto": "",
-    "reward": "two sequences of ",
-    "grpo": "",
-}
-"""The sequences of one example of a micro-batch."""
-
-
 def _layout(plan: Plan) -> str:
     """The layout of the batch (packed or padded) and its images, as the end of a sentence."""
     packed = f", packed {plan.packing}" if plan.packing != "none" else ""
@@ -59,11 +49,12 @@ def plan_items(job: Job) -> tuple[tuple[str, str], ...]:
     sharding = f", {plan.replica_degree} replicas of {plan.shard_degree} shards" if plan.strategy == "hsdp" else ""
     offload = plan.offload if plan.offload == "none" else f"{plan.offload} to {plan.offload_device}"
     offloaded = " with offload" if plan.activation_offload else ""
+    example = "two sequences of " if sequences_per_example(plan.task) == 2 else ""
     items = [
         ("Strategy", f"{plan.strategy} by {plan.backend}{sharding}, offload {offload}, framework {plan.framework}"),
         (
             "Batch",
-            f"{batch} = {plan.global_batch_size}, each of {EXAMPLES[plan.task]}{format_tokens(plan.seq_len)}{_layout(plan)}",
+            f"{batch} = {plan.global_batch_size}, each of {example}{format_tokens(plan.seq_len)}{_layout(plan)}",
         ),
         (
             "Step",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.json_fields import json_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,25 +25,16 @@ class ConfigReading:
     format: str
     read: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     layer_classes: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The reading as JSON."""
-        return {
-            "file": self.file,
-            "format": self.format,
-            "read": list(self.read),
-            "ignored": list(self.ignored),
-            "unknown": list(self.unknown),
-            "not_modelled": list(self.not_modelled),
-            "assumed": list(self.assumed),
-            "missing": list(self.missing),
-        }
+        return json_fields(self, without=("refused", "layer_classes"))
 
     @property
     def lines(self) -> tuple[str, ...]:
