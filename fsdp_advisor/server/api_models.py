@@ -13,7 +13,6 @@ from pydantic import (
     JsonValue,
     ModelWrapValidatorHandler,
     PrivateAttr,
-    TypeAdapter,
     model_validator,
 )
 
@@ -107,7 +106,7 @@ class _Body(RequestModel):
         """The options of the files and of the body, which wins. Raises UsageError for a file that cannot be read."""
         if not isinstance(given, dict) or not given.get("config_file"):
             return handler(given)
-        files = TypeAdapter(tuple[ConfigText, ...]).validate_python(given["config_file"])
+        files = ConfigTexts.model_validate({"config_file": given["config_file"]}).config_file
         own = {name: value for name, value in given.items() if name not in fields_of(cls.kind)}
         asked = read_fields({n: v for n, v in given.items() if n not in own}, fields_of(cls.kind))
         found = complete(from_texts({file.name: file.text for file in files}), asked, getattr(cls.kind, "SEARCHED", ()))
@@ -145,6 +144,12 @@ class ConfigText(BaseModel):
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     text: Annotated[str, Field(max_length=65_536)]
+
+
+class ConfigTexts(BaseModel):
+    """The configuration files of a body. Errors then name their place in it."""
+
+    config_file: ConfigFiles
 
 
 class EstimateBody(_Body, _Estimate):  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Optional, TypeVar, Union
 
@@ -11,7 +12,7 @@ from starlette.requests import Request
 
 from fsdp_advisor.errors import InvalidOption
 from fsdp_advisor.job import fields
-from fsdp_advisor.job.fields import fields_of, read_fields, shown
+from fsdp_advisor.job.fields import MAX_SHOWN, fields_of, read_fields, shown
 from fsdp_advisor.job.parsing import check_nodes
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.server.config_paths import refuse_adapter_paths
@@ -33,7 +34,10 @@ class RequestModel(BaseModel):
             return given
         known = fields_of(cls.kind)
         own = {name: value for name, value in given.items() if name in cls.model_fields and name not in known}
-        values = read_fields({name: value for name, value in given.items() if name not in own}, known)
+        try:
+            values = read_fields({name: value for name, value in given.items() if name not in own}, known)
+        except InvalidOption as error:
+            raise _in_json(error, given.get(error.option)) from None
         check_nodes(values)
         refuse_adapter_paths(values)
         return own | values
@@ -42,6 +46,26 @@ class RequestModel(BaseModel):
         """The request of `kind` with the fields that were given. `defaults` are for required fields that were not."""
         given = defaults | {name: getattr(self, name) for name in fields_of(kind) if name in self.model_fields_set}
         return kind(**given, given=frozenset(given))
+
+
+def _in_json(error: InvalidOption, value: object) -> InvalidOption:
+    """The error about a value of a request, which the message writes as JSON does."""
+    message = error.message
+    for each in (value, *(value if isinstance(value, list) else ())):
+        message = message.replace(f"not {shown(each)}", f"not {_shown_in_json(each)}")
+    return InvalidOption(error.option, message, hint=error.hint)
+
+
+def _shown_in_json(value: object) -> str:
+    """A refused value for a message, as JSON writes it.
+
+    >>> _shown_in_json(None), _shown_in_json([True]), _shown_in_json("-3")
+    ('null', '[true]', '-3')
+    """
+    if isinstance(value, str | float) or (isinstance(value, int) and not isinstance(value, bool)):
+        return shown(value)
+    text = json.dumps(value, default=str)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
 def model_of(kind: type[EstimateRequest]) -> type[RequestModel]:
@@ -121,7 +145,9 @@ def complaint(error: Mapping[str, Any]) -> InvalidOption:
         return InvalidOption(name, f"{name} is missing", hint=field.hint if field is not None else "see /docs")
     if error["type"] == "value_error":
         return InvalidOption(name, error["msg"].removeprefix("Value error, "), hint="see /docs")
-    return InvalidOption(name, f"{name} must be {expected_by(error)}, not {shown(error['input'])}", hint="see /docs")
+    return InvalidOption(
+        name, f"{name} must be {expected_by(error)}, not {_shown_in_json(error['input'])}", hint="see /docs"
+    )
 
 
 def expected_by(error: Mapping[str, Any]) -> str:
@@ -148,7 +174,9 @@ def expected_by(error: Mapping[str, Any]) -> str:
             return "true or false"
         case "string":
             return "text"
-        case "dict":
+        case "dict" | "model":
             return "a JSON object"
+        case "tuple":
+            return "a list"
         case _:
             return "another value"

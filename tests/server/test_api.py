@@ -220,6 +220,25 @@ def test_page_reads_infinity_in_a_pasted_config(client: TestClient, path: str) -
     assert "no model of type" in got.text and "no_such" in got.text
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"gpus": None}, "gpus must be a whole number, not null"),
+        ({"gpus": True}, "gpus must be a whole number, not true"),
+        ({"strategy": ["ddp", False]}, 'not ["ddp", false]'),
+        ({"freeze": [None]}, "freeze must be text, not null"),
+        ({"explain": None}, "explain must be true or false, not null"),
+        ({"config_file": "fsdp.yaml"}, "config_file must be a list, not fsdp.yaml"),
+        ({"config_file": ["fsdp.yaml"]}, "config_file.0 must be a JSON object, not fsdp.yaml"),
+        ({"config_file": [{"name": "fsdp.yaml"}]}, "config_file.0.text is missing"),
+    ],
+)
+def test_errors_name_the_place_and_write_values_as_json_does(
+    client: TestClient, body: dict[str, Any], message: str
+) -> None:
+    assert message in client.post("/api/v1/estimate", json={"model": "gpt2", **body}).json()["error"]
+
+
 def test_infinity_in_a_query_is_refused_in_strict_json(client: TestClient) -> None:
     body = '{"model": "7B", "gpus": 2, "gpu": "24GiB", "seq_len": Infinity}'
     got = client.post("/api/v1/estimate", content=body, headers=JSON)
