@@ -86,10 +86,13 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
 
 
 def backend_notes(request: EstimateRequest, plans: Iterable[Plan]) -> list[str]:
-    """A note if the optimizer is the reason why rows have FSDP1."""
-    limit = limit_of(request.optim, "fsdp2", request.framework)
-    if request.backend != "auto" or limit is None or all(plan.backend != "fsdp1" for plan in plans):
+    """A note if the optimizer or the type of state dicts is the reason why rows have FSDP1."""
+    if request.backend != "auto" or all(plan.backend != "fsdp1" for plan in plans):
         return []
+    limit = limit_of(request.optim, "fsdp2", request.framework)
+    if limit is None:
+        is_local = request.state_dict_type == "local"
+        return ["FSDP1 is assumed, because FSDP2 has no local state dicts"] if is_local else []
     return [f"FSDP1 is assumed, because {limit.reason}; another optim, such as adamw_torch_8bit, runs with FSDP2"]
 
 

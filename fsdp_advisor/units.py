@@ -52,6 +52,18 @@ def parse_bytes(text: str) -> int | None:
     return round(min(float(match[1]) * _SUFFIX[match[2].lower()], MAX_BYTES))
 
 
+def exact_size(n_bytes: int) -> str:
+    """Bytes without rounding, in the largest unit of which they are a multiple, for a command line.
+
+    >>> exact_size(128 * 2**30), exact_size(64 * 10**9), exact_size(1001)
+    ('128GiB', '64GB', '1001')
+    """
+    for unit in ("GiB", "GB", "MiB", "MB"):
+        if n_bytes % _SUFFIX[unit.lower()] == 0:
+            return f"{n_bytes // _SUFFIX[unit.lower()]}{unit}"
+    return str(n_bytes)
+
+
 def format_gpus(n: int) -> str:
     """A number of GPUs with its noun.
 

@@ -192,6 +192,8 @@ def test_an_export_without_a_strategy_keeps_what_is_assumed() -> None:
         ({"offload_device": "nvme", "offload": "none", "strategy": "zero3"}, "offload_device"),
         ({"backward_prefetch": "post"}, "backward_prefetch"),
         ({"reshard_after_forward": "2", "strategy": "zero2"}, "reshard_after_forward"),
+        ({"state_dict_type": "full", "strategy": "ddp"}, "state_dict_type"),
+        ({"state_dict_type": "full", "strategy": "zero1"}, "state_dict_type"),
         ({"price": 2}, "price"),
         ({"seq_len": 512, "find": "sequence"}, "seq_len"),
         ({"micro_batch_size": 4, "find": "batch"}, "micro_batch_size"),
@@ -202,6 +204,18 @@ def test_an_option_without_effect_is_reported(options: dict[str, Any], name: str
     request = make_request({"model": GPT2, **options}, RecommendRequest)
     notes = [*ignored_in_estimate(request), *ignored_in_search(request)]
     assert [note.partition(" ")[0] for note in notes] == [name]
+
+
+def test_commands_write_host_memory_as_a_size() -> None:
+    report = recommend(model=GPT2, gpus=1, gpu="24GiB", host_memory="64GiB", strategy="ddp", micro_batch_size=1)
+    words = report.recommendation.options
+    assert words[words.index("--host-memory") + 1] == "64GiB"
+
+
+def test_local_state_dicts_are_the_reason_for_fsdp1() -> None:
+    report = estimate(model=GPT2, gpus=2, strategy="zero3", state_dict_type="local")
+    assert report.estimates[0].plan.backend == "fsdp1"
+    assert "FSDP1 is assumed, because FSDP2 has no local state dicts" in report.notes
 
 
 def test_options_with_an_effect_are_not_reported() -> None:

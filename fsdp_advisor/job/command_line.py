@@ -29,5 +29,5 @@ def options_of(plan: Plan, request: EstimateRequest, *, gpu: str, allocator_conf
     for name, field in fields_of(EstimateRequest).items():
         value = decided[name] if name in decided else getattr(plan, name, getattr(request, name))
         if name in _ALWAYS or value != field.default:
-            words += as_words(name, value)
+            words += as_words(name, field.written(value))
     return tuple(words)

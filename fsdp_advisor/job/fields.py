@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from fsdp_advisor.errors import InvalidOption
 from fsdp_advisor.job.unknown_options import unknown_option
-from fsdp_advisor.units import format_bytes, list_words, parse_bytes
+from fsdp_advisor.units import exact_size, format_bytes, list_words, parse_bytes
 
 MAX_SHOWN = 80
 """Characters of a refused value that its message repeats."""
@@ -203,6 +203,10 @@ class Field:
                     self.name, f"{self.name} must be {expected}, not {written}", hint=f"did you mean {close[0]}?"
                 )
         return InvalidOption(self.name, f"{self.name} must be {expected}, not {written}", hint=self.hint)
+
+    def written(self, value: Any) -> Any:
+        """The value as a command line shows it: a size in bytes gets a unit."""
+        return exact_size(value) if self.rule.parse is parse_bytes and value is not None else value
 
     @property
     def hint(self) -> str:

@@ -25,8 +25,10 @@ def ignored_in_estimate(request: EstimateRequest) -> Iterator[str]:
         yield f"reshard_after_forward is ignored: {request.strategy} keeps parameters after forward"
     if not request.use_orig_params and request.backend != "fsdp1":
         yield "use_orig_params is ignored: only backend fsdp1 has it"
-    if request.state_dict_type != "auto" and request.backend in ("ddp", "deepspeed"):
-        yield f"state_dict_type is ignored: backend {request.backend} saves in its own way"
+    if request.state_dict_type != "auto":
+        backend = {"ddp": "ddp", "zero1": "deepspeed"}.get(request.strategy, request.backend)
+        if backend in ("ddp", "deepspeed"):
+            yield f"state_dict_type is ignored: backend {backend} saves in its own way"
 
 
 def ignored_in_search(request: RecommendRequest) -> Iterator[str]:

@@ -50,7 +50,7 @@ BackendOption = Annotated[
     Literal[Backend, "auto"],
     rule(
         "the library that shards; auto is ddp for ddp, deepspeed for zero1 and for --offload optimizer, else fsdp2, or fsdp1 for an "
-        "optimizer that does not run on FSDP2",
+        "optimizer that does not run on FSDP2 and for local state dicts",
         synonyms={"fsdp": "fsdp2", "ds": "deepspeed", "zero": "deepspeed"},
         not_modelled=("megatron", "xla", "colossalai"),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from fsdp_advisor.job.fields import as_words
+from fsdp_advisor.job.fields import as_words, fields_of
 from fsdp_advisor.job.request import EstimateRequest
 
 
@@ -16,7 +16,9 @@ def sbatch_example(request: EstimateRequest, **options: Any) -> str:
     """
     per_node = request.gpus // request.nnodes
     resource = "cpus-per-task" if options.get("device") == "cpu" else "gpus-per-node"
-    words = [word for name, value in {**request.changed, **options}.items() for word in as_words(name, value)]
+    known = fields_of(EstimateRequest)
+    job = {name: known[name].written(value) for name, value in request.changed.items()}
+    words = [word for name, value in {**job, **options}.items() for word in as_words(name, value)]
     measure = "-m fsdp_advisor validate --mode measure"
     return f"""#!/bin/bash
 #SBATCH --job-name=fsdp-advisor
