@@ -34,7 +34,7 @@ from fsdp_advisor.model.tape import (
 )
 
 FORMAT = 4
-RECORDING = 23
+RECORDING = 24
 """The version of recordings. Increase it whenever the recorder's tapes change: profiles with another version are recorded
 again.
 """

@@ -35,11 +35,18 @@ class Work:
 NONE = Work()
 
 
+_FORWARD, _BACKWARD = (0, 2, 2), (1, 3, 5)
 _ATTENTION = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 2, 2),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 3, 5),
-    "fsdp_advisor::efficient_attention": (0, 2, 2),
-    "fsdp_advisor::efficient_attention_backward": (1, 3, 5),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _FORWARD,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _BACKWARD,
+    "aten::_scaled_dot_product_flash_attention": _FORWARD,  # this and the next ones: Inductor's code calls them
+    "aten::_scaled_dot_product_flash_attention_backward": _BACKWARD,
+    "aten::_scaled_dot_product_efficient_attention": _FORWARD,
+    "aten::_scaled_dot_product_efficient_attention_backward": _BACKWARD,
+    "aten::_scaled_dot_product_cudnn_attention": _FORWARD,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _BACKWARD,
+    "fsdp_advisor::efficient_attention": _FORWARD,
+    "fsdp_advisor::efficient_attention_backward": _BACKWARD,
 }
 """Operator -> positions of query and value among its arguments, of shape (B, H, T, D), and the number of matrix products."""
 

@@ -192,10 +192,11 @@ def step_time(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, betw
 def work_of(profile: Profile, program: StepProgram, plan: Plan, device: Device, gpu: Gpu) -> TapeWork:
     """The compute of the tape's segments at the plan's batch."""
     b, t = plan.tape_shape
+    has_mask = plan.batch_layout != "full" or plan.compile == "model"  # the latter: model.kernels, `compile_notes`
     options = WorkOptions(
         checkpointing=repeats_each_forward(plan.checkpointing),
         sequences=b * sequences_per_example(plan.task),
-        masked=plan.batch_layout != "full" and plan.attention != "flash_attention_2",
+        masked=has_mask and plan.attention != "flash_attention_2",
         fp8=plan.fp8,
         head_in_fp8=converts_head(plan.fp8, own_models=plan.facts.own_models),
         host_bytes_per_s=host_bytes_per_s(gpu) if plan.activation_offload else inf,

@@ -40,6 +40,9 @@ def test_compiled_layers_save_memory_and_launches_on_a_gpu_alone(tmp_path: Path)
     assert compiled.peak_allocated_bytes < 0.9 * eager.peak_allocated_bytes
     assert eager.step is not None and compiled.step is not None
     assert compiled.step.seconds < 0.9 * eager.step.seconds
+    for name in ("matmul", "attention"):
+        assert eager.step.breakdown[name] > 0, name
+        assert compiled.step.breakdown[name] == pytest.approx(eager.step.breakdown[name]), name
     assert compiled.simulated_peak_bytes == eager.simulated_peak_bytes
     frugal = _row(tmp_path, compile="layer", memory_budget=0.5)
     assert frugal.peak_allocated_bytes is not None and frugal.step is not None

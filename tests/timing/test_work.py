@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
-from jobs import job
+from jobs import job, program_of
 
 from fsdp_advisor.hardware import find_gpu
+from fsdp_advisor.job.choices import Compile
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.tape import ROOT, value_at
 from fsdp_advisor.timing.achieved import KERNEL_GAP_S, LAUNCH_S
 from fsdp_advisor.timing.operators import device_of
+from fsdp_advisor.timing.step import work_of
 from fsdp_advisor.timing.work import WorkOptions, tape_work
 
 
@@ -36,3 +42,17 @@ def test_work_covers_the_traffic_and_launches_of_each_segment(model: str, checkp
             layers = 1 if segment.stack == ROOT else profile.stacks[segment.stack].counts[segment.layer]
             flops += layers * (value_at(segment.matmul_flops, b, t) + value_at(segment.attention_flops, b, t))
     assert found.trained_flops == pytest.approx(3 * flops, rel=1e-12)
+
+
+def test_only_attention_with_a_mask_computes_the_masked_half() -> None:
+    gpu = find_gpu("A100-80GB")
+    device = device_of(gpu, "bf16")
+    assert device is not None
+    profile, tape, plan = job("meta-llama/Llama-2-7b-hf", "ddp", "ddp", precision="bf16")
+    program = program_of(profile, tape, plan)
+
+    def attention_s(plan: Plan) -> float:
+        return sum(work.attention for work in work_of(profile, program, plan, device, gpu).by_segment)
+
+    eager, *compiled = (attention_s(replace(plan, compile=part)) for part in get_args(Compile))
+    assert eager > 0 and compiled == pytest.approx([eager, 2 * eager]), "a whole compiled model makes a mask"
