@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from fsdp_advisor.engines.deepspeed.host import gather_warnings
 from fsdp_advisor.engines.fsdp2.units import unit_warnings
 from fsdp_advisor.engines.host import host_memory
 from fsdp_advisor.engines.job_peaks import JobPeaks, Limits, StepPeaks, job_peaks
@@ -168,6 +169,7 @@ def _base_row(
             *(unit_warnings(profile, plan) if plan.backend == "fsdp2" else ()),
             *packed_warnings(profile, plan),
             *saving_warnings(profile, plan),
+            *gather_warnings(profile, plan),
             *wrap_warnings(profile, plan),
             *((job.vllm.text,) if job.vllm is not None and job.vllm.missing_bytes else ()),
             *copy_warnings(profile, plan),

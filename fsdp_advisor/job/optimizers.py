@@ -151,15 +151,12 @@ LIMITS: Mapping[OptimizerName, Mapping[Backend, Limit]] = {
 """The limits of each optimizer by engine. An engine that is not listed steps the optimizer."""
 
 OFFLOAD_LIMITS: Mapping[OptimizerName, Limit] = {
-    "muon": Limit("Muon needs collectives on the GPU, so its states cannot be offloaded", "use --offload none"),
+    "muon": Limit(
+        "torch.optim.Muon needs collectives on the GPU, so its states cannot be offloaded",
+        "use --backend deepspeed, or --offload none",
+    ),
 }
-"""Why the states of an optimizer cannot be offloaded. The states of optimizers that are not listed can."""
-
-
-_OFFLOADED_MUON = Limit(
-    "DeepSpeed's Muon with offload gathers gradients and momentum on the GPU, which is not modelled yet",
-    "use --offload none",
-)
+"""Why the states of an optimizer cannot be offloaded. The states of optimizers that are not listed can, and those of DeepSpeed's Muon."""
 
 
 _MUON_IN_AXOLOTL = Limit(
@@ -195,8 +192,8 @@ def optimizer_refusal(
 ) -> UsageError | None:
     """Why a plan of the optimizer, backend and offload has no estimate; None if it has one."""
     limit = limit_of(optim, backend, framework)
-    if limit is None and offload != "none":
-        limit = _OFFLOADED_MUON if (optim, backend) == ("muon", "deepspeed") else OFFLOAD_LIMITS.get(optim)
+    if limit is None and offload != "none" and (optim, backend) != ("muon", "deepspeed"):
+        limit = OFFLOAD_LIMITS.get(optim)
     return None if limit is None else UsageError(limit.reason, hint=limit.hint)
 
 

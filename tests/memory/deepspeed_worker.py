@@ -144,7 +144,10 @@ def classify(engine: Any, case: dict[str, Any]) -> dict[str, list[torch.Tensor]]
             "parameters": [*zero.bit16_groups_flat, *frozen],
             "gradients": [],
             "optimizer": [*masters, *state, *steps, *scalars, *tensors(list(zero._muon_pending_momentum.values()))],
-            "communication": list(tensors(getattr(zero, "temp_grad_buffer_for_gpu_offload", None))),
+            "communication": [
+                *tensors(getattr(zero, "temp_grad_buffer_for_gpu_offload", None)),
+                *tensors(list(zero._muon_allgather_buffers.values())),
+            ],
         }
         if offloaded:
             groups |= {"pinned": pinned, "pageable": state, "optimizer": [], "scalars": [*steps, *scalars]}

@@ -17,11 +17,12 @@ from matrix import taken, with_all_cases
 from fsdp_advisor.engines.deepspeed.buffers import PendingGradients, buffers
 from fsdp_advisor.engines.deepspeed.coordinator import GatherVisit, gathered
 from fsdp_advisor.engines.deepspeed.groups import groups
-from fsdp_advisor.engines.deepspeed.host import host_memory, host_tensors, not_modelled
+from fsdp_advisor.engines.deepspeed.host import gather_warnings, host_memory, host_tensors, not_modelled
 from fsdp_advisor.engines.deepspeed.partitions import (
     deepspeed_refusal,
     flat_elements,
     muon_chunks,
+    offloaded_updates,
     owned_by_rank0,
     shard_elements,
     states,
@@ -275,6 +276,27 @@ def test_one_rank_gathers_nothing_for_muon() -> None:
     assert states(odd(), plan(3, 1, optim="muon"), SMALL).communication.exact == 2 * SMALL.reduce_bucket_size
 
 
+def test_muon_with_offload_keeps_its_momentum_on_the_host_in_parts() -> None:
+    profile, job = odd(tied=False), plan(2, 2, optim="muon", offload="optimizer")
+    owned = [flat_elements(group.elements, 2) // 2 for group in groups(profile, job)]
+    assert host_tensors(profile, job, SMALL).pageable == (4 * owned[0], 4 * owned[1], 4 * owned[1])
+    assert states(profile, job).optimizer.exact == 0
+
+
+def test_offloaded_muon_under_zero2_gathers_64_mib_at_a_time_and_under_zero3_whole_sub_groups() -> None:
+    most = 64 * 2**20
+    divided = states(LLAMA_7B, plan(2, 8, optim="muon", offload="optimizer")).communication.exact
+    largest = 2 * 4096 * 32000
+    assert largest + most < divided <= largest + 256 * 2**20
+    sharded = plan(3, 8, optim="muon", offload="optimizer")
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    updates = offloaded_updates(LLAMA_7B, sharded)
+    assert updates is not None and [sum(m.elements for m in batch.matrices) for batch in updates.batches] == [matrices]
+    assert updates.kept == ()  # its buffers are too large
+    (warning,) = gather_warnings(LLAMA_7B, sharded)
+    assert "24.12 GiB" in warning and gather_warnings(LLAMA_7B, plan(3, 8, optim="muon")) == []
+
+
 def test_deepspeeds_muon_fails_on_filters_of_four_dimensions() -> None:
     filters = Unit("Filters", (Parameter("conv.weight", (8, 3, 5, 5)),))
     refused = deepspeed_refusal(Profile("filters", "vision", filters, (), (), None, {}, {}), plan(2, optim="muon"))
@@ -307,6 +329,11 @@ CASES: list[dict[str, Any]] = [
     {"stage": 3, "optim": "muon", "tied": False},
     {"stage": 3, "optim": "muon", "frozen": True, "accumulation": 2, "zero": {"sub_group_size": 400}},
     {"stage": 3, "optim": "muon", "precision": "fp32"},
+    {"stage": 1, "optim": "muon", "offload": "optimizer", "tied": False},
+    {"stage": 2, "optim": "muon", "offload": "optimizer", "accumulation": 2, "frozen": True},
+    {"stage": 2, "optim": "muon", "offload": "optimizer", "precision": "fp32"},
+    {"stage": 3, "optim": "muon", "offload": "optimizer", "accumulation": 2, "zero": {"sub_group_size": 400}},
+    {"stage": 3, "optim": "muon", "offload": "parameters", "tied": False},
 ]  # fmt: skip
 DEFAULT_CASE: dict[str, Any] = {
     "precision": "bf16-mixed", "offload": "none", "optim": "adamw_torch_fused", "accumulation": 1, "tied": True,

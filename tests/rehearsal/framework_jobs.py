@@ -87,7 +87,7 @@ device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 torch.cuda.set_device(device)
 settings = {
     "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
-    "zero_optimization": {"stage": STAGE, "reduce_scatter": STAGE < 3},
+    "zero_optimization": {"stage": STAGE, "reduce_scatter": STAGE < 3, "offload_optimizer": {"device": "DEVICE"}},
     "optimizer": {"type": "Muon", "params": {"lr": 1e-4, "torch_adam": True}},
 }
 deepspeed.init_distributed()

@@ -106,13 +106,19 @@ def test_the_job_is_recognized_and_its_allocated_peak_is_predicted(
 
 @in_turn(5, of=8)
 @pytest.mark.usefixtures("predicts_here")
-@pytest.mark.parametrize("stage", taken([1, 2, 3], [], days=4))
-def test_the_peak_of_deepspeeds_muon_is_predicted(rehearsal_python: Path, tmp_path: Path, stage: int) -> None:
-    (tmp_path / "train.py").write_text(MUON.replace("STAGE", str(stage)))
+@pytest.mark.parametrize(
+    ("stage", "offload"), taken([(1, "none"), (2, "none"), (3, "none"), (2, "cpu"), (3, "cpu")], [], days=5)
+)
+def test_the_peak_of_deepspeeds_muon_is_predicted(
+    rehearsal_python: Path, tmp_path: Path, stage: int, offload: str
+) -> None:
+    (tmp_path / "train.py").write_text(MUON.replace("STAGE", str(stage)).replace("DEVICE", offload))
     command = [str(rehearsal_python.parent / "torchrun"), "--nproc-per-node", "2", str(tmp_path / "train.py")]
     found = rehearse(command, Settings(gpu="A100-80GB", gpus=2, timeout_s=500, quiet=True))
     assert found.outcome == "completed" and found.prediction is not None and found.prediction.reason is None
-    assert (found.prediction.options["optim"], found.prediction.options["strategy"]) == ("muon", f"zero{stage}")
+    options = found.prediction.options
+    assert (options["optim"], options["strategy"]) == ("muon", f"zero{stage}")
+    assert options["offload"] == ("none" if offload == "none" else "optimizer")
     last = max(phase.peak_allocated_bytes for phase in found.ranks[0].phases[-3:])  # the first step runs benchmarks
     assert found.prediction.figures["peak_allocated_bytes"] == pytest.approx(last, rel=1e-3)
 

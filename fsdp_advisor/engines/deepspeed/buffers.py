@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsdp_advisor.engines.deepspeed.groups import Group, groups
+from fsdp_advisor.engines.deepspeed.muon_offload import Updates
 from fsdp_advisor.engines.deepspeed.muon_updates import Chunk
 from fsdp_advisor.engines.deepspeed.partitions import (
     FP64_NORM_BYTES,
     largest_parameter,
     muon_chunks,
+    offloaded_updates,
     owned_by_rank0,
     owned_elements,
     persistent,
@@ -116,8 +118,8 @@ class Buffers:
     `updates`: Muon's. The last backward makes them; they live until the optimizer steps Muon's group.
     `whole_gradients`: whether gradients stay whole, as autograd allocated them, until the last micro-batch's backward ends.
     `released_at_step`: the states that are freed while the optimizer steps.
-    `chunks`: stage 3: the matrices that Muon updates before the optimizer's step. Then the bucket `all_reduces`: DeepSpeed's Muon refuses
-    ``reduce_scatter``.
+    `chunks`: stage 3 without offload: the matrices that Muon updates before the optimizer's step. `offloaded_updates`: Muon's with
+    offload. Under stage 3 the bucket `all_reduces` for Muon, which refuses ``reduce_scatter``.
     `moments`: the instants of the optimizer step. `offload_cast_bytes`: bytes per element of the copy of a gradient that
     goes to the host; 0 without offload.
     """
@@ -132,6 +134,7 @@ class Buffers:
     released_at_step: Storages
     moments: tuple[Moment, ...]
     chunks: tuple[Chunk, ...] = ()
+    offloaded_updates: Updates | None = None
     offload_cast_bytes: int = 0
     sharded: bool = False
     all_reduces: bool = False
@@ -252,6 +255,7 @@ def buffers(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> Buff
         moments=moments,
         offload_cast_bytes=master_bytes(plan) if offloaded else 0,
         chunks=muon_chunks(profile, plan, settings) if sharded else (),
+        offloaded_updates=offloaded_updates(profile, plan, settings),
         sharded=sharded,
         all_reduces=sharded and optimizer_of(plan).is_deepspeeds,
     )

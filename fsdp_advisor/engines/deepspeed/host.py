@@ -7,13 +7,16 @@ dtype; m = bytes per element of the masters.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
+from fsdp_advisor.engines.deepspeed.groups import groups
 from fsdp_advisor.engines.deepspeed.partitions import (
-    flat_elements,
-    flat_partitions,
     largest_parameter,
+    offloaded_updates,
     owned_by_rank0,
+    owned_elements,
     shard_elements,
+    sub_groups,
 )
 from fsdp_advisor.engines.deepspeed.settings import (
     Settings,
@@ -28,6 +31,7 @@ from fsdp_advisor.memory.host import HostMemory, page_locked
 from fsdp_advisor.model.fp32_modules import keeps_modules_in_fp32
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.policies.optimizers import optimizer_of
+from fsdp_advisor.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,32 +67,59 @@ def _stages_1_and_2(profile: Profile, plan: Plan) -> HostTensors:
     Stage 2 with accumulation also keeps every gradient that rank 0 owns a part of. Low-precision masters accumulate in their
     own gradient instead (async_accumulate_grad_in_cpu_via_gpu).
     """
-    ranks, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
-    owned = flat_elements(profile.trainable_parameters, ranks) // ranks
-    trainable = [p for p in profile.in_order() if p.trainable]
-    pinned = [m * owned, m * owned, c * owned, c * largest_parameter(profile)]
-    if stage(plan) == 2 and plan.gradient_accumulation_steps > 1 and m == 4:
-        pieces = owned_by_rank0(trainable, owned)[2]
-        pinned += [c * p.elements for p in trainable[:pieces]]
-    return HostTensors(pinned=tuple(pinned), pageable=optimizer_of(plan).deepspeed_host_states(owned, m))
+    c, m = plan.compute_bytes, master_bytes(plan)
+    pinned: list[int] = []
+    pageable: list[int] = []
+    for group in groups(profile, plan):
+        owned = owned_elements(group, plan.shard_degree)
+        pinned += [m * owned, m * owned, c * owned]
+        pageable += _optimizer_states(plan, owned, m, by_muon=group.by_muon)
+        if stage(plan) == 2 and plan.gradient_accumulation_steps > 1 and m == 4:
+            pieces = owned_by_rank0(group.parameters, owned)[2]
+            pinned += [c * p.elements for p in islice(group.parameters, pieces)]
+    return HostTensors(pinned=(*pinned, c * largest_parameter(profile)), pageable=tuple(pageable))
+
+
+def _optimizer_states(plan: Plan, elements: int, momentum_bytes: int, *, by_muon: bool) -> tuple[int, ...]:
+    """Bytes of each state of a flat partition: Muon's momentum, or what the optimizer keeps. `momentum_bytes`: per element."""
+    if by_muon:
+        return (momentum_bytes * elements,)
+    return optimizer_of(plan).deepspeed_host_states(elements, master_bytes(plan))
 
 
 def _stage_3(profile: Profile, plan: Plan, settings: Settings) -> HostTensors:
     """Pageable: masters. Pinned: gradients, one tensor per sub-group in the masters' dtype and one for all in the model's dtype.
 
-    ``offload_param`` adds the shards of the weights, pinned.
+    ``offload_param`` adds the shards of the weights, pinned, in one tensor for each group.
     """
     ranks, c, m = plan.shard_degree, plan.compute_bytes, master_bytes(plan)
-    groups = flat_partitions(profile, plan, settings)
-    pinned = [*(m * elements for elements in groups), c * sum(groups)]
+    stepped = sub_groups(profile, plan, settings)
+    total = sum(each.elements for each in stepped)
+    pinned = [*(m * each.elements for each in stepped), c * total]
     if offloads_parameters(plan):
-        pinned.append(c * sum(groups))
+        pinned += [
+            c * sum(shard_elements(p.elements, ranks) for p in group.parameters) for group in groups(profile, plan)
+        ]
         pinned += [c * shard_elements(p.elements, ranks) for p in profile.in_order() if not p.trainable]
-    optimizer = optimizer_of(plan)
-    states = [
-        n_bytes for elements in groups for n_bytes in optimizer.deepspeed_host_states(elements, master_bytes(plan))
+    pageable = [m * each.elements for each in stepped]
+    for each in stepped:
+        pageable += _optimizer_states(plan, each.elements, c, by_muon=each.by_muon)
+    return HostTensors(pinned=tuple(pinned), pageable=tuple(pageable))
+
+
+def gather_warnings(profile: Profile, plan: Plan) -> list[str]:
+    """A warning about Muon with offload under ZeRO-3, which gathers gradients and momentum of whole sub-groups."""
+    if plan.backend != "deepspeed" or stage(plan) < 3:
+        return []
+    updates = offloaded_updates(profile, plan, settings_of(profile, plan))
+    if updates is None or not updates.batches:
+        return []
+    whole = 2 * updates.gathered_bytes * max(sum(m.elements for m in batch.matrices) for batch in updates.batches)
+    return [
+        f"DeepSpeed's Muon with offload gathers the gradients and the momentum of a whole sub-group on every GPU: {format_bytes(whole)}, "
+        "and buffers of this size. --offload none or --strategy zero2 may need less, as does a smaller sub_group_size, which is not "
+        "modelled"
     ]
-    return HostTensors(pinned=tuple(pinned), pageable=(*(m * elements for elements in groups), *states))
 
 
 def not_modelled(profile: Profile, plan: Plan) -> list[str]:

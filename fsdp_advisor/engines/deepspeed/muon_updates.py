@@ -12,15 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from fsdp_advisor.engines.deepspeed.muon_buffers import Gather, GatherCache, Variables, kept_gathers
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers.deepspeed_muon import update_flops, update_temporaries
 from fsdp_advisor.program.accounts import Account
 from fsdp_advisor.program.builder import StepBuilder
 from fsdp_advisor.program.instructions import NO_BUFFER, BufferId
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
-
-MOST_KEPT_BYTES = 256 * 1024**2
-"""The most bytes of buffers of all-gathers that stay allocated (`_muon_allgather_max_cached_bytes`)."""
 
 _EXCHANGED = ("gradient", "momentum")
 
@@ -42,6 +40,11 @@ class Chunk(NamedTuple):
 
     rounds: tuple[Round, ...]
     shards: tuple[int, ...]
+
+    @property
+    def gather(self) -> Gather:
+        """The all-gather of the gradients; that of the momentum is equal."""
+        return Gather(sum(self.shards))
 
 
 def chunks(matrices: Iterable[Parameter], ranks: int, bucket_elements: int) -> Iterator[Chunk]:
@@ -66,43 +69,23 @@ def _chunk(matrices: list[Parameter], ranks: int) -> Chunk:
     )
 
 
-def gather_buffers(shards: int, ranks: int, element_bytes: int) -> Storages:
-    """The buffers of an all-gather of `shards` elements of each rank: what a rank receives, and what it sends."""
-    return Storages.of(element_bytes * ranks * shards) + Storages.of(element_bytes * shards)
-
-
-def kept_gathers(all_chunks: Iterable[Chunk], ranks: int, element_bytes: int) -> tuple[int, ...]:
-    """The all-gathers, by their number of elements of a rank, whose buffers stay allocated after a step, the last used last."""
-    kept: dict[int, int] = {}
-    for chunk in all_chunks if ranks > 1 else ():
-        shards = sum(chunk.shards)
-        n_bytes = kept.pop(shards, 0) or gather_buffers(shards, ranks, element_bytes).exact
-        if n_bytes <= MOST_KEPT_BYTES:
-            while sum(kept.values()) + n_bytes > MOST_KEPT_BYTES:
-                del kept[next(iter(kept))]
-            kept[shards] = n_bytes
-    return tuple(kept)
-
-
 class MuonUpdates:
     """The updates of one step on rank 0."""
 
     def __init__(self, all_chunks: tuple[Chunk, ...], ranks: int, element_bytes: int) -> None:
         self._chunks, self._ranks, self._element_bytes = all_chunks, ranks, element_bytes
-        self._kept: dict[int, BufferId] = {}  # the last used last
-        self._named: dict[str, BufferId] = {}  # by the variable that refers to them
+        self._cache, self._variables = GatherCache(ranks, element_bytes), Variables()
 
     def begin_step(self, step: StepBuilder) -> None:
         """Allocate the buffers that stay from step to step."""
-        for shards in kept_gathers(self._chunks, self._ranks, self._element_bytes):
-            storages = gather_buffers(shards, self._ranks, self._element_bytes)
-            self._kept[shards] = step.alloc_in_first_step(Account.COMMUNICATION, storages)
+        gathers = (chunk.gather for chunk in self._chunks)
+        self._cache.begin_step(step, kept_gathers(gathers, self._ranks, self._element_bytes))
 
     def update(self, step: StepBuilder) -> None:
         """Update all chunks. A variable refers to the whole gradients of a chunk until the next has its updates."""
         earlier = NO_BUFFER
         for chunk in self._chunks:
-            gradients = self._gather(step, sum(chunk.shards))
+            gradients = self._gather(step, chunk)
             self._update_chunk(step, chunk)
             step.free(earlier)
             earlier = gradients
@@ -111,14 +94,14 @@ class MuonUpdates:
     def _update_chunk(self, step: StepBuilder, chunk: Chunk) -> None:
         clones = (Storages.of(self._element_bytes * n) for n in chunk.shards)
         momentum = step.alloc(Account.TEMPORARIES, sum(clones, NO_STORAGES))
-        whole = self._gather(step, sum(chunk.shards))
+        whole = self._gather(step, chunk)
         for each in chunk.rounds:
             own = each.matrices[0]
             step.transient(Account.TEMPORARIES, update_temporaries(own.shape, self._element_bytes))
-            self._name(step, "update", Storages.of(self._element_bytes * own.elements))
+            self._variables.assign(step, "update", Storages.of(self._element_bytes * own.elements))
             self._exchange(step, each)
-        step.free(*self._named.values(), momentum, whole)
-        self._named = {}
+        self._variables.clear(step)
+        step.free(momentum, whole)
 
     def _exchange(self, step: StepBuilder, each: Round) -> None:
         """Gather the updates of a round, and the momentum. NCCL's all-gather into a list of tensors has a flat buffer.
@@ -126,43 +109,26 @@ class MuonUpdates:
         Unless the round is uniform, the list is of padded copies. A variable refers to one of them until the next such round ends.
         """
         whole, copies = Storages.of(self._element_bytes * each.largest), 0 if each.is_uniform else self._ranks
-        last = {}
+        variables, last = self._variables, {}
         for name in _EXCHANGED:
-            self._name(step, f"padded {name}", whole if copies else NO_STORAGES)
+            variables.assign(step, f"padded {name}", whole if copies else NO_STORAGES)
         for name in _EXCHANGED:
             last[name] = step.alloc(Account.TEMPORARIES, whole if copies else NO_STORAGES)
-            self._name(step, f"other copies of {name}", whole * max(0, copies - 1))
+            variables.assign(step, f"other copies of {name}", whole * max(0, copies - 1))
         for name in _EXCHANGED:
-            self._name(step, f"flat {name}", Storages.of(self._ranks * whole.exact))
+            variables.assign(step, f"flat {name}", Storages.of(self._ranks * whole.exact))
         for name in _EXCHANGED if copies else ():
-            step.free(self._named.get(f"last copy of {name}", NO_BUFFER))
-            self._named[f"last copy of {name}"] = last[name]
+            variables.move(step, f"last copy of {name}", last[name])
 
-    def _name(self, step: StepBuilder, name: str, storages: Storages) -> None:
-        """Let a variable refer to new storages, and free those that it referred to."""
-        new = step.alloc(Account.TEMPORARIES, storages)
-        step.free(self._named.get(name, NO_BUFFER))
-        self._named[name] = new
-
-    def _gather(self, step: StepBuilder, shards: int) -> BufferId:
+    def _gather(self, step: StepBuilder, chunk: Chunk) -> BufferId:
         """Gather shards and return the whole matrices, which one rank has without a copy."""
         if self._ranks == 1:
             return NO_BUFFER
-        used, storages = self._kept.pop(shards, NO_BUFFER), gather_buffers(shards, self._ranks, self._element_bytes)
-        if used == NO_BUFFER:
-            used = step.alloc(Account.COMMUNICATION, storages)
-        kept = storages.exact <= MOST_KEPT_BYTES
-        if kept:
-            while storages.exact + self._kept_bytes() > MOST_KEPT_BYTES:
-                step.free(self._kept.pop(next(iter(self._kept))))
-            self._kept[shards] = used
-        whole = step.alloc(Account.TEMPORARIES, Storages.of(self._element_bytes * self._ranks * shards))
-        if not kept:
-            step.free(used)
-        return whole
-
-    def _kept_bytes(self) -> int:
-        return sum(gather_buffers(n, self._ranks, self._element_bytes).exact for n in self._kept)
+        passing = self._cache.use(step, chunk.gather)
+        whole = Storages.of(self._element_bytes * self._ranks * chunk.gather.elements)
+        gathered = step.alloc(Account.TEMPORARIES, whole)
+        step.free(passing)
+        return gathered
 
 
 class Exchanged(NamedTuple):

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsdp_advisor.engines.deepspeed.groups import Group, groups
-from fsdp_advisor.engines.deepspeed.muon_updates import Chunk, chunks, gather_buffers, kept_gathers
+from fsdp_advisor.engines.deepspeed.muon_buffers import gather_buffers, kept_gathers
+from fsdp_advisor.engines.deepspeed.muon_offload import Updates, flat_batches, sub_group_batches
+from fsdp_advisor.engines.deepspeed.muon_updates import Chunk, chunks
 from fsdp_advisor.engines.deepspeed.settings import (
     DEFAULTS,
     Settings,
@@ -124,10 +126,54 @@ def _divided(group: Group, ranks: int, settings: Settings) -> Iterator[SubGroup]
 
 
 def muon_chunks(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> tuple[Chunk, ...]:
-    """The matrices that Muon updates at a time under stage 3."""
+    """The matrices that Muon updates at a time under stage 3 without offload."""
+    if offloads_optimizer(plan):
+        return ()
     of_muon = (each.parameters for each in sub_groups(profile, plan, settings) if each.by_muon)
     ranks, bucket = plan.shard_degree, settings.reduce_bucket_size
     return tuple(chunk for parameters in of_muon for chunk in chunks(parameters, ranks, bucket))
+
+
+def offloaded_updates(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> Updates | None:
+    """Muon's updates if its optimizer is offloaded. Stages 1 and 2 gather in the masters' dtype, stage 3 in that of the gradients."""
+    if not offloads_optimizer(plan) or not optimizer_of(plan).is_deepspeeds:
+        return None
+    ranks, m, sharded = plan.shard_degree, master_bytes(plan), stage(plan) == 3
+    if sharded:
+        of_muon = (each.parameters for each in sub_groups(profile, plan, settings) if each.by_muon)
+        batches = sub_group_batches(of_muon, ranks)
+    else:
+        flat = (group for group in groups(profile, plan) if group.by_muon)
+        batches = (
+            batch for group in flat for batch in flat_batches(group.parameters, owned_elements(group, ranks), ranks, m)
+        )
+    return Updates(
+        batches=tuple(batches),
+        ranks=ranks,
+        gathered_bytes=plan.compute_bytes if sharded else m,
+        host_bytes=m,
+        loss_scaled=plan.precision == "fp16-mixed",
+        sharded=sharded,
+    )
+
+
+def communication(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> Storages:
+    """Stage 3's bucket, or the buffer of stages 1 and 2 through which a gradient goes to the host. Muon's buffers are not included."""
+    if stage(plan) == 3:
+        return Storages.of(plan.compute_bytes * settings.reduce_bucket_size)
+    return Storages.of(plan.compute_bytes * largest_parameter(profile) if offloads_optimizer(plan) else 0)
+
+
+def kept_muon_buffers(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> Storages:
+    """The buffers of Muon's all-gathers that stay from step to step."""
+    ranks, c = plan.shard_degree, plan.compute_bytes
+    if (updates := offloaded_updates(profile, plan, settings)) is not None:
+        kept, c = updates.kept, updates.gathered_bytes
+    elif stage(plan) == 3:
+        kept = kept_gathers((chunk.gather for chunk in muon_chunks(profile, plan, settings)), ranks, c)
+    else:
+        return NO_STORAGES
+    return sum((gather_buffers(gather, ranks, c) for gather in kept), NO_STORAGES)
 
 
 def shards(profile: Profile, plan: Plan) -> Storages:
@@ -257,6 +303,7 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
     ranks, c = plan.shard_degree, plan.compute_bytes
     offloaded, optimizer = offloads_optimizer(plan), optimizer_states(profile, plan, settings)
     of_model = buffers(profile, c)
+    sent = communication(profile, plan, settings) + kept_muon_buffers(profile, plan, settings)
     if stage(plan) < 3:
         flat = (Storages.of(c * flat_elements(group.elements, ranks)) for group in groups(profile, plan))
         whole = (
@@ -265,16 +312,15 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
         return States(
             parameters=sum(whole, sum(flat, NO_STORAGES)),
             optimizer=optimizer.masters + optimizer.momentum + optimizer.moments,
-            communication=Storages.of(c * largest_parameter(profile)) if offloaded else NO_STORAGES,
+            communication=sent,
             buffers=of_model,
             paged=optimizer.paged,
         )
-    kept = (gather_buffers(n, ranks, c) for n in kept_gathers(muon_chunks(profile, plan, settings), ranks, c))
     return States(
         parameters=shards(profile, plan) + persistent(profile, plan, settings),
         gradients=NO_STORAGES if offloaded else Storages.of(c * shard_total(profile, ranks)),
         optimizer=optimizer.masters + optimizer.moments,
-        communication=sum(kept, Storages.of(c * settings.reduce_bucket_size)),
+        communication=sent,
         buffers=of_model,
         paged=optimizer.paged,
     )

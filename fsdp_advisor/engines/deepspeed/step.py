@@ -20,7 +20,8 @@ from fsdp_advisor.engines.deepspeed.buffers import Buffers
 from fsdp_advisor.engines.deepspeed.coordinator import Gathered, gathered
 from fsdp_advisor.engines.deepspeed.gathering import Gathering
 from fsdp_advisor.engines.deepspeed.groups import ROOT, Group, groups
-from fsdp_advisor.engines.deepspeed.muon_updates import MuonUpdates, exchanged
+from fsdp_advisor.engines.deepspeed.muon_offload import OffloadedUpdates
+from fsdp_advisor.engines.deepspeed.muon_updates import Exchanged, MuonUpdates, exchanged
 from fsdp_advisor.engines.deepspeed.partitions import shard_elements
 from fsdp_advisor.engines.deepspeed.settings import Settings, offloads_parameters, settings_of, stage
 from fsdp_advisor.engines.optimizer_work import gpu_step, host_step
@@ -38,6 +39,7 @@ from fsdp_advisor.program.instructions import (
     Copy,
     CreateStates,
     HostTransfer,
+    OptimizerStep,
     PythonHooks,
     ReduceScatter,
     WaitFor,
@@ -86,9 +88,7 @@ def _layout_of(profile: Profile, plan: Plan, settings: Settings) -> _Layout:
         optimizer=partitions.optimizer_states(profile, plan, settings),
         parameters=partitions.shards(profile, plan) if buffers.sharded else states.parameters,
         buffers=buffers,
-        bucket=Storages.of(buffers.gradient_bytes * settings.reduce_bucket_size)
-        if buffers.sharded
-        else states.communication,
+        bucket=partitions.communication(profile, plan, settings),
         groups=in_groups,
         gradients=_gradients(profile, plan, in_groups, buffers),
         positions=_positions(in_groups),
@@ -147,7 +147,11 @@ class DeepspeedStep(StepHooks):
         self._layout = _layout_of(profile, plan.without_step, self._settings)
         self.states = self._layout.states
         self._bucket = Bucket(self._layout.buffers, plan.shard_degree)
-        self._muon = MuonUpdates(self._layout.buffers.chunks, plan.shard_degree, plan.compute_bytes)  # stage 3
+        self._muon: MuonUpdates | OffloadedUpdates  # in the optimizer step: of stage 3, or with offload
+        if (offloaded := self._layout.buffers.offloaded_updates) is not None:
+            self._muon = OffloadedUpdates(offloaded)
+        else:
+            self._muon = MuonUpdates(self._layout.buffers.chunks, plan.shard_degree, plan.compute_bytes)
         self._idle_stacks = idle_stacks
         self._gathering = Gathering(Gathered((), ()))
         # State within one micro-batch
@@ -384,17 +388,23 @@ class DeepspeedStep(StepHooks):
             work = gpu_step(self._profile, plan, own, masters=plan.mixed)
             flops = sum(update.flops for update in self._layout.buffers.updates)
             muon = exchanged(self._layout.buffers.chunks, plan.shard_degree, plan.compute_bytes)
-            step.add(
-                work._replace(
-                    n_bytes=work.n_bytes + muon.copied_bytes,
-                    flops=flops + muon.flops,
-                    gathered_bytes=muon.gathered_bytes,
-                    gathers=muon.gathers,
-                )
-            )
+            step.add(_with_updates(work._replace(flops=flops), muon))
+        elif (updates := self._layout.buffers.offloaded_updates) is not None:
+            step.add(HostTransfer(AT_ROOT, updates.host_transfer_bytes, "states", exposed=True))
+            step.add(_with_updates(host_step(plan, own), updates.exchanged))
         else:
             step.add(host_step(plan, own))
         if plan.offload == "optimizer":
             step.add(HostTransfer(AT_ROOT, own * plan.compute_bytes, "parameters", exposed=True))
         if self._stage < 3:
             step.add(AllGather(AT_ROOT, trainable * plan.compute_bytes, "after compute"))
+
+
+def _with_updates(work: OptimizerStep, muon: Exchanged) -> OptimizerStep:
+    """The optimizer's step with the updates of Muon that it makes on the GPU."""
+    return work._replace(
+        n_bytes=work.n_bytes + muon.copied_bytes,
+        flops=work.flops + muon.flops,
+        gathered_bytes=muon.gathered_bytes,
+        gathers=muon.gathers,
+    )

@@ -61,14 +61,12 @@ class DeepspeedMuon(Optimizer):
         return NO_STORAGES
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        """Bytes of the update without Muon's matrix products.
-
-        The gradient and the momentum are read for the check, the norm and the cast. They are written with the update, and the momentum is
-        copied before and after. Then the master is read and written twice.
+        """Bytes of the update without Muon's matrix products. The momentum is copied before and after it. Then the master is read and
+        written twice.
         """
         if not _is_matrix(parameter):
             return adamw.FUSED.step_bytes(parameter, element_bytes)
-        return (17 * element_bytes + 3 * HALF_BYTES) * parameter.elements
+        return update_bytes(parameter, element_bytes) + 8 * element_bytes * parameter.elements
 
     def step_flops(self, parameter: Parameter, shards: Shards = WHOLE) -> int:
         return update_flops(parameter.shape) if _is_matrix(parameter) else 0
@@ -77,6 +75,14 @@ class DeepspeedMuon(Optimizer):
 def muon_storages(elements: int, gradient_bytes: int) -> Storages:
     """Muon's state of the matrices that a rank owns a part of: the momentum, and the copy that a step writes first."""
     return Storages.of(gradient_bytes * elements, 2)
+
+
+def update_bytes(matrix: Parameter, element_bytes: int) -> int:
+    """Bytes of a matrix's update without the matrix products.
+
+    The gradient and the momentum are read for the check, the norm and the cast, and written with the update.
+    """
+    return (9 * element_bytes + 3 * HALF_BYTES) * matrix.elements
 
 
 def update_flops(shape: Shape) -> int:
