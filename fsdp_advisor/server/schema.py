@@ -208,6 +208,7 @@ class Check(BaseModel):
     headroom_bytes: int | None
     host_bytes_per_node: Bytes | None
     not_modelled: Annotated[list[str], Field(description="Settings of the configuration files that no figure contains")]
+    unknown: Annotated[list[str], Field(description="Unknown keys of the configuration files")]
     notes: Annotated[list[str], Field(description="What is assumed and left out")]
 
 

@@ -66,6 +66,11 @@ def test_recommend_returns_the_choice_and_its_path(client: TestClient, find: str
     assert all({"question", "answer", "because"} <= set(node) for node in chosen["path"])
 
 
+def test_every_key_of_a_check_is_described(client: TestClient) -> None:
+    answer = client.get("/api/v1/check", params={"model": LLAMA, "gpus": 4, "gpu": "A100-40GB"}).json()
+    assert set(answer) == set(schema.Check.model_fields)
+
+
 def test_a_micro_batch_that_the_catalog_lacks_is_recorded(client: TestClient) -> None:
     job = {"model": "jhu-clsp/ettin-encoder-17m", "gpu": "L4", "strategy": "ddp", "micro_batch_size": 2}
     asked = client.get("/api/v1/estimate", params=job)
