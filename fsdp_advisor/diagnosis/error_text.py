@@ -26,7 +26,7 @@ _END = re.compile(r"reserved\s+(?:by|in\s+total\s+by)\s+PyTorch|user-supplied me
 _MESSAGE_CHARACTERS = 4000
 """The longest text that is searched for one message. Messages are shorter, even with many processes."""
 _BARE = re.compile(
-    r"CUDA error: out of memory|Cuda failure (?:2 )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|"
+    r"CUDA error: out of memory|Cuda failure[^\n]*out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|"
     r"CUDNN_STATUS_ALLOC_FAILED|memory allocation failed with OOM on device"
 )
 """Matches out-of-memory errors of libraries, which do not say how the memory is used."""
@@ -67,6 +67,16 @@ def library_error_in(text: str) -> str | None:
     return found[0] if found else None
 
 
+def sizes_in(message: str) -> dict[str, int]:
+    """The sizes in PyTorch's message, in bytes, by their fields of `OutOfMemory`.
+
+    >>> sizes_in("Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which 1.50 GiB is free.")
+    {'requested_bytes': 2147483648, 'total_bytes': 85899345920, 'free_bytes': 1610612736}
+    """
+    found = {name: _bytes(pattern.search(message)) for name, pattern in _PATTERNS.items()}
+    return {name: n_bytes for name, n_bytes in found.items() if n_bytes is not None}
+
+
 def _streams(text: str) -> dict[int | None, str]:
     """The lines of each rank without their prefixes; lines without a prefix under None."""
     streams: dict[int | None, list[str]] = {}
@@ -90,16 +100,16 @@ def _errors(text: str) -> Iterator[OutOfMemory]:
 
 
 def _error(message: str) -> OutOfMemory:
-    values = {name: _bytes(pattern.search(message)) for name, pattern in _PATTERNS.items()}
-    reserved, allocated = _bytes(_RESERVED.search(message)), values["allocated_bytes"]
-    if values["unallocated_bytes"] is None and reserved is not None and allocated is not None:
+    values = sizes_in(message)
+    reserved, allocated = _bytes(_RESERVED.search(message)), values.get("allocated_bytes")
+    if "unallocated_bytes" not in values and reserved is not None and allocated is not None:
         values["unallocated_bytes"] = max(reserved - allocated, 0)
     gpu = _GPU.search(message)
     processes = {int(pid): _size(size) for pid, size in _PROCESS.findall(message)}
     error = OutOfMemory(
         gpu=int(gpu[1] or gpu[2]) if gpu else None,
         other_processes=processes,
-        **{**values, "private_pool_bytes": values["private_pool_bytes"] or 0},  # type: ignore[arg-type]  # names of fields
+        **values,  # type: ignore[arg-type]  # names of fields
     )
     return _with_own_process(error)
 

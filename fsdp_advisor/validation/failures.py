@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fsdp_advisor.diagnosis.error_text import library_error_in, sizes_in
 from fsdp_advisor.errors import MeasurementError
-from fsdp_advisor.units import parse_bytes
 
 
 class ModeUnavailable(MeasurementError):
@@ -19,18 +19,15 @@ class ModeUnavailable(MeasurementError):
     exit_status = 2
 
 
-_SIZE = r"([\d.]+ (?:bytes|[KMGT]iB))"
-_CUDA = {
-    "asked_bytes": re.compile(rf"Tried to allocate {_SIZE}"),
-    "total_bytes": re.compile(rf"total capacity of {_SIZE}"),
-    "free_bytes": re.compile(rf"of which {_SIZE} is free"),
-    "allocated_bytes": re.compile(rf"{_SIZE} is allocated by PyTorch"),
-    "unallocated_bytes": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
+_RECORDED = {
+    "requested_bytes": "asked_bytes",
+    "total_bytes": "total_bytes",
+    "free_bytes": "free_bytes",
+    "allocated_bytes": "allocated_bytes",
+    "unallocated_bytes": "unallocated_bytes",
 }
+"""The sizes that a record keeps: {the field of `diagnosis.facts.OutOfMemory`: the record's key}."""
 _CPU = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+) bytes")
-_LIBRARY = re.compile(
-    r"CUDA error: out of memory|Cuda failure[^\n]*out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
-)
 _LOST = re.compile(
     r"connection (?:was likely )?(?:closed|reset)|broken pipe|remote worker crash|remote server shutdown"
     r"|ncclRemoteError|remote process exited",
@@ -42,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error is an out-of-memory error of CUDA, of its libraries, of PyTorch's CPU allocator or of Python."""
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         return True
-    return bool(_CPU.search(str(error)) or _LIBRARY.search(str(error)))
+    return bool(_CPU.search(str(error)) or library_error_in(str(error)))
 
 
 def is_host_out_of_memory(error: BaseException) -> bool:
@@ -60,13 +57,7 @@ def read_out_of_memory(message: str) -> dict[str, int]:
     """
     if match := _CPU.search(message):
         return {"asked_bytes": int(match[1])}
-    found = {}
-    for name, pattern in _CUDA.items():
-        if match := pattern.search(message):
-            n_bytes = parse_bytes(match[1].replace("bytes", "B"))
-            if n_bytes is not None:
-                found[name] = n_bytes
-    return found
+    return {_RECORDED[name]: n_bytes for name, n_bytes in sizes_in(message).items() if name in _RECORDED}
 
 
 def free_memory(*, host: bool) -> dict[str, int]:
