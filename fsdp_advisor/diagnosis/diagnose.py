@@ -18,13 +18,14 @@ from fsdp_advisor.diagnosis.error_text import errors_in, library_error_in
 from fsdp_advisor.diagnosis.facts import Category, Diagnosis, Moment, OutOfMemory
 from fsdp_advisor.diagnosis.pickle_reader import PickleRefused
 from fsdp_advisor.diagnosis.prediction import DiagnosedJob, on_gpu_of_error, predicted
-from fsdp_advisor.diagnosis.replay import Alive, alive_at, lifetimes, moment_of, rounded, segments_of
+from fsdp_advisor.diagnosis.replay import Alive, alive_at, lifetimes, moment_of, segments_of
 from fsdp_advisor.diagnosis.snapshot import ALLOC, NO_STACK, OOM, NotASnapshot, Snapshot, Trace, read_snapshot
 from fsdp_advisor.diagnosis.stacks import classify, site_of
 from fsdp_advisor.diagnosis.steps import steps_of
 from fsdp_advisor.errors import UnreadableDiagnosis
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.allocator.caching import allocation_size
+from fsdp_advisor.program.storages import round_up
 
 STANDARD_INPUT = "-"
 MAX_TEXT_BYTES = 64 * 2**20
@@ -229,7 +230,7 @@ def _error_of(evidence: Evidence, device: int, job: DiagnosedJob | None) -> OutO
     trace, alive = evidence.trace, evidence.alive
     return OutOfMemory(
         gpu=device,
-        requested_bytes=allocation_size(rounded(trace.sizes[alive.at]), AllocatorConf()),
+        requested_bytes=allocation_size(round_up(trace.sizes[alive.at]), AllocatorConf()),
         free_bytes=trace.addresses[alive.at],
         total_bytes=None if job is None else job.report.gpu_memory_bytes,
         allocated_bytes=alive.allocated_bytes,

@@ -24,10 +24,9 @@ from fsdp_advisor.diagnosis.snapshot import (
     SnapshotSegment,
     Trace,
 )
+from fsdp_advisor.program.storages import round_up
 
 NEVER = -1
-_ALIGNMENT = 512
-"""Bytes to which the allocator rounds. Source: c10/core/CachingDeviceAllocator.h, kMinBlockSize."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +75,10 @@ def moment_of(trace: Trace, segments: Sequence[SnapshotSegment]) -> int:
     for at, action in enumerate(trace.actions):
         address = trace.addresses[at]
         if action == ALLOC:
-            sizes[address] = rounded(trace.sizes[at])
+            sizes[address] = round_up(trace.sizes[at])
             now += sizes[address]
         elif action in FREES:
-            now -= sizes.pop(address, rounded(trace.sizes[at]))
+            now -= sizes.pop(address, round_up(trace.sizes[at]))
         if now > highest:
             highest, peak = now, at + 1
     return peak
@@ -88,15 +87,12 @@ def moment_of(trace: Trace, segments: Sequence[SnapshotSegment]) -> int:
 def alive_at(trace: Trace, segments: Sequence[SnapshotSegment], moment: int) -> Alive:
     """The storages that are alive before event `moment`."""
     earlier, freed = _earlier(trace, segments)
-    live = [item for item in earlier if item.freed == NEVER or item.freed >= moment]
-    current: dict[int, int] = {}
-    for at in range(moment):
-        action, address = trace.actions[at], trace.addresses[at]
-        if action == ALLOC:
-            current[address] = at
-        elif action in FREES:
-            current.pop(address, None)
-    live += [Live(rounded(trace.sizes[at]), trace.stacks[at], at, freed.get(at, NEVER)) for at in current.values()]
+    made = [
+        Live(round_up(trace.sizes[at]), trace.stacks[at], at, freed[at])
+        for at in range(moment)
+        if trace.actions[at] == ALLOC
+    ]
+    live = [item for item in (*earlier, *made) if item.freed == NEVER or item.freed >= moment]
     reserved = sum(segment.total_bytes for segment in segments)
     for at in range(moment, len(trace)):
         if trace.actions[at] in (SEGMENT_ALLOC, SEGMENT_MAP):
@@ -106,11 +102,11 @@ def alive_at(trace: Trace, segments: Sequence[SnapshotSegment], moment: int) -> 
     return Alive(at=moment, live=tuple(live), reserved_bytes=max(reserved, sum(item.n_bytes for item in live)))
 
 
-def _earlier(trace: Trace, segments: Sequence[SnapshotSegment]) -> tuple[list[Live], dict[int, int]]:
-    """(the storages that were alive before the trace began, {index of an allocation in the trace: index of the event that frees it})."""
+def _earlier(trace: Trace, segments: Sequence[SnapshotSegment]) -> tuple[list[Live], array[int]]:
+    """(the storages that were alive before the trace began, `lifetimes`)."""
     earlier: list[Live] = []
     current: dict[int, int] = {}
-    freed: dict[int, int] = {}
+    freed = array("q", [NEVER]) * len(trace)
     for at, action in enumerate(trace.actions):
         address = trace.addresses[at]
         if action == ALLOC:
@@ -118,11 +114,11 @@ def _earlier(trace: Trace, segments: Sequence[SnapshotSegment]) -> tuple[list[Li
         elif action in FREES:
             event = current.pop(address, None)
             if event is None:
-                earlier.append(Live(rounded(trace.sizes[at]), NO_STACK, None, at))
+                earlier.append(Live(round_up(trace.sizes[at]), NO_STACK, None, at))
             else:
                 freed[event] = at
     earlier += [
-        Live(rounded(block.requested), block.stack, None, NEVER)
+        Live(round_up(block.requested), block.stack, None, NEVER)
         for block in _active(segments)
         if block.address not in current
     ]
@@ -135,20 +131,4 @@ def _active(segments: Sequence[SnapshotSegment]) -> Iterator[Block]:
 
 def lifetimes(trace: Trace) -> array[int]:
     """By event, the index of the event that frees its allocation; NEVER for allocations that are not freed and for other events."""
-    result = array("q", [NEVER]) * len(trace)
-    current: dict[int, int] = {}
-    for at, action in enumerate(trace.actions):
-        if action == ALLOC:
-            current[trace.addresses[at]] = at
-        elif action in FREES and (event := current.pop(trace.addresses[at], None)) is not None:
-            result[event] = at
-    return result
-
-
-def rounded(n_bytes: int) -> int:
-    """The bytes of a block that holds a tensor of `n_bytes`.
-
-    >>> rounded(1), rounded(1024)
-    (512, 1024)
-    """
-    return max(_ALIGNMENT, -(-n_bytes // _ALIGNMENT) * _ALIGNMENT)
+    return _earlier(trace, ())[1]
