@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import combinations
@@ -10,16 +9,6 @@ from typing import cast
 
 from fsdp_advisor.errors import NotPolynomial
 from fsdp_advisor.model.tape import MONOMIALS, ZERO, Chunked, Polynomial, Quantity
-
-
-def _quadratic(ts: Sequence[int], values: Sequence[int]) -> tuple[Fraction, Fraction, Fraction]:
-    """(c0, c1, c2) of the parabola through three points (Newton's divided differences)."""
-    t0, t1, t2 = ts
-    d01 = Fraction(values[1] - values[0], t1 - t0)
-    d12 = Fraction(values[2] - values[1], t2 - t1)
-    c2 = (d12 - d01) / (t2 - t0)
-    c1 = d01 - c2 * (t0 + t1)
-    return values[0] - c1 * t0 - c2 * t0 * t0, c1, c2
 
 
 @lru_cache(maxsize=65536)
@@ -30,20 +19,14 @@ def fit(bs: tuple[int, ...], ts: tuple[int, int, int], values: tuple[int, ...]) 
     >>> fit((2, 3), (4, 6, 9), tuple(5 + 2 * b * t * t for b in (2, 3) for t in (4, 6, 9)))
     (5, 0, 0, 0, 2, 0)
     """
-    rows = [_quadratic(ts, values[i * 3 : i * 3 + 3]) for i in range(len(bs))]
-    if len(bs) == 1:
-        (c1, ct, ct2), (cb, cbt, cbt2) = rows[0], (Fraction(0),) * 3
-    else:
-        slopes = [(hi - lo) / (bs[1] - bs[0]) for lo, hi in zip(rows[0], rows[1], strict=True)]
-        cb, cbt, cbt2 = slopes
-        c1, ct, ct2 = (lo - slope * bs[0] for lo, slope in zip(rows[0], slopes, strict=True))
-    coefficients = (c1, cb, ct, cbt, cbt2, ct2)
-    if any(c.denominator != 1 for c in coefficients):
+    terms = range(len(MONOMIALS)) if len(bs) > 1 else (0, 2, 5)
+    found = _solve([[_monomial(term, b, t) for b in bs for t in ts] for term in terms], values)
+    if found is None:
         raise NotPolynomial(
             f"a tensor's size is not a polynomial in micro-batch and sequence length: {values} at B {bs}, T {ts}"
         )
-    a, b, c, d, e, f = (int(x) for x in coefficients)
-    return a, b, c, d, e, f
+    coefficients = dict(zip(terms, found, strict=True))
+    return cast(Polynomial, tuple(coefficients.get(term, 0) for term in range(len(MONOMIALS))))
 
 
 MOST_TERMS = 3
