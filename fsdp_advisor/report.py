@@ -293,70 +293,35 @@ class StrategyEstimate:
 
     def as_dict(self, *, timeline: bool = False) -> dict[str, Any]:
         """The JSON object of a row, as in `estimates` of the report's document."""
-        result: dict[str, Any] = {
-            "strategy": self.strategy,
-            "backend": self.backend,
-            "offload": self.offload,
-            "fits": self.fits,
-            "needed_bytes": self.needed_bytes,
-            "needed_breakdown": self.needed_breakdown,
-            "headroom_bytes": self.headroom_bytes,
-            "peak_tensor_bytes": self.peak_tensor_bytes,
-            "peak_allocated_bytes": self.peak_allocated_bytes,
-            "peak_reserved_bytes": self.peak_reserved_bytes,
-            "peak_device_bytes": self.peak_device_bytes,
-            "simulated_peak_bytes": self.simulated_peak_bytes,
-            "peak_device_bytes_range": _as_json(self.peak_device_bytes_range),
-            "allocator_retries_per_step": self.allocator_retries_per_step,
-            "allocator": None
-            if self.allocator is None
-            else {
+        result = {key: _as_json(getattr(self, key)) for key in _KEYS}
+        if self.allocator is not None:
+            result["allocator"] = {
                 "verdict": self.allocator.verdict,
                 "expandable_segments_help": self.allocator.expandable_segments_help,
                 "steps_until_steady": self.allocator.steps_until_steady,
-            },
-            "device_overhead_bytes_range": _as_json(self.device_overhead_bytes_range),
-            "peak_phase": self.peak_phase,
-            "peak_where": self.peak_where,
-            "phase_peaks": self.phase_peaks,
-            "states": self.states,
-            "kept_bytes": self.kept_bytes,
-            "parameter_parts": self.parameter_parts,
-            "at_peak": self.at_peak,
-            "fused_loss_peak_bytes": self.fused_loss_peak_bytes,
-            "paged_optimizer_bytes": self.paged_optimizer_bytes,
-            "host_bytes_per_node": self.host_bytes_per_node,
-            "host_loading_bytes_per_node": self.host_loading_bytes_per_node,
-            **{key: _as_json(getattr(self, key)) for key in _SPEED_KEYS},
-            "evaluation": None
-            if self.evaluation is None
-            else {
+            }
+        if self.evaluation is not None:
+            result["evaluation"] = {
                 "peak_allocated_bytes": self.evaluation.allocated_peak_bytes,
                 "peak_reserved_bytes": self.evaluation.reserved_peak_bytes,
-            },
-            "job_peaks": None if self.job_peaks is None else self.job_peaks.as_dict(),
-            "fails_in": self.fails_in,
-            "warnings": list(self.warnings),
-            "not_modelled": list(self.not_modelled),
-        }
+            }
+        if self.job_peaks is not None:
+            result["job_peaks"] = self.job_peaks.as_dict()
         if timeline:
-            result["timeline"] = [
-                {
-                    "phase": p.phase,
-                    "where": p.where,
-                    "live_bytes": p.live_bytes,
-                    "high_bytes": p.high_bytes,
-                }
-                for p in self.timeline
-            ]
+            result["timeline"] = [point._asdict() for point in self.timeline]
         return result
 
 
-_SPEED_KEYS = (
-    "tokens_per_second_per_gpu", "samples_per_second_per_gpu", "step_seconds", "mfu", "exposed_communication_share", "step_seconds_range",
-    "tokens_per_second_per_gpu_range", "mfu_range", "exposed_communication_share_range", "step_breakdown",
+_KEYS = (
+    "strategy", "backend", "offload", "fits", "needed_bytes", "needed_breakdown", "headroom_bytes", "peak_tensor_bytes",
+    "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "simulated_peak_bytes", "peak_device_bytes_range",
+    "allocator_retries_per_step", "allocator", "device_overhead_bytes_range", "peak_phase", "peak_where", "phase_peaks", "states",
+    "kept_bytes", "parameter_parts", "at_peak", "fused_loss_peak_bytes", "paged_optimizer_bytes", "host_bytes_per_node",
+    "host_loading_bytes_per_node", "tokens_per_second_per_gpu", "samples_per_second_per_gpu", "step_seconds", "mfu",
+    "exposed_communication_share", "step_seconds_range", "tokens_per_second_per_gpu_range", "mfu_range",
+    "exposed_communication_share_range", "step_breakdown", "evaluation", "job_peaks", "fails_in", "warnings", "not_modelled",
 )  # fmt: skip
-"""The JSON keys about a step's time."""
+"""The JSON keys of a row."""
 
 
 def _as_json(value: Any) -> Any:
