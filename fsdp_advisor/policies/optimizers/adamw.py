@@ -11,11 +11,11 @@ from math import prod
 
 from fsdp_advisor.job.choices import OptimizerName
 from fsdp_advisor.model.profile import Parameter
+from fsdp_advisor.policies.optimizers.elementwise import Elementwise
 from fsdp_advisor.policies.optimizers.interface import (
     STEP_COUNT_BYTES,
     Constructor,
     NamedOptimizer,
-    Optimizer,
     Shape,
 )
 from fsdp_advisor.program.instructions import HostKernel
@@ -23,16 +23,13 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW(Optimizer):
-    """AdamW: two moments in the parameter's dtype, and a step count.
+class AdamW(Elementwise):
+    """AdamW: two moments in the parameter's dtype, and a step count. DeepSpeedCPUAdam's moments have the masters' dtype.
 
-    `step_count`: the step count on the GPU. `roots`: whether all square roots of second moments exist at the same time.
-    `passes`: how many tensors of the parameter's size the update reads or writes.
+    `step_count`: the step count on the GPU.
     """
 
     step_count: Storages
-    roots: bool
-    passes: int
 
     def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         elements = prod(shape)
@@ -43,22 +40,6 @@ class AdamW(Optimizer):
     def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
         return Storages.of(elements * element_bytes, 2) + self.step_count
 
-    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
-        """The moments of DeepSpeedCPUAdam have the masters' dtype."""
-        return (element_bytes * elements,) * 2
-
-    def textbook_bytes(self, element_bytes: int) -> int:
-        return 2 * element_bytes
-
-    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
-        return self.flat_step_temporaries(prod(shape), element_bytes)
-
-    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
-        return Storages.of(elements * element_bytes) if self.roots else NO_STORAGES
-
-    def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        return self.passes * element_bytes * parameter.elements
-
 
 def _torch_adamw(
     name: OptimizerName,
@@ -66,7 +47,7 @@ def _torch_adamw(
     *,
     step_count: Storages,
     host_state_bytes: int,
-    roots: bool,
+    temporaries: int,
     passes: int,
     host_kernel: HostKernel,
 ) -> AdamW:
@@ -85,7 +66,8 @@ def _torch_adamw(
         is_cpu_adam=True,
         step_count=step_count,
         host_state_bytes=host_state_bytes,
-        roots=roots,
+        moments=2,
+        temporaries=temporaries,
         passes=passes,
     )
 
@@ -95,7 +77,7 @@ FUSED = _torch_adamw(
     "fused",
     step_count=Storages.of(STEP_COUNT_BYTES),
     host_state_bytes=0,
-    roots=False,
+    temporaries=0,
     passes=7,  # reads p, g, m, v; writes p, m, v
     host_kernel="one_pass",
 )
@@ -104,7 +86,7 @@ FOREACH = _torch_adamw(
     "foreach",
     step_count=NO_STORAGES,
     host_state_bytes=STEP_COUNT_BYTES,
-    roots=True,
+    temporaries=1,  # the roots of all second moments exist at the same time
     passes=19,  # eight passes over lists of tensors
     host_kernel="many_passes",
 )

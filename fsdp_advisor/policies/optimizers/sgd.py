@@ -3,56 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
 
 from fsdp_advisor.job.choices import OptimizerName
-from fsdp_advisor.model.profile import Parameter
-from fsdp_advisor.policies.optimizers.interface import (
-    NO_OPTIONS,
-    Constructor,
-    NamedOptimizer,
-    Optimizer,
-    Option,
-    Shape,
-)
-from fsdp_advisor.program.storages import NO_STORAGES, Storages
+from fsdp_advisor.policies.optimizers.elementwise import Elementwise
+from fsdp_advisor.policies.optimizers.interface import NO_OPTIONS, Constructor, NamedOptimizer, Option
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sgd(Optimizer):
-    """SGD, which updates in place. `momentum`: whether there is a momentum buffer, in the parameter's dtype."""
-
-    momentum: bool
-
-    def state_storages(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
-        elements = prod(shape)
-        return self.flat_state_storages(elements, element_bytes) if elements else NO_STORAGES
-
-    def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
-        return Storages.of(elements * element_bytes) if self.momentum else NO_STORAGES
-
-    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
-        return (element_bytes * elements,) if self.momentum else ()
-
-    def textbook_bytes(self, element_bytes: int) -> int:
-        return element_bytes if self.momentum else 0
-
-    def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
-        return NO_STORAGES
-
-    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
-        return NO_STORAGES
-
-    def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        """Bytes to read p and g and write p; with momentum also to read and write the buffer."""
-        return (5 if self.momentum else 3) * element_bytes * parameter.elements
-
-
-def _torch_sgd(name: OptimizerName, options: Mapping[str, Option]) -> Sgd:
+def _torch_sgd(name: OptimizerName, options: Mapping[str, Option], *, moments: int, passes: int) -> Elementwise:
     constructor = Constructor(module="torch.optim", name="SGD", options={**options, "foreach": True})
     by_deepspeed = NamedOptimizer(name="SGD", options=options)  # DeepSpeed makes the class of torch.optim
-    return Sgd(
+    return Elementwise(
         name=name,
         script=constructor,
         transformers=NamedOptimizer(name="sgd", options=options),
@@ -63,9 +23,11 @@ def _torch_sgd(name: OptimizerName, options: Mapping[str, Option]) -> Sgd:
         host_kernel="many_passes",
         deepspeed_host_kernel="one_pass",
         is_cpu_adam=False,
-        momentum="momentum" in options,
+        moments=moments,
+        temporaries=0,
+        passes=passes,
     )
 
 
-PLAIN = _torch_sgd("sgd", NO_OPTIONS)
-MOMENTUM = _torch_sgd("sgd_momentum", {"momentum": 0.9})
+PLAIN = _torch_sgd("sgd", NO_OPTIONS, moments=0, passes=3)  # reads p and g, writes p
+MOMENTUM = _torch_sgd("sgd_momentum", {"momentum": 0.9}, moments=1, passes=5)  # also reads and writes the buffer
