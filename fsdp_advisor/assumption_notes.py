@@ -179,7 +179,7 @@ def adapted_expert_notes(profile: Profile | None) -> list[str]:
     """
     if profile is None or not profile.config:
         return []
-    parameters = [(p, count) for unit, count in profile.counted_units() for p in unit.parameters]
+    parameters = list(profile.counted_parameters())
     frozen = [(p, n) for p, n in parameters if p.role == "expert" and len(p.shape) == 3 and not p.trainable]
     packed = sum(prod(p.matrix) * count for p, count in parameters if p.role == "quantized" and p.matrix is not None)
     adapters = [(p, count) for p, count in parameters if p.role == "adapter"]

@@ -222,7 +222,7 @@ def _shows_in_the_graph(profile: Profile, plan: Plan) -> bool:
     """Whether autograd's graph of a model under FSDP1 depends on `use_orig_params`: an adapter reads the dtype of a weight before it is
     gathered, or parameters are padded to 16 bytes.
     """
-    padded = (p.elements * plan.compute_bytes % 16 for unit, _ in profile.counted_units() for p in unit.parameters)
+    padded = (p.elements * plan.compute_bytes % 16 for p, _ in profile.counted_parameters())
     return bool(profile.adapter_parameters) or any(padded)
 
 

@@ -13,7 +13,7 @@ from fsdp_advisor.model.profile import Profile
 
 
 def _adapts_rank(profile: Profile) -> bool:
-    return any(".lora_E." in p.name for unit, _ in profile.counted_units() for p in unit.parameters)
+    return any(".lora_E." in p.name for p, _ in profile.counted_parameters())
 
 
 def adalora_refusal(profile: Profile, plan: Plan) -> UsageError | None:

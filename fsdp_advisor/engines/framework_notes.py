@@ -121,7 +121,7 @@ def _axolotl_notes(profile: Profile, plan: Plan) -> list[str]:
             f"fp32 norms, embeddings and head, which axolotl makes with attention {plan.attention}: {format_bytes(n_bytes)} more for "
             "their weights and gradients, fp32 optimizer state of them and fp32 hidden states; flash_attention_2 keeps them in bf16"
         )
-    packed = any(p.role == "quantized" for unit, _ in profile.counted_units() for p in unit.parameters)
+    packed = any(p.role == "quantized" for p, _ in profile.counted_parameters())
     if packed and (n_bytes := profile.bytes_of(lambda p: 2 if _stays_fp32(p) else 0)) > profile.parameters // 100:
         notes.append(
             f"weights outside linear layers, such as experts, which axolotl stores in fp32 under DDP: {format_bytes(n_bytes)} more"

@@ -20,13 +20,12 @@ def host_memory(profile: Profile, plan: Plan) -> HostMemory:
         return HostMemory()
     optimizer = optimizer_of(plan)
     pinned = pageable = 0
-    for unit, count in profile.counted_units():
-        for p in unit.parameters:
-            if not is_sharded(p, plan):
-                continue
-            shard = shard_bytes(p, plan) * count
-            pinned += 2 * shard if p.trainable else shard
-            if optimizer.keeps_state_of(p):
-                local = shard_shape(p.shape, plan.shard_degree)
-                pageable += optimizer.all_state_storages(p, local, stored_bytes(plan, p)).exact * count
+    for p, count in profile.counted_parameters():
+        if not is_sharded(p, plan):
+            continue
+        shard = shard_bytes(p, plan) * count
+        pinned += 2 * shard if p.trainable else shard
+        if optimizer.keeps_state_of(p):
+            local = shard_shape(p.shape, plan.shard_degree)
+            pageable += optimizer.all_state_storages(p, local, stored_bytes(plan, p)).exact * count
     return HostMemory(pinned=pinned * plan.ranks_per_node, pageable=pageable * plan.ranks_per_node)

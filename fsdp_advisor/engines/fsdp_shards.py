@@ -52,13 +52,12 @@ class StateDictBytes(NamedTuple):
     @classmethod
     def of(cls, profile: Profile, plan: Plan) -> StateDictBytes:
         full = sharded = largest = largest_shard = 0
-        for unit, count in profile.counted_units():
-            for p in unit.parameters:
-                entries = count * (1 + len(p.tied))
-                whole, shard = p.elements * stored_bytes(plan, p), shard_bytes(p, plan)
-                full += whole * entries
-                sharded += shard * entries
-                largest, largest_shard = max(largest, whole), max(largest_shard, shard)
+        for p, count in profile.counted_parameters():
+            entries = count * (1 + len(p.tied))
+            whole, shard = p.elements * stored_bytes(plan, p), shard_bytes(p, plan)
+            full += whole * entries
+            sharded += shard * entries
+            largest, largest_shard = max(largest, whole), max(largest_shard, shard)
         return cls(full, sharded, largest, largest_shard * plan.shard_degree, largest_shard)
 
 

@@ -31,12 +31,11 @@ def saved_state(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], Se
         return SavedState()
     optimizer = optimizer_of(plan)
     total, scalars, largest = optimizer.shared_state.exact, 0, 0
-    for unit, count in profile.counted_units():
-        for p in unit.parameters:
-            if optimizer.keeps_state_of(p):
-                state = optimizer.all_state_storages(p, shape_of(p), stored_bytes(plan, p))
-                on_host = optimizer.host_state_bytes if state.exact else 0
-                total += (state.exact + on_host) * count
-                scalars += (sum(n for n in state.each() if n == SCALAR_BYTES) + on_host) * count
-                largest = max(largest, *state.each(), 0)
+    for p, count in profile.counted_parameters():
+        if optimizer.keeps_state_of(p):
+            state = optimizer.all_state_storages(p, shape_of(p), stored_bytes(plan, p))
+            on_host = optimizer.host_state_bytes if state.exact else 0
+            total += (state.exact + on_host) * count
+            scalars += (sum(n for n in state.each() if n == SCALAR_BYTES) + on_host) * count
+            largest = max(largest, *state.each(), 0)
     return SavedState(total, scalars, largest)

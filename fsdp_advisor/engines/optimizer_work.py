@@ -53,10 +53,9 @@ def stepping_refusal(profile: Profile, plan: Plan) -> UsageError | None:
             f"{plan.optim} copies gradients to the host in backward, before DDP reduces those of {plan.world_size} GPUs",
             hint="--gpus 1, or --offload optimizer",
         )
-    for unit, _ in profile.counted_units():
-        for parameter in unit.parameters:
-            if parameter.trainable and (failure := optimizer.shard_failure(parameter, shards)) is not None:
-                return UsageError(failure, hint="fewer ranks per shard (hsdp), or another --optim")
+    for parameter, _ in profile.counted_parameters():
+        if parameter.trainable and (failure := optimizer.shard_failure(parameter, shards)) is not None:
+            return UsageError(failure, hint="fewer ranks per shard (hsdp), or another --optim")
     return None
 
 
@@ -68,10 +67,7 @@ def host_elements(profile: Profile, plan: Plan) -> int:
     """Elements of the GPU's parameters that the optimizer updates on the host."""
     optimizer = optimizer_of(plan)
     return sum(
-        p.elements * count
-        for unit, count in profile.counted_units()
-        for p in unit.parameters
-        if p.trainable and optimizer.on_host(p.elements)
+        p.elements * count for p, count in profile.counted_parameters() if p.trainable and optimizer.on_host(p.elements)
     )
 
 
@@ -80,8 +76,7 @@ def host_state_bytes(profile: Profile, plan: Plan) -> int:
     optimizer = optimizer_of(plan)
     return sum(
         optimizer.host_state(p.elements, stored_bytes(plan, p)) * count
-        for unit, count in profile.counted_units()
-        for p in unit.parameters
+        for p, count in profile.counted_parameters()
         if p.trainable
     )
 
@@ -98,19 +93,18 @@ def gpu_step(
     clips = clips_gradients(plan) and not masters
     share = elements / max(1, profile.trainable_parameters)
     n_bytes, quantized, quantizing = MASTER_BYTES * elements if masters else 0.0, 0.0, 0.0
-    for unit, count in profile.counted_units():
-        for parameter in unit.parameters:
-            if parameter.trainable:
-                stored = stored_bytes(plan, parameter)
-                n_bytes += 3 * stored * parameter.elements * share * count if clips else 0
-                update = optimizer.step_bytes(parameter, stored) * share * count
-                if states := optimizer.quantized_states(parameter):
-                    quantized += states * share * count
-                    quantizing += update
-                else:
-                    n_bytes += update
-                flops += optimizer.step_flops(parameter, shards) * count
-                collectives += optimizer.step_collectives(parameter, shards) * count
+    for parameter, count in profile.counted_parameters():
+        if parameter.trainable:
+            stored = stored_bytes(plan, parameter)
+            n_bytes += 3 * stored * parameter.elements * share * count if clips else 0
+            update = optimizer.step_bytes(parameter, stored) * share * count
+            if states := optimizer.quantized_states(parameter):
+                quantized += states * share * count
+                quantizing += update
+            else:
+                n_bytes += update
+            flops += optimizer.step_flops(parameter, shards) * count
+            collectives += optimizer.step_collectives(parameter, shards) * count
     return OptimizerStep(
         n_bytes,
         quantized_states=quantized,

@@ -19,7 +19,7 @@ from fsdp_advisor.program.storages import WeightTransfer
 
 def is_quantized_on_load(profile: Profile) -> bool:
     """Whether bitsandbytes quantizes the base. GPTQ's and AWQ's packed weights are buffers, which a checkpoint has as they are."""
-    return any(_is_packed(p) for unit, _ in profile.counted_units() for p in unit.parameters)
+    return any(_is_packed(p) for p, _ in profile.counted_parameters())
 
 
 def on_gpu(
@@ -102,7 +102,7 @@ def _unpacked_elements(p: Parameter) -> int:
 
 def _largest_matrix(profile: Profile) -> int:
     """Elements of the largest weight that is quantized."""
-    return max(_unpacked_elements(p) for unit, _ in profile.counted_units() for p in unit.parameters if _is_packed(p))
+    return max(_unpacked_elements(p) for p, _ in profile.counted_parameters() if _is_packed(p))
 
 
 def _file_bytes(profile: Profile) -> int | None:
@@ -125,5 +125,5 @@ def _in_conversion_bytes(profile: Profile) -> int:
         return 2 * HALF_BYTES * _largest_matrix(profile)
     if checkpoint_element_bytes(profile) == HALF_BYTES:
         return 0
-    sizes = (_unpacked_elements(p) for unit, _ in profile.base.counted_units() for p in unit.parameters)
+    sizes = (_unpacked_elements(p) for p, _ in profile.base.counted_parameters())
     return HALF_BYTES * max(sizes)

@@ -58,7 +58,7 @@ _NO_SCAN_KERNELS = (
 
 def _has_state_space(profile: Profile) -> bool:
     """Whether the model has a state-space layer, which is recognized by the name of its decay parameter."""
-    return any(p.name.endswith("A_log") for unit, _ in profile.counted_units() for p in unit.parameters)
+    return any(p.name.endswith("A_log") for p, _ in profile.counted_parameters())
 
 
 def has_loop(profile: Profile) -> bool:

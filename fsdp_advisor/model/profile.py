@@ -185,9 +185,13 @@ class Profile:
         for stack in self.stacks:
             yield from zip(stack.units, stack.counts, strict=True)
 
+    def counted_parameters(self) -> Iterator[tuple[Parameter, int]]:
+        """Each recorded parameter, in the order of `counted_units`, with the number of real ones it stands for."""
+        return ((p, count) for unit, count in self.counted_units() for p in unit.parameters)
+
     def parameter_names(self) -> Iterator[str]:
         """The names of all parameters, within their units."""
-        return (p.name for unit, _ in self.counted_units() for p in unit.parameters)
+        return (p.name for p, _ in self.counted_parameters())
 
     def in_order(self) -> Iterator[Parameter]:
         """Every real parameter, in the order of `model.parameters()`."""
@@ -201,7 +205,7 @@ class Profile:
 
     def bytes_of(self, element_bytes: Callable[[Parameter], int]) -> int:
         """Bytes of all parameters, of which each element has `element_bytes(parameter)`."""
-        return sum(p.elements * element_bytes(p) * n for unit, n in self.counted_units() for p in unit.parameters)
+        return sum(p.elements * element_bytes(p) * n for p, n in self.counted_parameters())
 
     @cached_property
     def parameters(self) -> int:
@@ -220,9 +224,7 @@ class Profile:
     @cached_property
     def adapter_parameters(self) -> int:
         """The number of elements that adapters add, trained copies included."""
-        return sum(
-            p.elements * count for unit, count in self.counted_units() for p in unit.parameters if p.role == "adapter"
-        )
+        return sum(p.elements * count for p, count in self.counted_parameters() if p.role == "adapter")
 
     @cached_property
     def adapted_modules(self) -> tuple[str, ...]:
@@ -283,7 +285,7 @@ class Profile:
     @cached_property
     def mixes_dtypes(self) -> bool:
         """Whether some parameters have their own dtype, so that a model in half precision also has weights in other dtypes."""
-        return any(p.dtype is not None for unit, _ in self.counted_units() for p in unit.parameters)
+        return any(p.dtype is not None for p, _ in self.counted_parameters())
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -306,7 +308,7 @@ class Profile:
         """
         if isinstance(dbrx := self.config.get("ffn_config"), dict) and "moe_num_experts" in dbrx:
             return int(dbrx["moe_num_experts"])
-        stacked = [p.shape[0] for unit, _ in self.counted_units() for p in unit.parameters if p.role == "expert"]
+        stacked = [p.shape[0] for p, _ in self.counted_parameters() if p.role == "expert"]
         return max(stacked, default=None)
 
     @cached_property
@@ -341,7 +343,7 @@ class Profile:
 
     @cached_property
     def largest_parameter_elements(self) -> int:
-        return max((p.elements for unit, _ in self.counted_units() for p in unit.parameters), default=0)
+        return max((p.elements for p, _ in self.counted_parameters()), default=0)
 
     @property
     def layer_classes(self) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ def is_sharded(parameter: Parameter, plan: Plan) -> bool:
 
 def has_8_bit_weights(profile: Profile) -> bool:
     """Whether bitsandbytes stores weights of the model in 8 bits."""
-    return any(p.dtype == "int8" for unit, _ in profile.counted_units() for p in unit.parameters)
+    return any(p.dtype == "int8" for p, _ in profile.counted_parameters())
 
 
 def packing_refusal(profile: Profile, plan: Plan) -> UsageError | None:
@@ -46,13 +46,12 @@ def packing_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     if not plan.mixed:
         return None
     computed = half_dtype(plan.precision)
-    for unit, _ in profile.counted_units():
-        for p in unit.parameters:
-            if p.role == "quantized" and is_floating(p) and p.dtype not in (None, computed):
-                return UsageError(
-                    f"FSDP's mixed precision converts packed weights from {p.dtype} to {computed}, which destroys their values",
-                    hint=f"--bnb-4bit-quant-storage {computed}",
-                )
+    for p, _ in profile.counted_parameters():
+        if p.role == "quantized" and is_floating(p) and p.dtype not in (None, computed):
+            return UsageError(
+                f"FSDP's mixed precision converts packed weights from {p.dtype} to {computed}, which destroys their values",
+                hint=f"--bnb-4bit-quant-storage {computed}",
+            )
     return None
 
 

@@ -14,14 +14,13 @@ def host_memory(profile: Profile, plan: Plan) -> HostMemory:
     states.
     """
     optimizer, pinned, pageable = optimizer_of(plan), 0, 0
-    for unit, count in profile.counted_units():
-        for p in unit.parameters:
-            if not p.requires_grad:
-                continue
-            element = stored_bytes(plan, p)
-            kept = count if optimizer.keeps_state_of(p) else 0
-            pageable += optimizer.host_state(p.elements, element) * kept
-            if optimizer.on_host(p.elements):
-                pinned += 2 * page_locked(p.elements * element) * count
-                pageable += optimizer.all_state_storages(p, p.shape, element).exact * kept
+    for p, count in profile.counted_parameters():
+        if not p.requires_grad:
+            continue
+        element = stored_bytes(plan, p)
+        kept = count if optimizer.keeps_state_of(p) else 0
+        pageable += optimizer.host_state(p.elements, element) * kept
+        if optimizer.on_host(p.elements):
+            pinned += 2 * page_locked(p.elements * element) * count
+            pageable += optimizer.all_state_storages(p, p.shape, element).exact * kept
     return HostMemory(pinned=pinned * plan.ranks_per_node, pageable=pageable * plan.ranks_per_node)

@@ -25,12 +25,11 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     """
     checkpoint = LoadedCheckpoint.of(profile, plan.param_bytes)
     weights, largest, gradient_buckets = NO_STORAGES, 0, 0
-    for unit, count in profile.counted_units():
-        for p in unit.parameters:
-            n_bytes = p.elements * stored_bytes(plan, p)
-            weights += Storages.of(n_bytes, count)
-            largest = max(largest, n_bytes)
-            gradient_buckets += n_bytes * count if p.requires_grad else 0
+    for p, count in profile.counted_parameters():
+        n_bytes = p.elements * stored_bytes(plan, p)
+        weights += Storages.of(n_bytes, count)
+        largest = max(largest, n_bytes)
+        gradient_buckets += n_bytes * count if p.requires_grad else 0
     broadcast_buckets = min(weights.exact, 2 * (BROADCAST_BUCKET_BYTES + largest))
     buckets = max(gradient_buckets, broadcast_buckets) if plan.world_size > 1 else 0
     whole = weights.rounded + buffers(profile, plan.param_bytes).rounded

@@ -74,8 +74,7 @@ def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     initialized_gpu, initialized_host = _bytes_after_initialize(profile, plan)
     shards = sum(
         round_up(cast_bytes(plan, p) * partitions.shard_elements(p.elements, plan.shard_degree)) * count
-        for unit, count in profile.counted_units()
-        for p in unit.parameters
+        for p, count in profile.counted_parameters()
     )
     shards_on_gpu, shards_on_host = (0, shards) if offloads_parameters(plan) else (shards, 0)
     module = c * max(_largest_module_elements(unit) for unit, _ in profile.counted_units())

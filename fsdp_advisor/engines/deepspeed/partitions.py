@@ -37,13 +37,6 @@ FP64_NORM_BYTES = 8
 """Gradient norms are computed on a copy in fp64. Source: zero/utils.py, get_norm_dtype."""
 
 
-def each_parameter(profile: Profile) -> Iterator[tuple[Parameter, int]]:
-    """Every recorded parameter, with the number of real ones it stands for."""
-    for unit, count in profile.counted_units():
-        for parameter in unit.parameters:
-            yield parameter, count
-
-
 def deepspeed_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     """Why DeepSpeed cannot train a model; None if it can. Weights in 4 bits are sharded and gathered as they are stored.
 
@@ -87,7 +80,7 @@ def shard_elements(elements: int, ranks: int) -> int:
 
 def shard_total(profile: Profile, ranks: int) -> int:
     """The elements that a rank holds of all trained parameters, each padded to a multiple of the ranks."""
-    return sum(shard_elements(p.elements, ranks) * n for p, n in each_parameter(profile) if p.trainable)
+    return sum(shard_elements(p.elements, ranks) * n for p, n in profile.counted_parameters() if p.trainable)
 
 
 class SubGroup(NamedTuple):
@@ -183,7 +176,7 @@ def shards(profile: Profile, plan: Plan) -> Storages:
     ranks, c = plan.shard_degree, plan.compute_bytes
     frozen = (
         Storages.of(cast_bytes(plan, p) * shard_elements(p.elements, ranks), n)
-        for p, n in each_parameter(profile)
+        for p, n in profile.counted_parameters()
         if not p.trainable
     )
     return sum(frozen, Storages.of(c * shard_total(profile, ranks)))
@@ -200,7 +193,7 @@ def persistent(profile: Profile, plan: Plan, settings: Settings) -> Storages:
     ranks, kept = plan.shard_degree, NO_STORAGES
     if ranks == 1 and not offloads_parameters(plan):
         return kept
-    for p, n in each_parameter(profile):
+    for p, n in profile.counted_parameters():
         if p.elements <= settings.param_persistence_threshold:
             kept += Storages.of(cast_bytes(plan, p) * ranks * shard_elements(p.elements, ranks), n)
     return kept
@@ -307,7 +300,7 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
     if stage(plan) < 3:
         flat = (Storages.of(c * flat_elements(group.elements, ranks)) for group in groups(profile, plan))
         whole = (
-            Storages.of(cast_bytes(plan, p) * p.elements, n) for p, n in each_parameter(profile) if not p.trainable
+            Storages.of(cast_bytes(plan, p) * p.elements, n) for p, n in profile.counted_parameters() if not p.trainable
         )
         return States(
             parameters=sum(whole, sum(flat, NO_STORAGES)),
@@ -328,4 +321,4 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
 
 def largest_parameter(profile: Profile) -> int:
     """The elements of the largest trained parameter, whole."""
-    return max(p.elements for p, _ in each_parameter(profile) if p.trainable)
+    return max(p.elements for p, _ in profile.counted_parameters() if p.trainable)

@@ -93,8 +93,7 @@ def _model_files(profile: Profile, plan: Plan) -> Files:
         return Files(name="mp_rank_00_model_states.pt", tensor_bytes=profile.bytes_of(partial(cast_bytes, plan)))
     frozen = sum(
         cast_bytes(plan, p) * partitions.shard_elements(p.elements, plan.shard_degree) * count
-        for unit, count in profile.counted_units()
-        for p in unit.parameters
+        for p, count in profile.counted_parameters()
         if not p.trainable
     )
     return Files(

@@ -223,7 +223,7 @@ def _dora_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     gradient only there, so the optimizer finds a whole gradient in 16 bits, and fails.
     Source: peft 0.21, tuners/lora/dora.py, `get_lora_weight`; torch 2.13, fsdp/_runtime_utils.py, `_register_post_backward_hook`.
     """
-    parameters = (p for unit, _ in profile.counted_units() for p in unit.parameters)
+    parameters = (p for p, _ in profile.counted_parameters())
     if not any("lora_magnitude_vector" in p.name for p in parameters):
         return None
     if plan.use_orig_params:
