@@ -23,6 +23,17 @@ _COUNTED = re.compile(
 """A number of GPUs and their name: 8xH100, H100 x 8."""
 _SIMILAR = 0.75
 """The ratio of difflib from which a name is similar to another: RTX 5900 and RTX 5090 have 0.86."""
+_NOT_MODELLED = (
+    (r"(apple)?m[1-9](pro|max|ultra)?(\d+gb)?", "Apple's GPUs, which run PyTorch's MPS, are not modelled"),
+    (
+        r"(gtx)?(9[5678]0|10[3-8]0)(ti)?|titanx[p]?|[pkm](4|10|40|60|80|100)(16gb|24gb|pcie.*|sxm2.*)?",
+        "GPUs before Volta are not modelled",
+    ),
+    (r"gtx16[56]0(ti|super)?", "the GTX 16 series, which has no tensor cores, is not modelled"),
+    (r"(intel)?arc[ab]?\d+", "Intel's GPUs, which run PyTorch's XPU, are not modelled"),
+    (r"(inferentia|inf|trainium|trn)\d?", "of AWS's devices only Trainium-2 is in the table"),
+)
+"""Patterns of canonical names of devices that are not in the table, with the reason."""
 _HINT = "`fsdp-advisor gpus` lists all GPUs; a memory size such as 24GiB also works"
 
 
@@ -114,6 +125,8 @@ def _nearest(name: str) -> str:
         return _HINT
     if (counted := _COUNTED.match(name.strip()[:64])) and (gpu := lookup(counted["name"] or counted["name_before"])):
         return f"--gpus {counted['count'] or counted['count_after']} --gpu {gpu.name}"
+    if reason := next((why for pattern, why in _NOT_MODELLED if re.fullmatch(pattern, key)), None):
+        return f"{reason}; a memory size such as 16GiB gives the memory as on other GPUs"
     by_key = _gpus_by_name()
     parts = _parts(name)
     if reordered := dict.fromkeys(gpu.name for gpu in GPUS for one in (gpu.name, *gpu.aliases) if _parts(one) == parts):
@@ -123,7 +136,7 @@ def _nearest(name: str) -> str:
         for candidate in by_key
     }
     keys = [one for one in by_key if likeness[one] >= _SIMILAR or _same_series(key, one)]
-    keys.sort(key=lambda candidate: -likeness[candidate])
+    keys.sort(key=lambda candidate: (not key.startswith(candidate), -likeness[candidate]))
     names = list(dict.fromkeys(by_key[candidate].name for candidate in keys))[:3]
     return f"did you mean {' or '.join(names)}? {_HINT}" if names else _HINT
 

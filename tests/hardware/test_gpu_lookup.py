@@ -56,6 +56,12 @@ TYPED = {
     "4070 ti super": "RTX-4070-Ti-SUPER",
     "4060ti 16gb": "RTX-4060-Ti-16GB",
     "rtx pro 6000 max-q": "RTX-PRO-6000-Max-Q",
+    "RTX 3080 12GB": "RTX-3080-12GB",
+    "RTX 3080 10GB": "RTX-3080",
+    "4060 ti 8gb": "RTX-4060-Ti-8GB",
+    "A4000": "RTX-A4000",
+    "RTX 8000": "Quadro-RTX-8000",
+    "V100 PCIe": "V100-PCIe-32GB",
     "mi350x": "MI350X",
     "RTX PRO 6000 Server Edition": "RTX-PRO-6000-Server",
     "rtx pro 6000 workstation edition": "RTX-PRO-6000",
@@ -66,6 +72,21 @@ PRINTED = {
     "Tesla T4": "T4",
     "Tesla V100-SXM2-16GB": "V100-16GB",
     "Tesla V100-SXM2-32GB": "V100-32GB",
+    "Tesla V100-PCIE-16GB": "V100-PCIe-16GB",
+    "Tesla V100-PCIE-32GB": "V100-PCIe-32GB",
+    "Quadro RTX 8000": "Quadro-RTX-8000",
+    "NVIDIA GeForce RTX 3080": "RTX-3080",
+    "NVIDIA GeForce RTX 3080 Ti": "RTX-3080-Ti",
+    "NVIDIA GeForce RTX 3070": "RTX-3070",
+    "NVIDIA GeForce RTX 3070 Ti": "RTX-3070-Ti",
+    "NVIDIA GeForce RTX 3060 Ti": "RTX-3060-Ti",
+    "NVIDIA GeForce RTX 4070 SUPER": "RTX-4070-SUPER",
+    "NVIDIA GeForce RTX 4070": "RTX-4070",
+    "NVIDIA GeForce RTX 4060": "RTX-4060",
+    "NVIDIA A2": "A2",
+    "NVIDIA RTX A4000": "RTX-A4000",
+    "NVIDIA RTX A4500": "RTX-A4500",
+    "NVIDIA RTX A5500": "RTX-A5500",
     "NVIDIA GeForce RTX 2080 Ti": "RTX-2080-Ti",
     "NVIDIA TITAN RTX": "Titan-RTX",
     "NVIDIA GeForce RTX 3090": "RTX-3090",
@@ -126,13 +147,32 @@ PRINTED = {
     "Radeon 8060S Graphics": "Strix-Halo",
 }
 
-NOT_PRINTED = {"H100-96GB", "RTX-5060-Ti-8GB", "Gaudi-3", "Trainium-2", "TPU-v6e"}
+NOT_PRINTED = {"H100-96GB", "RTX-3080-12GB", "RTX-4060-Ti-8GB", "RTX-5060-Ti-8GB", "Gaudi-3", "Trainium-2", "TPU-v6e"}
 """Boards that print the name of another one, and accelerators that torch.cuda does not see."""
 
 
 @pytest.mark.parametrize(("typed", "name"), [*TYPED.items(), *PRINTED.items()])
 def test_typed_or_printed_name_finds_the_gpu(typed: str, name: str) -> None:
     assert find_gpu(typed).name == name
+
+
+@pytest.mark.parametrize(
+    ("typed", "reason"),
+    [
+        ("M3 Max", "Apple's GPUs"),
+        ("Apple M2 Ultra", "Apple's GPUs"),
+        ("GTX 1080 Ti", "GPUs before Volta"),
+        ("Tesla P100", "GPUs before Volta"),
+        ("P40", "GPUs before Volta"),
+        ("GTX 1660 Super", "the GTX 16 series"),
+        ("Arc A770", "Intel's GPUs"),
+        ("inferentia2", "of AWS's devices"),
+    ],
+)
+def test_a_device_that_is_not_modelled_is_refused_with_the_reason(typed: str, reason: str) -> None:
+    with pytest.raises(UnknownGpu) as refused:
+        find_gpu(typed)
+    assert refused.value.hint.startswith(reason) and "16GiB" in refused.value.hint
 
 
 def test_every_gpu_has_a_printed_name() -> None:

@@ -18,7 +18,7 @@ KNOWN_SPEED = [gpu for gpu in GPUS if gpu.architecture is not None]
 each_of_known_speed = pytest.mark.parametrize("gpu", KNOWN_SPEED, ids=lambda gpu: gpu.name)
 
 # ECC on GDDR memory takes a sixteenth of the memory; these cards are delivered with ECC enabled.
-ECC_IN_GDDR = {"T4", "A10", "A10G", "A40", "L4", "L40", "L40S"}
+ECC_IN_GDDR = {"T4", "A2", "A10", "A10G", "A40", "L4", "L40", "L40S"}
 
 
 def test_gpu_names_are_unique() -> None:
@@ -49,8 +49,8 @@ def test_rates_decrease_with_precision(gpu: Gpu) -> None:
         assert gpu.bf16_flops == gpu.fp16_flops
     rates = [rate for rate in (gpu.fp16_flops, gpu.tf32_flops, gpu.fp32_flops) if rate is not None]
     assert rates == sorted(rates, reverse=True)
-    assert 8e12 <= gpu.fp32_flops <= gpu.fp16_flops <= 3e15
-    assert 2.8e11 <= gpu.memory_bytes_per_s <= 8e12
+    assert 4e12 <= gpu.fp32_flops <= gpu.fp16_flops <= 3e15
+    assert 2e11 <= gpu.memory_bytes_per_s <= 8e12
 
 
 def test_only_these_gpus_have_no_known_speed() -> None:
