@@ -118,7 +118,7 @@ def estimate_plan(
     return replace(row, fused_loss_peak_bytes=peak_bytes_of_step(step.profile, step.tape, plan, fused_loss=True))
 
 
-def _simulated_peak_bytes(model: Resolved, selected: SelectedTape, plan: Plan, searched: bool) -> int | None:
+def _simulated_peak_bytes(model: Resolved, selected: SelectedTape, plan: Plan, gpu: Gpu, searched: bool) -> int | None:
     """The peak of PyTorch's own code on a CPU. None if the selected tape is a GPU's and the CPU's step cannot be recorded, takes too long
     to record, or is that of a plan of a search.
     """
@@ -128,7 +128,7 @@ def _simulated_peak_bytes(model: Resolved, selected: SelectedTape, plan: Plan, s
         if searched or takes_long_on_cpu(model.profile, plan):
             return None
         try:
-            _, tape = cpu_tape(model, plan)
+            _, tape = cpu_tape(model, plan, gpu)
         except AdvisorError:
             return None
     return peak_bytes_of_step(model.profile, tape, plan)
@@ -239,7 +239,7 @@ def _with_step(
             *base.omissions,
             *_missing_in_tape(profile, plan, key, gpu_tape_key_of(profile, key, plan, gpu)),
         ),
-        simulate_peak=partial(_simulated_peak_bytes, model, selected, plan, searched),
+        simulate_peak=partial(_simulated_peak_bytes, model, selected, plan, gpu, searched),
         replay_timeline=partial(timeline_of_step, profile, on_gpu, plan),
     )
 

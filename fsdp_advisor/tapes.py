@@ -88,10 +88,10 @@ def row_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> SelectedTap
     own = replace(key, at=plan.tape_shape)
     needs_own = has_loop(profile) and gpu_sizes_are_not_polynomials(profile, key)
     try:
-        return _gpu_tape_for(model, profile, own if needs_own else key, plan)
+        return _gpu_tape_for(model, profile, own if needs_own else key, plan, gpu)
     except NotPolynomial:
         if has_loop(profile) and key.at is None and not needs_own:
-            return _gpu_tape_for(model, profile, own, plan)
+            return _gpu_tape_for(model, profile, own, plan, gpu)
     except AdvisorError:
         if takes_long:
             raise
@@ -103,16 +103,20 @@ def takes_long_on_cpu(profile: Profile, plan: Plan) -> bool:
     return has_long_loop(profile, plan.tape_shape[1]) or has_long_expert_loop(profile, plan.experts_implementation)
 
 
-def _gpu_tape_for(model: Resolved, profile: Profile, key: TapeKey, plan: Plan) -> SelectedTape:
-    """The GPU tape that stands for the CPU's, and its key; with eager attention for a model without sdpa. Raises AdvisorError."""
+def _gpu_tape_for(model: Resolved, profile: Profile, key: TapeKey, plan: Plan, gpu: Gpu | None) -> SelectedTape:
+    """The GPU tape that stands for the CPU's, and its key; with eager attention for a model without sdpa. Raises AdvisorError.
+
+    Only the tape of `gpu` is recorded, or those of all GPUs if it is None.
+    """
     wanted = replace(key, attention="eager") if _lacks_sdpa(profile) else key
-    first, *others = gpu_tape_keys(wanted, window_filled=needs_window(profile, wanted, plan))
+    filled = needs_window(profile, wanted, plan)
+    first, *others = _keys_to_record(wanted, gpu, window_filled=filled)
     try:
         tape = model.tape(first)
     except NoSuchAttention:
-        first, *others = gpu_tape_keys(replace(key, attention="eager"), window_filled=first.window_filled)
+        first, *others = _keys_to_record(replace(key, attention="eager"), gpu, window_filled=filled)
         tape = model.tape(first)
-    for other in others:  # kernels of other GPUs; `kept_gpu_tape` finds only recorded tapes
+    for other in others:  # `kept_gpu_tape` finds only recorded tapes
         model.tape(other)
     return SelectedTape(first, tape)
 

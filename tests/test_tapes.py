@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.choices import Attention
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
@@ -181,3 +182,12 @@ def test_a_recording_for_every_batch_is_used_where_another_step_has_none(model: 
     request = make_request({"model": model, "gpus": 8, "strategy": "zero3", "activation_checkpointing": "full"})
     (plan,) = plans(request, seq_len=2048)
     assert row_tape(resolve(model, allow_recording=False), plan).key.at is None
+
+
+@pytest.mark.parametrize(("gpu", "kernel"), [("H100", "cudnn"), ("A100-80GB", "default")])
+def test_a_gpus_tape_that_stands_for_the_cpus_has_the_kernels_of_this_gpu(gpu: str, kernel: str) -> None:
+    """Those of other GPUs need not be recorded."""
+    model = "meta-models/Muse-Glimmer-30B"
+    request = make_request({"model": model, "gpus": 8, "strategy": "zero3", "seq_len": 32768})
+    (plan,) = plans(request, seq_len=32768)
+    assert row_tape(resolve(model, allow_recording=False), plan, find_gpu(gpu)).key.kernel == kernel

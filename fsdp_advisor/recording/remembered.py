@@ -7,6 +7,7 @@ A call on PyTorch's fake tensors takes a third of a millisecond, and a result fr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -115,18 +116,14 @@ class Operators:
         return made
 
 
-_predictable: dict[Any, bool] = {}
-
-
+@cache
 def _is_predictable(func: Any) -> bool:
     """Whether the shapes of an operator's arguments decide those of its results."""
-    if func not in _predictable:
-        _predictable[func] = (
-            func.namespace == "aten"
-            and (func is _INDEX or not _UNPREDICTABLE & set(func.tags))
-            and not func._schema.name.startswith("aten::lift")
-        )
-    return _predictable[func]
+    return (
+        func.namespace == "aten"
+        and (func is _INDEX or not _UNPREDICTABLE & set(func.tags))
+        and not func._schema.name.startswith("aten::lift")
+    )
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTensor]) -> Any:
@@ -142,8 +139,10 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list
                 _describe((value,), parts, tensors)
     except _Unknown:
         return None
-    storages = [t.untyped_storage()._cdata for t in tensors]
-    shares = len(set(storages)) < len(storages)
+    shares = False
+    if len(tensors) > 1:
+        storages = [t.untyped_storage()._cdata for t in tensors]
+        shares = len(set(storages)) < len(storages)
     if shares:
         parts.append(tuple(storages.index(storage) for storage in storages))
     if shares or func in _AT_AN_OFFSET:

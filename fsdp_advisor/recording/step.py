@@ -199,11 +199,19 @@ class Step:
             and id(args[0]) in self._parameters
         ):
             return Category.CAST_PARAMETER
-        shape = _weight_gradient_shape(operator, args)
-        in_backward = self._events.phase == "backward"
-        if (in_backward and shape in self._tied_shapes) or (self._chunks and shape == self._chunks.shape):
+        if self._is_partial_gradient(operator, args):
             return Category.PARTIAL_GRADIENT
         return Category.LOSS if self._events.in_loss else Category.TEMPORARY
+
+    def _is_partial_gradient(self, operator: str, args: tuple[Any, ...]) -> bool:
+        """Whether an operator returns one of the partial gradients of a weight: a tied one, or the head's in a chunk of the loss."""
+        sums_tied = self._tied_shapes and self._events.phase == "backward"
+        if not sums_tied and self._chunks is None:
+            return False
+        shape = _weight_gradient_shape(operator, args)
+        return bool(sums_tied and shape in self._tied_shapes) or (
+            self._chunks is not None and shape == self._chunks.shape
+        )
 
     def _unpacks(self, operator: str, args: tuple[Any, ...]) -> bool:
         """Whether an operator returns a whole weight that is packed, or another copy of one in a second dtype."""
@@ -222,7 +230,7 @@ class Step:
         if not self._records or current_tile() is not None:  # one tile represents all, so its work is not counted here
             return
         segment, work = self._events.segment, self._work
-        if work != NONE:
+        if work is not NONE and work != NONE:
             segment.work.append(work)
             if segment.recomputed is not None and is_recomputing():
                 segment.recomputed.append(work)

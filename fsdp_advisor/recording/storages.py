@@ -75,8 +75,10 @@ class StorageWatch(TorchDispatchMode):
         key = storage._cdata
         if key in self._live:
             return
-        self._live[key] = (weakref.ref(storage, partial(self._died, key)), 0)
-        self._resized(key, storage.nbytes())
+        n_bytes = storage.nbytes()
+        self._live[key] = (weakref.ref(storage, partial(self._died, key)), n_bytes)
+        if n_bytes:
+            self._on_resize(key, 0, n_bytes, self._operator, self._args)
 
     def _resized(self, key: StorageKey, n_bytes: int) -> None:
         reference, before = self._live[key]
@@ -94,15 +96,16 @@ class StorageWatch(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:  # by far the most frequent operator, and it returns no tensor
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
-        if any(_is_made_of_tensors(t) for t in types):
+        if any(map(_is_made_of_tensors, types)):
             return NotImplemented
         kwargs = kwargs or {}
-        if self._sums_in_place and _sums_in_place(func, args, kwargs):
+        if func is _ADD and self._sums_in_place and _sums_in_place(args, kwargs):
             func = _ADD_IN_PLACE
-        self._operator, self._args = func._schema.name, args
+        name = func._schema.name
+        self._operator, self._args = name, args
         result = self._call(func, args, kwargs)
-        self._operator, self._args = func._schema.name, args
-        for tensor in tensors_in(result):
+        self._operator, self._args = name, args
+        for tensor in (result,) if type(result) is FakeTensor else tensors_in(result):
             self.see(tensor)
         if self.on_operator is not None:
             self.on_operator(func, args)
@@ -154,13 +157,13 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return []
 
 
-def _sums_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether autograd, without a dispatch mode, would add a gradient to the previous one in place.
+def _sums_in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether autograd, without a dispatch mode, would run this addition of a gradient to the previous one in place.
 
     It does so if nothing else refers to the previous gradient: neither to the tensor nor (through a view) to its storage. Under a dispatch
     mode it never does. Source: torch/csrc/autograd/input_buffer.cpp, accumulate, can_accumulate_inplace (torch 2.13).
     """
-    if func is not _ADD or kwargs or torch.is_grad_enabled() or torch._C._current_graph_task_id() < 0:
+    if kwargs or torch.is_grad_enabled() or torch._C._current_graph_task_id() < 0:
         return False
     first, second = args
     return (

@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from fsdp_advisor.recording.contents import Contents
 from fsdp_advisor.recording.experts import chosen_experts
@@ -89,7 +89,7 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if _Current.is_unread:
             return self._call_with_unknown(func, args, kwargs)
-        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in((*args, *kwargs.values()))
         if _RANDOM in func.tags or not all(map(self._has_value, tensors)):
             return self._call_with_unknown(func, args, kwargs)
         if func is _ITEM:
@@ -129,12 +129,11 @@ class KnownValues(TorchDispatchMode):
             new = [t for t in tensors_in(result) if not self.knows(t)]
             if not written and (not new or not _are_few(new)):
                 return result
-        leaves, tree = tree_flatten((args, kwargs))
-        made_by = self._made_by(func, leaves, tree)
+        made_by = self._made_by(func, args, kwargs)
 
         def on_host() -> Any:
-            hosted = [self._value(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            host_args, host_kwargs = tree_unflatten(hosted, tree)
+            host_args = map(self._hosted, args)
+            host_kwargs = {name: self._hosted(value) for name, value in kwargs.items()}
             with _on_host():
                 made = func(*host_args, **host_kwargs)
                 return made.zero_() if func in _EMPTY else made
@@ -151,18 +150,36 @@ class KnownValues(TorchDispatchMode):
             self._learn(tensor, value, made_by and (number, made_by), owned=owned)
         return result
 
-    def _made_by(self, func: Any, leaves: Sequence[Any], tree: Any) -> Hashable:
+    def _hosted(self, value: Any) -> Any:
+        """An argument of an operator with real tensors in place of fake ones. The values of all are known."""
+        if isinstance(value, torch.Tensor):
+            return self._value(value)
+        return [self._hosted(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def _made_by(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """A key that is equal for calls of an operator with equal results; None if an argument is a real tensor. All others are known."""
-        parts: list[Any] = [func, tree, torch.get_default_dtype()]
-        for leaf in leaves:
-            if isinstance(leaf, FakeTensor):
-                content = self._known[leaf.untyped_storage()._cdata].content
-                parts += (content, leaf.shape, leaf.stride(), leaf.storage_offset())
-            elif isinstance(leaf, torch.Tensor):
-                return None
+        parts: list[Any] = [func, torch.get_default_dtype()]
+        known = self._describe(args, parts)
+        for name, value in kwargs.items():
+            parts.append(name)
+            known = self._describe((value,), parts) and known
+        return tuple(parts) if known else None
+
+    def _describe(self, values: Sequence[Any], parts: list[Any]) -> bool:
+        """Append to `parts` what decides the values of an operator's arguments. Returns whether none is a real tensor."""
+        parts.append(len(values))
+        for value in values:
+            if isinstance(value, FakeTensor):
+                content = self._known[value.untyped_storage()._cdata].content
+                parts += (content, value.shape, value.stride(), value.storage_offset())
+            elif isinstance(value, torch.Tensor):
+                return False
+            elif isinstance(value, (list, tuple)):
+                if not self._describe(value, parts):
+                    return False
             else:
-                parts += [type(leaf), leaf]
-        return tuple(parts)
+                parts += (type(value), value)
+        return True
 
     def __enter__(self) -> KnownValues:
         self._patches = contextlib.ExitStack()
@@ -354,7 +371,7 @@ def _tolist(tensor: FakeTensor) -> Any:
 @contextlib.contextmanager
 def _on_host() -> Iterator[None]:
     """Context in which tensors are real."""
-    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
         yield
 
 
