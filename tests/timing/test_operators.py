@@ -113,6 +113,17 @@ def test_flash_attention_ramps_up_as_published(tokens: int, published: float) ->
     ) == pytest.approx(published, rel=0.04)
 
 
+def test_a_multiprocessor_of_blackwell_runs_flash_attention_2_as_fast_as_one_of_hopper() -> None:
+    def rate_of_one(name: str, *, backward: bool) -> float:
+        gpu = find_gpu(name)
+        device = device_of(gpu, "bf16", "flash_attention_2")
+        assert device is not None and gpu.multiprocessors is not None
+        return 1 / attention_s(1e12, device, 128, 16384, causal=False, backward=backward) / gpu.multiprocessors
+
+    for backward in (False, True):
+        assert rate_of_one("B200", backward=backward) == pytest.approx(rate_of_one("H100", backward=backward), rel=0.03)
+
+
 def test_old_gpus_compute_bf16_without_tensor_cores() -> None:
     v100 = find_gpu("V100")
     bf16, fp16 = device_of(v100, "bf16"), device_of(v100, "fp16-mixed")
