@@ -1,7 +1,7 @@
-"""One rank of a real DeepSpeed run on the CPU that saves: ``deepspeed_checkpoint_worker.py FOLDER STAGE...``.
+"""One rank of a real DeepSpeed run on the CPU that saves: ``deepspeed_checkpoint_worker.py FOLDER CASE...``.
 
-Rank 0 writes the bytes of tensors of every file, and the peaks of the storages that `deepspeed.initialize` and ``zero.Init``
-allocate.
+A case is `STAGE-OPTIMIZER-DEVICE`: an optimizer of DeepSpeed's configuration, and the device of its offload. Rank 0 writes the bytes of
+tensors of every file, and the peaks of the storages that `deepspeed.initialize` and ``zero.Init`` allocate.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ["TORCH_COMPILE_DISABLE"] = "1"  # DeepSpeed compiles Muon's update
 
 import deepspeed  # type: ignore[import-untyped]  # ships no types
 import torch
@@ -36,13 +37,19 @@ def tensor_bytes(file: Path) -> int:
         return sum(i.file_size for i in archive.infolist() if "/data/" in i.filename)
 
 
-def save(stage: int, out: Path) -> dict[str, Any]:
-    zero = {"stage": stage, "reduce_bucket_size": 100_000, "stage3_gather_16bit_weights_on_model_save": True}
+def save(stage: int, optimizer: str, offload: str, out: Path) -> dict[str, Any]:
+    zero = {
+        "stage": stage,
+        "reduce_bucket_size": 100_000,
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "reduce_scatter": optimizer != "Muon",
+        "offload_optimizer": {"device": offload},
+    }
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-3, "torch_adam": True}},
     }
     built = 0
     if stage == 3:
@@ -69,18 +76,19 @@ def save(stage: int, out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder, *stages = sys.argv[1:]
+    folder, *cases = sys.argv[1:]
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     skip_shm_operator()
     deepspeed.init_distributed("gloo")
     found = {}
-    for stage in stages:
-        out = Path(folder) / stage
+    for case in cases:
+        stage, optimizer, offload = case.split("-")
+        out = Path(folder) / case
         if dist.get_rank() == 0:
             shutil.rmtree(out, ignore_errors=True)
         dist.barrier()
-        found[stage] = save(int(stage), out)
+        found[case] = save(int(stage), optimizer, offload, out)
     if dist.get_rank() == 0:
         (Path(folder) / "files.json").write_text(json.dumps(found))
     dist.barrier()

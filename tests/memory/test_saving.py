@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import os
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.parallelism.mesh import Mesh
+from fsdp_advisor.policies.optimizers import optimizer_named
+from fsdp_advisor.policies.optimizers.interface import Constructor
 from fsdp_advisor.program.storages import round_up
 
 pytestmark = pytest.mark.slow
@@ -208,6 +213,38 @@ def test_sharded_state_dicts_need_the_memory_of_a_real_run(measured: list[dict[s
     assert save_method(profile, plan("fsdp2", **WEIGHTS), "sharded").gpu_bytes == 0
 
 
+@pytest.mark.parametrize(
+    "optim",
+    ["adamw_torch_fused", "adamw_torch", "sgd_momentum", "adafactor", "adagrad", "rmsprop"],
+)
+def test_a_file_of_optimizer_states_has_the_bytes_of_a_real_one(optim: Any) -> None:
+    torch = pytest.importorskip("torch")
+    made, profile = optimizer_named(optim).script, llama(32, 48, 2, 101)
+    assert isinstance(made, Constructor)
+    parameters = [torch.nn.Parameter(torch.zeros(p.shape)) for p in profile.in_order()]
+    optimizer = getattr(importlib.import_module(made.module), made.name)(parameters, lr=1e-3, **made.options)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    found = sum(entry.file_size for entry in zipfile.ZipFile(file).infolist() if "/data/" in entry.filename)
+    _, states = save_method(profile, plan("ddp", "ddp", optim=optim), "save_pretrained").files
+    assert (states.name, states.tensor_bytes) == ("optimizer.pt", found)
+
+
+DEEPSPEED_CASES = [
+    "1-AdamW-none",
+    "2-AdamW-none",
+    "3-AdamW-none",
+    "1-Muon-none",
+    "2-Muon-cpu",
+    "3-Muon-none",
+    "3-Muon-cpu",
+]
+"""Stage, optimizer, and the device of its offload."""
+
+
 @with_all_cases
 def test_deepspeed_files_and_loading_match_a_real_run(tmp_path: Path) -> None:
     """Names, counts and bytes of the files of `save_checkpoint` and `save_16bit_model`, and peaks before the first step.
@@ -216,22 +253,26 @@ def test_deepspeed_files_and_loading_match_a_real_run(tmp_path: Path) -> None:
     """
     if not os.environ.get("CI"):
         pytest.importorskip("deepspeed")
-    run_ranks(Path(__file__).parent / "deepspeed_checkpoint_worker.py", str(tmp_path), "1", "2", "3")
+    run_ranks(Path(__file__).parent / "deepspeed_checkpoint_worker.py", str(tmp_path), *DEEPSPEED_CASES)
     found = json.loads((tmp_path / "files.json").read_text())
     profile = llama(64, 80, 4, 1001)
-    for stage in (1, 2, 3):
-        job = plan("deepspeed", f"zero{stage}", optim="adamw_torch")
+    for case in DEEPSPEED_CASES:
+        stage, optimizer, device = case.split("-")
+        optim = {"AdamW": "adamw_torch", "Muon": "muon"}[optimizer]
+        job = plan("deepspeed", f"zero{stage}", optim=optim, offload="none" if device == "none" else "optimizer")
         jobs = (job, replace(job, save_only_model=True))
         files = [f for each in jobs for m in save_methods(profile, each) for f in m.files]
         expected = {f.name.format(r=r): f.tensor_bytes for f in files for r in range(f.count)}
         expected.pop("model.safetensors", None)
-        assert found[str(stage)]["files"] == expected
+        assert found[case]["files"] == expected, case
+        if optim == "muon":
+            continue
         gpu_bytes = {m.way: m.gpu_bytes for m in load_methods(profile, job)}
-        if stage < 3:
-            assert found[str(stage)]["initialize_bytes"] == pytest.approx(gpu_bytes["every_rank"], abs=2048)
+        if stage != "3":
+            assert found[case]["initialize_bytes"] == pytest.approx(gpu_bytes["every_rank"], abs=2048)
         else:
             shards = sum(round_up(p.elements) for p in profile.in_order())  # bf16, of two ranks
-            assert found["3"]["build_bytes"] == pytest.approx(shards + 2 * 1001 * 64, abs=2048)
+            assert found[case]["build_bytes"] == pytest.approx(shards + 2 * 1001 * 64, abs=2048)
 
 
 @pytest.mark.parametrize("job", every_plan(8), ids=lambda p: f"{p.strategy}-{p.backend}-{p.offload}")

@@ -7,6 +7,7 @@ saved once.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 from fsdp_advisor.engines.deepspeed import partitions
 from fsdp_advisor.engines.deepspeed.groups import groups
@@ -59,14 +60,14 @@ def _save_checkpoint(profile: Profile, plan: Plan) -> SaveMethod:
     shards of frozen parameters and buffers.
     Source: runtime/engine.py, save_checkpoint, _save_zero_checkpoint.
     """
-    m, parts = master_bytes(plan), _saved_partitions(profile, plan)
-    states = sum(m * elements + optimizer_of(plan).saved_flat_bytes(elements, m) for elements in parts)
+    parts = _saved_partitions(profile, plan)
+    states = sum(part.masters + part.states for part in parts)
     prefix = "" if plan.precision in ("fp32", "fp16-mixed") else "bf16_"
     optimizer_files = Files(
         name=prefix + "zero_pp_rank_{r}_mp_rank_00_optim_states.pt", count=plan.shard_degree, tensor_bytes=states
     )
     model_files = _model_files(profile, plan)
-    master = 0 if offloads_optimizer(plan) else m * max(parts, default=0)
+    master = 0 if offloads_optimizer(plan) else max((part.masters for part in parts), default=0)
     weights = model_files.tensor_bytes if stage(plan) < 3 else 0
     return SaveMethod(
         way="save_checkpoint",
@@ -79,12 +80,33 @@ def _save_checkpoint(profile: Profile, plan: Plan) -> SaveMethod:
     )
 
 
-def _saved_partitions(profile: Profile, plan: Plan) -> list[int]:
-    """Elements of each partition that rank 0 saves. The padding at the end of the last rank's partition is not saved."""
+class _Part(NamedTuple):
+    """Bytes of a flat partition in a checkpoint."""
+
+    masters: int
+    states: int
+
+
+def _saved_partitions(profile: Profile, plan: Plan) -> list[_Part]:
+    """The partitions that rank 0 saves. The padding at the end of the last rank's partition is not saved.
+
+    Muon saves its momentum: stages 1 and 2 of the whole matrices that the rank owns parts of, with offload of these parts.
+    """
+    ranks, c, m, optimizer = plan.shard_degree, plan.compute_bytes, master_bytes(plan), optimizer_of(plan)
+
+    def part(elements: int, momentum: int | None) -> _Part:
+        return _Part(m * elements, optimizer.saved_flat_bytes(elements, m) if momentum is None else momentum)
+
     if stage(plan) == 3:
-        return partitions.flat_partitions(profile, plan)
-    owned = partitions.owned_elements
-    return [min(owned(group, plan.shard_degree), group.elements) for group in groups(profile, plan)]
+        sub_groups = partitions.sub_groups(profile, plan)
+        return [part(each.elements, c * each.elements if each.by_muon else None) for each in sub_groups]
+    found = []
+    for group in groups(profile, plan):
+        owned = min(partitions.owned_elements(group, ranks), group.elements)
+        whole = c * partitions.owned_by_rank0(group.parameters, owned)[0]
+        momentum = m * owned if offloads_optimizer(plan) else whole
+        found.append(part(owned, momentum if group.by_muon else None))
+    return found
 
 
 def _model_files(profile: Profile, plan: Plan) -> Files:

@@ -12,6 +12,7 @@ from typing import ClassVar
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.dtypes import FP32_BYTES
 from fsdp_advisor.policies.optimizers.interface import (
+    STEP_COUNT_BYTES,
     Constructor,
     NamedOptimizer,
     Optimizer,
@@ -64,6 +65,10 @@ class Adafactor(Optimizer):
         """The squared gradient and the update in fp32; with bf16 masters also fp32 copies of the gradient and the master."""
         return Storages.of(FP32_BYTES * elements, 2 if element_bytes == FP32_BYTES else 4)
 
+    def made_by_deepspeed(self) -> Optimizer:
+        """The same without the count of steps, which in transformers' Adafactor is no tensor."""
+        return _adafactor(Adafactor)
+
     def made_by_trainer(self) -> Optimizer:
         return _adafactor(TransformersAdafactor)
 
@@ -88,7 +93,7 @@ class TransformersAdafactor(Adafactor):
 _CONSTRUCTOR = Constructor(module="torch.optim", name="Adafactor", options={"foreach": True})
 
 
-def _adafactor(cls: type[Adafactor]) -> Adafactor:
+def _adafactor(cls: type[Adafactor], host_state_bytes: int = 0) -> Adafactor:
     return cls(
         name="adafactor",
         script=_CONSTRUCTOR,
@@ -100,7 +105,8 @@ def _adafactor(cls: type[Adafactor]) -> Adafactor:
         host_kernel="many_passes",
         deepspeed_host_kernel="one_pass",
         is_cpu_adam=False,
+        host_state_bytes=host_state_bytes,
     )
 
 
-ADAFACTOR = _adafactor(Adafactor)
+ADAFACTOR = _adafactor(Adafactor, STEP_COUNT_BYTES)
