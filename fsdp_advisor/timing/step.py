@@ -35,8 +35,8 @@ UNCERTAINTY: dict[str, float] = {
 }  # fmt: skip
 """The share by which each part of a step may be faster than estimated. It may be slower by SLOWER times that share."""
 SLOWER = 2.0
-"""Runs are slower than estimated more often than faster: memory is nearly full, kernels are older, the network is busy. 59 of 66
-published runs (fitted and held-out runs together) lie in the resulting range.
+"""Runs are slower than estimated more often than faster: memory is nearly full, kernels are older, the network is busy. 73 of 76
+published runs (all parts together) lie in the resulting range.
 """
 
 

@@ -34,7 +34,9 @@ CATALOG = {
     "Llama-3-8B": "meta-llama/Meta-Llama-3-8B",
     "Llama-3-70B": "meta-llama/Meta-Llama-3-70B",
     "Llama-2-13B": "meta-llama/Llama-2-13b-hf",
+    "Llama-2-7B": "meta-llama/Llama-2-7b-hf",
     "Llama-2-70B": "meta-llama/Llama-2-70b-hf",
+    "CodeLlama-34B (fms's Llama 34b)": "codellama/CodeLlama-34b-hf",
     "ibm-granite/granite-7b-base (Llama-2 7B arch)": "meta-llama/Llama-2-7b-hf",
 }
 TUTORIAL_GPUS = "deepspeedai/DeepSpeed docs/_tutorials"
@@ -122,10 +124,11 @@ def plan_of(row: dict[str, Any]) -> tuple[Plan, str]:
     """
     stated = row["plan"]
     strategy, gpus = stated["strategy"], row["n_gpus"]
-    precision = {"fp32": "fp32", "fp16": "fp16-mixed"}.get(re.split(r"[ ,(]", row["precision"])[0], "bf16-mixed")
+    first = re.split(r"[ ,(:]", row["precision"])[0]
+    precision = {"fp32": "fp32", "fp16": "fp16-mixed", "bf16-weights": "bf16"}.get(first, "bf16-mixed")
     nodes = max(1, gpus // _per_node(row))
     eager = "eager" in row["attention"] or "unfused" in row["attention"] or "Multihead" in row["attention"]
-    by_lightning = any("Lightning" in row[key] for key in ("strategy", "offload", "source"))
+    by_lightning = "pytorch-lightning" in row["source"]
     shards = 1 if strategy == "ddp" else gpus
     checkpointing = stated["activation_checkpointing"]
     plan = Plan(
@@ -159,9 +162,11 @@ def _machine(row: dict[str, Any], plan: Plan) -> tuple[Gpu, Link]:
         return gpu, find_interconnect("8x100Gb/s", gpu, 16)  # DGX-2
     if "A100" in name:
         gpu = find_gpu("A100-40GB" if "40" in name else "A100-80GB")
-        return gpu, find_interconnect("200Gb/s", gpu, 8)  # llm-foundry: 1600 Gb/s RoCE per node; DGX A100 elsewhere
-    gpu = find_gpu("H100-96GB" if "HBM2e" in name else "H100-80GB")
-    return gpu, find_interconnect("400Gb/s", gpu, 8)
+        usual = "200Gb/s"  # llm-foundry: 1600 Gb/s RoCE per node; DGX A100 elsewhere
+    else:
+        gpu = find_gpu("H100-96GB" if "HBM2e" in name else "H100-80GB")
+        usual = "400Gb/s"
+    return gpu, find_interconnect(row.get("network", usual), gpu, 8)
 
 
 def _jean_zay(gpu: Gpu) -> Link:
