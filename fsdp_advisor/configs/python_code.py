@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from fsdp_advisor.configs import torchtitan, trainer_code
+from fsdp_advisor.configs import loop_code, torchtitan, trainer_code
 from fsdp_advisor.configs.adapters import set_adapted_constants
 from fsdp_advisor.configs.checkpointing import set_reentrant
 from fsdp_advisor.configs.collect import Collector
@@ -49,11 +49,23 @@ def read(file: str, text: str, function: str | None = None) -> Collector:
         return found
     constants = constants_of(tree)
     if not {"MODEL", "MICRO_BATCH_SIZE", "SEQ_LEN"} & set(constants):
-        raise UsageError(
-            f"{file}: no TrainingArguments, no configuration of torchtitan and no exported script",
-            hint="give the configuration file, or the options of the job",
-        )
+        if (loop := loop_code.read(file, tree)) is not None:
+            return loop
+        raise _unknown_code(file, tree)
     return _script(file, tree, constants)
+
+
+def _unknown_code(file: str, tree: ast.Module) -> UsageError:
+    """The error about code in which no job is found."""
+    if "HfArgumentParser" in calls_of(tree):
+        return UsageError(
+            f"{file} takes its arguments from the command line",
+            hint="give the script that launches it, or the options of the job",
+        )
+    return UsageError(
+        f"{file}: no TrainingArguments, no Accelerator, no configuration of torchtitan and no exported script",
+        hint="give the configuration file, or the options of the job",
+    )
 
 
 _LIGER = "_apply_liger_kernel_to_instance"

@@ -29,8 +29,10 @@ def calls_of(tree: ast.Module) -> dict[str, list[ast.Call]]:
 
 
 def variables_of(tree: ast.Module) -> dict[str, Any]:
-    """The literals by variable name, for variables that are assigned only once in the whole file."""
-    found: dict[str, Any] = {}
+    """The literals by variable name, for variables that are assigned only once in the whole file, and the defaults of the script's own
+    arguments by the name of their attribute: `args.batch_size`.
+    """
+    found = _defaults_of_arguments(tree)
     assigned: set[str] = set()
     for target, value in _assignments(tree):
         if target.id in assigned:
@@ -38,6 +40,21 @@ def variables_of(tree: ast.Module) -> dict[str, Any]:
         elif (known := literal_of(value, {})) is not None:
             found[target.id] = known
         assigned.add(target.id)
+    return found
+
+
+def _defaults_of_arguments(tree: ast.Module) -> dict[str, Any]:
+    """The defaults that the code gives argparse, by the names of the attributes that have them."""
+    calls = calls_of(tree)
+    parsed = [target.id for target, value in _assignments(tree) if ast.unparse(value).endswith(".parse_args()")]
+    found: dict[str, Any] = {}
+    for call in calls.get("add_argument", ()):
+        flags = [
+            word.value for word in call.args if isinstance(word, ast.Constant) and str(word.value).startswith("--")
+        ]
+        default = keywords_of(call, {}).get("default")
+        if flags and default is not None:
+            found |= {f"{name}.{str(flags[0])[2:].replace('-', '_')}": default for name in parsed}
     return found
 
 
@@ -68,6 +85,8 @@ def literal_of(node: ast.expr, variables: Mapping[str, Any]) -> Any:
             return variables.get(name)
         case ast.Attribute():
             name = ast.unparse(node)
+            if name in variables:
+                return variables[name]
             return name if name.startswith("torch.") or name[0].isupper() else None  # not args.batch_size
         case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
             pairs = [
