@@ -287,7 +287,7 @@ def _scales_to_nest(request: RecommendRequest, profile: Profile | None, winner: 
     fits = winner is not None and winner.plan.offload == "none"
     if profile is None or not request.load_in_4bit or request.use_bnb_nested_quant or fits:
         return 0
-    return sum(b.n_bytes * count for unit, count in profile.counted_units() for b in unit.buffers if not b.registered)
+    return profile.scales_bytes
 
 
 def _names_of(left_out: Sequence[ActivationChoice]) -> tuple[str, ...]:

@@ -84,8 +84,8 @@ def merge_method(profile: Profile, plan: Plan) -> SaveMethod | None:
 def _files(base: Profile, plan: Plan, quantization: Mapping[str, Any]) -> Files:
     if not quantization:
         return pretrained_files(base, lambda p: loaded_bytes(plan, p))
-    scales = sum(b.n_bytes * count for unit, count in base.counted_units() for b in unit.buffers if not b.registered)
-    return Files(name="model.safetensors", tensor_bytes=base.bytes_of(lambda p: loaded_bytes(plan, p)) + scales)
+    stored = base.bytes_of(lambda p: loaded_bytes(plan, p)) + base.scales_bytes
+    return Files(name="model.safetensors", tensor_bytes=stored)
 
 
 def _pairs(unit: Unit) -> Iterator[tuple[Parameter, Parameter]]:

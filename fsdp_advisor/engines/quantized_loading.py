@@ -63,8 +63,7 @@ def on_host(
         n_bytes = loaded_bytes(plan, p)
         return n_bytes if _is_packed(p) or n_bytes != stored else 0
 
-    scales = sum(b.n_bytes * count for unit, count in profile.counted_units() for b in unit.buffers if not b.registered)
-    loaded = profile.base.bytes_of(private_bytes) + scales
+    loaded = profile.base.bytes_of(private_bytes) + profile.scales_bytes
     host = max(loaded + _in_conversion_bytes(profile), shards_on_host)
     return LoadMethod(
         way="every_rank",

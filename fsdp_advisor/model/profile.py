@@ -189,6 +189,11 @@ class Profile:
         """Each recorded parameter, in the order of `counted_units`, with the number of real ones it stands for."""
         return ((p, count) for unit, count in self.counted_units() for p in unit.parameters)
 
+    @property
+    def scales_bytes(self) -> int:
+        """Bytes of the scales and tables of quantized layers."""
+        return sum(b.n_bytes * count for unit, count in self.counted_units() for b in unit.buffers if not b.registered)
+
     def parameter_names(self) -> Iterator[str]:
         """The names of all parameters, within their units."""
         return (p.name for p, _ in self.counted_parameters())
