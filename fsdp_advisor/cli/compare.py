@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from fsdp_advisor.cli.config_files import with_readings
 from fsdp_advisor.cli.options import CommandParser, ConfigFileOptions, ReportOptions
-from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, as_json, form_of, note
+from fsdp_advisor.cli.output import FITS, NONE_FITS, as_json, note
 from fsdp_advisor.configs import request_with_files
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adapter_fields import with_files_read
@@ -45,8 +45,7 @@ def compare(given: Mapping[str, Any], options: CompareOptions) -> int:
         raise UsageError(
             "two jobs are needed", hint="fsdp-advisor compare A B, each a configuration file or options in quotes"
         )
-    destination = Destination(path=options.output, force=options.force)
-    form = form_of(options.format, options.json)
+    form, destination = options.form, options.destination
     destination.check()
     a, b = (request_of(text, given) for text in (options.a, options.b))
     found = compared(a, b)

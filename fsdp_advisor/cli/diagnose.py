@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
-from fsdp_advisor.cli.output import Destination, as_json, form_of, note
+from fsdp_advisor.cli.output import as_json, note
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.parsing import make_request
@@ -66,8 +66,7 @@ def diagnose(given: Mapping[str, Any], options: DiagnoseOptions) -> int:
 
     if options.file is None:
         raise UsageError("no file is given", hint="fsdp-advisor diagnose FILE, or - for standard input")
-    destination = Destination(path=options.output, force=options.force)
-    form = form_of(options.format, options.json)
+    form, destination = options.form, options.destination
     destination.check()
     job = job_of(make_request(dict(given), EstimateRequest)) if given else None
     _warn_of_size(options)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
-from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, form_of, note
+from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, note
 from fsdp_advisor.job.config_reading import check_nothing_missing
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.request import EstimateRequest
@@ -41,8 +41,7 @@ def estimate(request: EstimateRequest, options: EstimateOptions) -> int:
     from fsdp_advisor.estimator import estimate as answer
 
     explain, quiet = options.explain, options.quiet
-    destination = Destination(path=options.output, force=options.force)
-    form = form_of(options.format, options.json)
+    form, destination = options.form, options.destination
     destination.check()
     check_nothing_missing(request.configs)
 

@@ -21,7 +21,7 @@ def models(options: ListOptions) -> int:
     """The models that are known without a download. PATTERN is a part of a name, or a kind such as moe or vision."""
     from fsdp_advisor.model.catalog import search
 
-    destination = Destination(path=options.output, force=options.force)
+    destination = options.destination
     destination.check()
     found = search(options.pattern)
     if options.json:
@@ -36,7 +36,7 @@ def gpus(options: ListOptions) -> int:
     architecture such as hopper."""
     from fsdp_advisor.hardware import list_gpus
 
-    destination = Destination(path=options.output, force=options.force)
+    destination = options.destination
     destination.check()
     found = list_gpus(options.pattern)
     if options.json:

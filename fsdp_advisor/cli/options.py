@@ -11,7 +11,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, Any, NoReturn
 
-from fsdp_advisor.cli.output import Format
+from fsdp_advisor.cli.output import Destination, Format
 from fsdp_advisor.errors import InvalidOption, UsageError
 from fsdp_advisor.job.fields import Field, Rule, dashed, shown
 
@@ -36,6 +36,11 @@ class FileOptions:
     ] = None
     force: Annotated[bool, Rule(about="let -o overwrite FILE")] = False
 
+    @property
+    def destination(self) -> Destination:
+        """Where the answer goes."""
+        return Destination(path=self.output, force=self.force)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions(FileOptions):
@@ -52,6 +57,13 @@ class ReportOptions(FileOptions):
     format: Annotated[Format, Rule(about="the format of the answer")] = "text"
     json: Annotated[bool, Rule(about="the same as --format json")] = False
     quiet: Annotated[bool, Rule(about="no notes and no progress on standard error")] = False
+
+    @property
+    def form(self) -> Format:
+        """The format that `--format` and `--json` select. Raises UsageError if they contradict each other."""
+        if self.json and self.format == "markdown":
+            raise UsageError("--json contradicts --format markdown", hint="give one of them")
+        return "json" if self.json else self.format
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,13 +23,6 @@ FITS, NONE_FITS = 0, 1
 Format = Literal["text", "json", "markdown"]
 
 
-def form_of(format: Format, json: bool) -> Format:
-    """The format that `--format` and `--json` select. Raises UsageError if they contradict each other."""
-    if json and format == "markdown":
-        raise UsageError("--json contradicts --format markdown", hint="give one of them")
-    return "json" if json else format
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
     """Standard output, or the file of `-o`. `force` allows overwriting it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
-from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, form_of, note
+from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, note
 from fsdp_advisor.job.config_reading import check_nothing_missing
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.search_request import RecommendRequest
@@ -32,10 +32,9 @@ def recommend(request: RecommendRequest, options: RecommendOptions) -> int:
     """
     from fsdp_advisor.advice import recommend as answer
 
-    form = form_of(options.format, options.json)
-    destination = Destination(path=options.output, force=options.force)
-    drawing = Destination(path=options.plot, force=options.force)
+    form, destination = options.form, options.destination
     destination.check()
+    drawing = Destination(path=options.plot, force=options.force)
     drawing.check()
     check_nothing_missing(request.configs)
     advice = answer(request)

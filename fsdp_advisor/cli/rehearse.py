@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fsdp_advisor.cli.options import FileOptions
-from fsdp_advisor.cli.output import Destination, as_json
+from fsdp_advisor.cli.output import as_json
 from fsdp_advisor.job.choices import MAX_GPUS
 from fsdp_advisor.job.fields import Rule
 
@@ -66,7 +66,7 @@ def rehearse(options: RehearseOptions, command: tuple[str, ...]) -> int:
     from fsdp_advisor.rehearsal.rehearse import rehearse as run
     from fsdp_advisor.rehearsal.text import rehearsal_json, rehearsal_text
 
-    destination = Destination(path=options.output, force=options.force)
+    destination = options.destination
     destination.check()
     found = run(
         command,

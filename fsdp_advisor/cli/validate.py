@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fsdp_advisor.assumptions import DEFAULT_GPU, settled
 from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
-from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, form_of, note
+from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, note
 from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.job.batch import divided
 from fsdp_advisor.job.fields import Rule, as_words
@@ -72,14 +72,6 @@ class ValidateOptions(ConfigFileOptions, ReportOptions):
         _rule("the rendezvous of several nodes; run the same command on each node", metavar="HOST:PORT"),
     ] = None
     sbatch: Annotated[bool, _rule("print a batch script for Slurm and run nothing")] = False
-
-    @property
-    def form(self) -> Format:
-        return form_of(self.format, self.json)
-
-    @property
-    def destination(self) -> Destination:
-        return Destination(path=self.output, force=self.force)
 
     def check(self) -> None:
         """Raises UsageError, before anything runs, for options that contradict each other and files that cannot be written."""
@@ -359,8 +351,7 @@ def report(options: RecordsOptions) -> int:
     """Sum up records: every case, the errors by mode, strategy and figure, and the verdicts."""
     if options.path is None:
         raise UsageError("FILE is missing", hint="name a file that --records has written")
-    destination = Destination(path=options.output, force=options.force)
-    form = form_of(options.format, options.json)
+    form, destination = options.form, options.destination
     destination.check()
     _summarize(options.path, destination, form, options.quiet, options.plot)
     return FITS
