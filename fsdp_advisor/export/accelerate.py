@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
 from fsdp_advisor.engines.deepspeed.settings import stage
 from fsdp_advisor.engines.fsdp1.sharding import sharding_name
 from fsdp_advisor.errors import assert_never
@@ -28,7 +26,7 @@ from fsdp_advisor.export.constants import (
     SCRIPT,
     WRAP_POLICY,
 )
-from fsdp_advisor.export.header import header
+from fsdp_advisor.export.header import yaml_text
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import framework_limit, optimizer_limit
 from fsdp_advisor.export.losses import script_loss_limit
@@ -57,8 +55,7 @@ def config_unsupported(job: Job) -> str | None:
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
     """The configuration, and notes on what it cannot set."""
-    text = header(job, *TARGET.checked) + yaml.safe_dump(_config(job), sort_keys=False)
-    return text, tuple(_notes(job))
+    return yaml_text(_config(job), job, *TARGET.checked), tuple(_notes(job))
 
 
 def _config(job: Job) -> dict[str, Any]:

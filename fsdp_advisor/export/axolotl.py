@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
 from fsdp_advisor.configs.axolotl import LORA_KERNEL_KEYS, LORA_KEYS
 from fsdp_advisor.export import accelerate, deepspeed, trainer
 from fsdp_advisor.export.adapters import lora, lora_limit
@@ -18,7 +16,7 @@ from fsdp_advisor.export.batches import axolotl_limit
 from fsdp_advisor.export.checkpointing import checkpointing_limit
 from fsdp_advisor.export.constants import AXOLOTL_FILE, NVME_NOTE, WRAP_POLICY
 from fsdp_advisor.export.evaluation import evaluation_limit
-from fsdp_advisor.export.header import header
+from fsdp_advisor.export.header import yaml_text
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import needs_fsdp2, task_limit
 from fsdp_advisor.export.losses import axolotl_keys, loss_limit
@@ -76,7 +74,7 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
         notes.append("leave liger_rope out for GLM-4, whose positions Liger does not compute")
     if job.offloads_to_nvme:
         notes.append(NVME_NOTE)
-    return header(job, *TARGET.checked) + yaml.safe_dump(_config(job), sort_keys=False), tuple(notes)
+    return yaml_text(_config(job), job, *TARGET.checked), tuple(notes)
 
 
 def _config(job: Job) -> dict[str, Any]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import yaml
+
 from fsdp_advisor.export.constants import VERSIONS
 from fsdp_advisor.export.job import PEAKS, Job
 from fsdp_advisor.job.compilation import compiled_text
@@ -19,6 +23,11 @@ CACHE_FILLS_BELOW = 0.08
 def header(job: Job, *packages: str) -> str:
     """The header of a file, as comments of Python, YAML and shell. `packages` are those whose versions it names."""
     return "".join(f"# {line}".rstrip() + "\n" for line in summary(job, *packages))
+
+
+def yaml_text(config: dict[str, Any], job: Job, *packages: str) -> str:
+    """A YAML file with its header."""
+    return header(job, *packages) + yaml.safe_dump(config, sort_keys=False)
 
 
 def summary(job: Job, *packages: str) -> tuple[str, ...]:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
 from fsdp_advisor.export import accelerate, deepspeed, trainer
 from fsdp_advisor.export.adapters import lora, lora_limit, weights
 from fsdp_advisor.export.batches import llamafactory_keys, llamafactory_limit
 from fsdp_advisor.export.checkpointing import checkpointing_limit
 from fsdp_advisor.export.constants import LLAMAFACTORY_FILE, NVME_NOTE
 from fsdp_advisor.export.evaluation import evaluation_limit
-from fsdp_advisor.export.header import header
+from fsdp_advisor.export.header import yaml_text
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import task_limit
 from fsdp_advisor.export.llamafactory_templates import chat_template
@@ -87,7 +85,7 @@ def _task_limit(job: Job) -> str | None:
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
     """The configuration, and notes on what it cannot set."""
-    return header(job, *TARGET.checked) + yaml.safe_dump(_config(job), sort_keys=False), tuple(notes(job))
+    return yaml_text(_config(job), job, *TARGET.checked), tuple(notes(job))
 
 
 def notes(job: Job) -> list[str]:
@@ -129,7 +127,7 @@ def _config(job: Job) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "learning_rate": _LEARNING_RATES[plan.task][bool(job.adaptation.method)],
         "optim": optimizer.name,
-        **({"optim_args": ",".join(f"{k}={v}" for k, v in optimizer.options.items())} if optimizer.options else {}),
+        **({"optim_args": optimizer.arguments} if optimizer.arguments else {}),
         **({"optim_target_modules": optimizer.targets} if optimizer.targets else {}),
         "bf16": plan.precision == "bf16-mixed",
         "fp16": plan.precision == "fp16-mixed",

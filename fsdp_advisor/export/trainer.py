@@ -92,8 +92,8 @@ def arguments(job: Job) -> dict[str, Any]:
         **trainer_arguments(job),
         **evaluation_arguments(job),
     }
-    if optimizer.options:
-        arguments["optim_args"] = ",".join(f"{name}={value}" for name, value in optimizer.options.items())
+    if optimizer.arguments is not None:
+        arguments["optim_args"] = optimizer.arguments
     if optimizer.target_modules is not None:
         arguments["optim_target_modules"] = optimizer.targets
     if plan.precision == "fp16-mixed":

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import accelerate, trainer
 from fsdp_advisor.export.adapters import lora, lora_limit, weights
 from fsdp_advisor.export.batches import UNTRUNCATED_NOTE, trl_keys
 from fsdp_advisor.export.checkpointing import checkpointing_limit
 from fsdp_advisor.export.constants import NVME_NOTE, TRL_FILE
-from fsdp_advisor.export.header import header
+from fsdp_advisor.export.header import yaml_text
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import NO_MODEL
 from fsdp_advisor.export.losses import loss_limit
@@ -74,7 +72,7 @@ def unsupported(job: Job) -> str | None:
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
     """The configuration, and notes on what it cannot set."""
-    return header(job, *TARGET.checked) + yaml.safe_dump(_config(job), sort_keys=False), tuple(notes(job))
+    return yaml_text(_config(job), job, *TARGET.checked), tuple(notes(job))
 
 
 def notes(job: Job) -> list[str]:

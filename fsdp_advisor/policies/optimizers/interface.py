@@ -104,6 +104,11 @@ class NamedOptimizer:
     """The Trainer's `optim_target_modules`: `all-linear`, or parts of names."""
 
     @property
+    def arguments(self) -> str | None:
+        """The options as the Trainer's `optim_args`; None if there are none."""
+        return ",".join(f"{name}={value}" for name, value in self.options.items()) or None
+
+    @property
     def targets(self) -> str | list[str] | None:
         """The target modules as a value for a configuration file."""
         return list(self.target_modules) if isinstance(self.target_modules, tuple) else self.target_modules
