@@ -40,7 +40,7 @@ class StorageWatch(TorchDispatchMode):
         call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._call = call or _call
+        self._call = call or call_plainly
         self._on_resize = on_resize
         self._sums_in_place = sums_in_place
         self._live: dict[StorageKey, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -139,7 +139,8 @@ def _is_made_of_tensors(kind: type) -> bool:
     return issubclass(kind, DTensor) or kind.__name__ in ("Float8TrainingTensor", "MXTensor")
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator as it is: what a mode does unless it is given another function."""
     return func(*args, **kwargs)
 
 

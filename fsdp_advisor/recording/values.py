@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from fsdp_advisor.recording.contents import Contents
 from fsdp_advisor.recording.experts import chosen_experts
-from fsdp_advisor.recording.storages import tensors_in
+from fsdp_advisor.recording.storages import call_plainly, tensors_in
 
 LARGEST = 256 << 20
 """Bytes of the largest storage whose values are kept. Gemma 4's one-hot matrix of 2,520 patches and 280 tokens has 5.4 MiB per image."""
@@ -77,7 +77,7 @@ class KnownValues(TorchDispatchMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._expert_imbalance = expert_imbalance
-        self._call = call or _call
+        self._call = call or call_plainly
         self._known: dict[int, _Known] = {}
         self._contents = Contents() if contents is None else contents
 
@@ -379,10 +379,6 @@ def _view_of(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The values of a storage that belong to `tensor`."""
     with _on_host():
         return values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
 
 
 def _selected(mask: torch.Tensor, shape: torch.Size) -> int:

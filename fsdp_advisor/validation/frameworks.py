@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_advisor.engines.fsdp1.sharding import sharding_name
 from fsdp_advisor.errors import MeasurementError
-from fsdp_advisor.export.constants import FSDP1_PREFETCH
+from fsdp_advisor.export.constants import FSDP1_PREFETCH, WRAP_POLICY
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Refusal
@@ -252,8 +252,7 @@ def _layer_classes(source: Source, model: nn.Module, plan: Plan) -> list[str]:
 def _wrap_settings(plan: Plan) -> tuple[str, int]:
     """accelerate's wrap policy and `min_num_params`."""
     policy = plan.wrap_policy
-    name = {"none": "NO_WRAP", "size": "SIZE_BASED_WRAP"}.get(policy.kind, "TRANSFORMER_BASED_WRAP")
-    return name, policy.number if policy.kind == "size" else 0
+    return WRAP_POLICY[policy.kind], policy.number if policy.kind == "size" else 0
 
 
 def _plugin(plan: Plan, classes: list[str]) -> Any:
@@ -346,7 +345,7 @@ def transformers_trainer(
             use_cpu=True,
             bf16=plan.mixed,
             optim=optimizer.name,
-            optim_args=",".join(f"{name}={value}" for name, value in optimizer.options.items()) or None,
+            optim_args=optimizer.arguments,
             learning_rate=1e-6,
             per_device_train_batch_size=plan.micro_batch_size,
             gradient_accumulation_steps=plan.gradient_accumulation_steps,

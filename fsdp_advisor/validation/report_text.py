@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdp_advisor.program.accounts import PHASES
+from fsdp_advisor.render.document import Table, to_markdown
 from fsdp_advisor.units import format_gib
 from fsdp_advisor.validation.records import FIGURES, Record
 from fsdp_advisor.validation.report import (
@@ -216,7 +217,4 @@ def _text(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> s
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    rule = ["---" if i < left else "---:" for i in range(len(columns))]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (columns, rule, *rows)
-    )
+    return to_markdown([Table(columns, rows, [i >= left for i in range(len(columns))])])
