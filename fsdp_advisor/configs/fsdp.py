@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_advisor.configs.collect import Collector, truth
-from fsdp_advisor.engines.fsdp1.sharding import NAMES, sharding_options
+from fsdp_advisor.engines.fsdp1.sharding import NAMES, PREFETCH_NAMES, sharding_options
 
 AS_DDP = "the estimate is of DDP, which keeps everything on each rank too"
 """What a reader says of NO_SHARD."""
-PREFETCH = {"backward_pre": "pre", "backward_post": "post", "no_prefetch": "none"}
 OF_ACCELERATE = "fsdp_"
 """The prefix of the FSDP keys in accelerate's own configuration."""
 STATE_DICTS = {"full": "full", "1": "full", "local": "local", "2": "local", "sharded": "sharded", "3": "sharded"}
@@ -112,9 +111,10 @@ def _prefetch(found: Collector, prefix: str, version: int) -> None:
     if version != 1:
         return
     name = str(found.peek(f"{prefix}backward_prefetch") or "").lower()
-    if name in PREFETCH:
+    known = {of_accelerate.lower(): own for own, of_accelerate in PREFETCH_NAMES.items()}
+    if name in known:
         found.take(f"{prefix}backward_prefetch")
-        found.options["backward_prefetch"] = PREFETCH[name]
+        found.options["backward_prefetch"] = known[name]
     else:
         found.omits_active("the estimate has no prefetching", f"{prefix}backward_prefetch")
         found.default("backward_prefetch", "none", "no backward prefetching, the default of accelerate and the Trainer")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_advisor.engines.deepspeed.settings import stage
-from fsdp_advisor.engines.fsdp1.sharding import sharding_name
+from fsdp_advisor.engines.fsdp1.sharding import PREFETCH_NAMES, sharding_name
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import deepspeed
 from fsdp_advisor.export.adapters import weights
@@ -20,7 +20,6 @@ from fsdp_advisor.export.constants import (
     ACCELERATE_FILE,
     ACCELERATE_PORT,
     DEEPSPEED_FILE,
-    FSDP1_PREFETCH,
     HEAD_NODE,
     MIXED,
     SCRIPT,
@@ -133,7 +132,7 @@ def _fsdp2(plan: Plan) -> dict[str, Any]:
 def _fsdp1(plan: Plan) -> dict[str, Any]:
     return {
         "fsdp_sharding_strategy": sharding_name(plan),
-        "fsdp_backward_prefetch": FSDP1_PREFETCH[plan.backward_prefetch],
+        "fsdp_backward_prefetch": PREFETCH_NAMES[plan.backward_prefetch],
         "fsdp_forward_prefetch": plan.forward_prefetch,
         "fsdp_use_orig_params": plan.use_orig_params,
         "fsdp_sync_module_states": True,

@@ -62,6 +62,3 @@ WRAP_POLICY = {
     "layer": "TRANSFORMER_BASED_WRAP", "class": "TRANSFORMER_BASED_WRAP", "none": "NO_WRAP", "size": "SIZE_BASED_WRAP",
 }  # fmt: skip
 """The FSDP wrap policy of accelerate, transformers and axolotl, by the kind of the plan's policy."""
-
-FSDP1_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
-"""FSDP1's backward prefetch -> accelerate's name. transformers expects it in lower case."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_advisor.engines.deepspeed.settings import stage
-from fsdp_advisor.engines.fsdp1.sharding import torch_sharding_name
+from fsdp_advisor.engines.fsdp1.sharding import PREFETCH_NAMES, torch_sharding_name
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export import accelerate, deepspeed
 from fsdp_advisor.export.adapters import packages as adapting_packages
@@ -116,11 +116,11 @@ def _through_deepspeed(job: Job) -> dict[str, Any]:
 
 
 def _through_fsdp1(plan: Plan) -> dict[str, Any]:
-    prefetch = {"pre": "BackwardPrefetch.BACKWARD_PRE", "post": "BackwardPrefetch.BACKWARD_POST", "none": "None"}
+    prefetch = plan.backward_prefetch
     return {
         "sharding": torch_sharding_name(plan),
         "hybrid": plan.strategy == "hsdp",
         "compute": COMPUTE.get(plan.precision),
-        "prefetch": prefetch[plan.backward_prefetch],
+        "prefetch": "None" if prefetch == "none" else f"BackwardPrefetch.{PREFETCH_NAMES[prefetch]}",
         "offload": plan.offload == "parameters",
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
+from fsdp_advisor.engines.fsdp1.sharding import PREFETCH_NAMES
 from fsdp_advisor.engines.model_outputs import searches_by_default
 from fsdp_advisor.export import accelerate, deepspeed
 from fsdp_advisor.export.adapters import packages as adapting_packages
@@ -16,7 +17,6 @@ from fsdp_advisor.export.batches import FLATTENING_NOTE, batch_limit
 from fsdp_advisor.export.checkpointing import checkpointing_limit, is_of_model, keywords
 from fsdp_advisor.export.constants import (
     ARGUMENTS_FILE,
-    FSDP1_PREFETCH,
     NVME_NOTE,
     WRAP_POLICY,
 )
@@ -133,7 +133,7 @@ def _fsdp(job: Job) -> dict[str, Any]:
     if plan.backend == "fsdp1":
         config |= {
             "reshard_after_forward": "full_shard",
-            "backward_prefetch": FSDP1_PREFETCH[plan.backward_prefetch].lower(),
+            "backward_prefetch": PREFETCH_NAMES[plan.backward_prefetch].lower(),
             "forward_prefetch": plan.forward_prefetch,
             "use_orig_params": plan.use_orig_params,
             "sync_module_states": True,

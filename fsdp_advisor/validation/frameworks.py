@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_advisor.engines.fsdp1.sharding import sharding_name
+from fsdp_advisor.engines.fsdp1.sharding import PREFETCH_NAMES, sharding_name
 from fsdp_advisor.errors import MeasurementError
-from fsdp_advisor.export.constants import FSDP1_PREFETCH, WRAP_POLICY
+from fsdp_advisor.export.constants import WRAP_POLICY
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Refusal
@@ -271,7 +271,7 @@ def _plugin(plan: Plan, classes: list[str]) -> Any:
     if plan.backend == "fsdp2":
         return plugin(fsdp_version=2, reshard_after_forward=plan.reshards, **common)
     return plugin(
-        fsdp_version=1, sharding_strategy=sharding_name(plan), backward_prefetch=FSDP1_PREFETCH[plan.backward_prefetch],
+        fsdp_version=1, sharding_strategy=sharding_name(plan), backward_prefetch=PREFETCH_NAMES[plan.backward_prefetch],
         forward_prefetch=plan.forward_prefetch,
         use_orig_params=plan.use_orig_params, sync_module_states=False, **common,
     )  # fmt: skip
@@ -303,7 +303,7 @@ def _fsdp_config(plan: Plan, classes: list[str], *, checkpointing: bool) -> dict
     return {
         "version": 1,
         "reshard_after_forward": "full_shard",
-        "backward_prefetch": FSDP1_PREFETCH[plan.backward_prefetch].lower(),
+        "backward_prefetch": PREFETCH_NAMES[plan.backward_prefetch].lower(),
         "use_orig_params": plan.use_orig_params,
         "sync_module_states": False,
         **common,

@@ -1,4 +1,4 @@
-"""The names of FSDP1's sharding strategies.
+"""The names of FSDP1's sharding strategies and of its backward prefetching.
 
 Source: accelerate 1.15, utils/constants.py, FSDP_SHARDING_STRATEGY; torch 2.13, torch.distributed.fsdp.api, ShardingStrategy, which has
 the same names and numbers, but `_HYBRID_SHARD_ZERO2`.
@@ -20,6 +20,8 @@ _STRATEGIES: dict[str, tuple[Strategy, bool]] = {
 _NAMES = {shards: name for name, shards in _STRATEGIES.items()}
 NAMES = tuple(_STRATEGIES)
 """accelerate's names."""
+PREFETCH_NAMES = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
+"""Backward prefetch of a plan -> accelerate's name. transformers expects it in lower case. PyTorch has None instead of the last one."""
 
 
 def sharding_name(plan: Plan) -> str:
