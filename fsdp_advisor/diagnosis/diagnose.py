@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from fsdp_advisor.diagnosis.attribution import Evidence, by_category, holdings, moment
 from fsdp_advisor.diagnosis.changes import Facts, changes
-from fsdp_advisor.diagnosis.error_text import errors_in, library_error_in
+from fsdp_advisor.diagnosis.error_text import end_of_process_in, errors_in, library_error_in
 from fsdp_advisor.diagnosis.facts import Category, Diagnosis, Moment, OutOfMemory
 from fsdp_advisor.diagnosis.pickle_reader import PickleRefused
 from fsdp_advisor.diagnosis.prediction import DiagnosedJob, on_gpu_of_error, predicted
@@ -92,6 +92,13 @@ def _no_error(name: str, text: str) -> UnreadableDiagnosis:
         return UnreadableDiagnosis(
             f"{name} has {library!r}, which does not say how the memory is used",
             hint=f"look for 'CUDA out of memory. Tried to allocate' in the other ranks' logs, or make a snapshot: {_RECORD}",
+        )
+    ended = end_of_process_in(text)
+    if ended is not None:
+        return UnreadableDiagnosis(
+            f"{name} has {ended!r}: the system ended the process, usually because the host's memory ran out, not the GPU's",
+            hint="an estimate shows the host memory per node in training, with explain also in loading and saving; compare it with the"
+            " memory that the job may use (free, Slurm's --mem, the container's limit)",
         )
     if not text.strip():
         return UnreadableDiagnosis(f"{name} is empty", hint=_HINT)

@@ -30,6 +30,12 @@ _BARE = re.compile(
     r"CUDNN_STATUS_ALLOC_FAILED|memory allocation failed with OOM on device"
 )
 """Matches out-of-memory errors of libraries, which do not say how the memory is used."""
+_KILLED = re.compile(
+    r"oom[-_]kill|out-of-memory handler|Out of memory: Killed process|OOMKilled|exitcode\s*:\s*-9|Signal 9 \(SIGKILL\)|return code = -9"
+    r"|^(?:.*:.* )?Killed$",
+    re.MULTILINE,
+)
+"""Matches what a shell, Slurm, the kernel or a launcher writes about a process that the system ended."""
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<name>\S+)')
 _RICH_FRAME = re.compile(r"^\s*(?P<file>/\S+\.py):(?P<line>\d+) in (?P<name>\S+)", re.MULTILINE)
@@ -65,6 +71,12 @@ def library_error_in(text: str) -> str | None:
     """An error of CUDA or a library that ran out of memory without PyTorch's message; None if there is none."""
     found = _BARE.search(text)
     return found[0] if found else None
+
+
+def end_of_process_in(text: str) -> str | None:
+    """What a text says about a process that the system ended, as it does when the host's memory runs out; None if it says nothing."""
+    found = _KILLED.search(_ANSI.sub("", text))
+    return found[0].strip() if found else None
 
 
 def sizes_in(message: str) -> dict[str, int]:

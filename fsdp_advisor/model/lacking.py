@@ -111,7 +111,10 @@ LACKING = (
         f"{_GIVE}; LGAI-EXAONE/EXAONE-4.0-32B is the language model before it",
     ),
     Lacking(
-        ("FLUX.1-dev", "FLUX.2-dev", "Qwen-Image", "stable-diffusion-3.5-large", "SD3.5", "SDXL", "Wan2.1-T2V-14B", "Wan2.2-T2V-A14B"),
+        (
+            "FLUX.1-dev", "FLUX.2-dev", "Qwen-Image", "stable-diffusion-3.5-large", "SD3.5", "stable-diffusion-xl-base-1.0", "SDXL",
+            "stable-diffusion-v1-5", "Wan2.1-T2V-14B", "Wan2.2-T2V-A14B",
+        ),
         "it is a diffusion model of the diffusers package, not of transformers, and has no config.json of its whole",
         "record its transformer in Python with fsdp_advisor.record_module",
     ),

@@ -103,7 +103,7 @@ def _catalogued(entry: catalog.Entry, wanted: str, recording_allowed: bool) -> R
         notes += (trained_on_text(entry.model_type),)
     if (alone := without_tower(entry.id, meant)) is not None:
         notes += (alone,)
-    if "embedding" in entry.id.lower():
+    if re.search(r"embedding|/bge-", entry.id.lower()) and "rerank" not in meant.lower():
         notes += (_embeds(entry.id, entry.task),)
     if not entry.has_tapes:
         notes += _about_recording(entry)

@@ -255,3 +255,20 @@ def test_text_without_the_message_is_refused_with_a_hint(text: str, words: str) 
     with pytest.raises(UnreadableDiagnosis, match=words) as caught:
         diagnose_text(text)
     assert "_dump_snapshot" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "train.sh: line 3: 12 Killed",
+        "Killed",
+        "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=12.0. Some of the step tasks have been OOM Killed.",
+        "kernel: Out of memory: Killed process 12 (python) total-vm:1kB",
+        "exitcode: -9 (pid: 123)",
+        "[launch.py:325:sigkill_handler] exits with return code = -9",
+    ],
+)
+def test_a_process_that_the_system_ended_points_to_the_hosts_memory(text: str) -> None:
+    with pytest.raises(UnreadableDiagnosis, match="usually because the host's memory ran out") as caught:
+        diagnose_text(f"step 3 loss 2.1\n{text}\n")
+    assert "host memory per node" in caught.value.hint

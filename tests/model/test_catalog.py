@@ -289,7 +289,11 @@ def test_name_of_a_quantized_copy_is_noted_as_ignored_format() -> None:
     assert resolve("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", allow_recording=False).notes == ()
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-Embedding-0.6B", "google/embeddinggemma-300m"])
+def test_a_reranker_of_the_shapes_of_an_embedding_model_is_a_language_model() -> None:
+    assert not any("contrastive" in note for note in resolve("Qwen/Qwen3-Reranker-4B", allow_recording=False).notes)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-Embedding-0.6B", "google/embeddinggemma-300m", "BAAI/bge-m3"])
 def test_model_of_embeddings_says_that_contrastive_training_is_not_modelled(name: str) -> None:
     (note,) = resolve(name, allow_hub=False, allow_recording=False).notes
     assert "contrastive training of embeddings" in note and "not modelled" in note
