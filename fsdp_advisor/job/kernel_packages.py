@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 
 KERNEL_PACKAGES = ("fla", "causal-conv1d", "mamba-ssm", "kernels")
 """The values of `--kernel-packages`. Source: transformers 5.23, integrations/hub_kernels.py, `use_kernel_func_from_hub_with_fallback`, and
@@ -27,6 +27,16 @@ def read_kernel_packages(text: str) -> str | None:
     if not named <= {*KERNEL_PACKAGES}:
         return None
     return "all" if len(named) == len(KERNEL_PACKAGES) else ",".join(each for each in KERNEL_PACKAGES if each in named)
+
+
+def usable(packages: Sequence[str], installed: Container[str]) -> str:
+    """The value of `kernel_packages` for a run of a model that calls `packages`.
+
+    >>> usable(["fla", "causal-conv1d"], {"fla"}), usable(["kernels"], ()), usable(["fla"], {"fla"})
+    ('fla', 'none', 'all')
+    """
+    found = [package for package in packages if package in installed]
+    return "all" if len(found) == len(packages) else ",".join(found) or "none"
 
 
 def pip_install(packages: Iterable[str]) -> str:

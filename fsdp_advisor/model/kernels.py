@@ -78,13 +78,19 @@ def _model_type(profile: Profile) -> str:
 def called_packages(profile: Profile) -> tuple[str, ...]:
     """The packages whose kernels the model's layers call if they are installed."""
     model_type = _model_type(profile)
+    if model_type in STATE_SPACE_DUALITY | SELECTIVE_SCAN and not _has_state_space(profile):
+        return ()
+    return packages_of(model_type)
+
+
+def packages_of(model_type: str) -> tuple[str, ...]:
+    """The `called_packages` of models of a type; some models of a type with state-space layers have none of these and call none."""
+    model_type = model_type.removesuffix("_text")
     if model_type in GATED_DELTA_RULE | KIMI_DELTA_ATTENTION:
         return ("fla", "causal-conv1d")
     if model_type in WKV:
         return ("kernels",)
-    if model_type in STATE_SPACE_DUALITY | SELECTIVE_SCAN and _has_state_space(profile):
-        return ("mamba-ssm", "causal-conv1d")
-    return ()
+    return ("mamba-ssm", "causal-conv1d") if model_type in STATE_SPACE_DUALITY | SELECTIVE_SCAN else ()
 
 
 def missing_packages(profile: Profile, installed: str) -> tuple[str, ...]:

@@ -15,9 +15,11 @@ from fsdp_advisor.engines.fsdp1.sharding import sharding_options
 from fsdp_advisor.job.adapter_fields import LORA_KERNELS
 from fsdp_advisor.job.choices import Framework, TrainingTask
 from fsdp_advisor.job.frameworks import FIXED_SEGMENTS, FRAMEWORKS
+from fsdp_advisor.job.kernel_packages import usable
 from fsdp_advisor.job.projection import DEFAULT
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.memory.allocator.conf import conf_in
+from fsdp_advisor.model.kernels import packages_of
 from fsdp_advisor.model.liger import LIGER_KERNELS
 from fsdp_advisor.rehearsal.report import PEAKS, Prediction, RankResult
 
@@ -85,6 +87,7 @@ def options_of(rank: RankResult, gpu: str, nnodes: int, folder: Path) -> dict[st
         **_allocator(job["framework"]),
         **_compile(model),
         **({"experts-implementation": model["experts"]} if model.get("experts") else {}),
+        **_kernel_packages(model),
         **_loss(model, job["framework"], task["name"]),
         **_task(task),
         **({"padding-free": "true"} if job.get("padding_free") else {}),
@@ -126,6 +129,13 @@ def _loss(model: Mapping[str, Any], framework: str, task: str) -> dict[str, str]
     if kernels is None or task != "sft":
         return {"loss": loss}
     return {"loss": "full" if loss == "auto" and framework != "trl" else loss, "use-liger-kernel": "true"}
+
+
+def _kernel_packages(model: Mapping[str, Any]) -> dict[str, str]:
+    """The option of the installed kernels that the model calls, if it calls others too."""
+    called = packages_of(str(model["config"].get("model_type")))
+    installed = usable(called, model.get("kernel_packages", called))
+    return {} if installed == "all" else {"kernel-packages": installed}
 
 
 def _lora_kernels(model: Mapping[str, Any], framework: Framework) -> dict[str, str]:

@@ -15,7 +15,7 @@ from fsdp_advisor.validation import rank, worker
 from fsdp_advisor.validation.case import Case
 from fsdp_advisor.validation.failure_broadcast import FailureBroadcaster
 from fsdp_advisor.validation.measure import check, with_context
-from fsdp_advisor.validation.predict import Prediction, predict
+from fsdp_advisor.validation.predict import Prediction, predict_case
 from fsdp_advisor.validation.records import Record
 from fsdp_advisor.validation.run_result import RunResult
 
@@ -112,7 +112,7 @@ def _shared_prediction(case: Case, own: int, reported: dict[str, Any]) -> Predic
 
     shared: list[Any] = [None]
     if own == 0:
-        shared = [predict(case.request, "measure", case.device).as_dict()]
+        shared = [predict_case(case).as_dict()]
         reported["prediction"] = shared[0]
     dist.broadcast_object_list(shared, group=rank.host_group(), device=torch.device("cpu"))
     return Prediction.from_dict(shared[0])

@@ -26,7 +26,7 @@ from fsdp_advisor.validation.case import Case
 from fsdp_advisor.validation.child_process import Send, preload, run_in_child
 from fsdp_advisor.validation.failure_broadcast import JOIN_SECONDS, SEE_OTHER_NODE
 from fsdp_advisor.validation.failures import ModeUnavailable, describe_exit
-from fsdp_advisor.validation.predict import predict
+from fsdp_advisor.validation.predict import predict_case
 from fsdp_advisor.validation.process_tree import die_with_parent, interrupts_ignored, kill_tree
 from fsdp_advisor.validation.rank import RankSettings
 from fsdp_advisor.validation.run_result import RunResult
@@ -116,7 +116,7 @@ def _ranks_here(case: Case) -> int:
 def _predict(case: Case, send: Send) -> None:
     from fsdp_advisor.validation import real
 
-    prediction = predict(case.request, "measure", case.device)
+    prediction = predict_case(case)
     send("prediction", prediction.as_dict())
     real.check(prediction.plan, case.device)
 

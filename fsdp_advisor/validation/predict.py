@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,13 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.kernel_packages import usable
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorSegment
 from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.model import cache
+from fsdp_advisor.model.kernels import called_packages
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.parallelism.mesh import Mesh
@@ -23,6 +26,7 @@ from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.step_figures import peak_of_step, timeline_of_step
 from fsdp_advisor.tapes import cpu_tape
 from fsdp_advisor.validation import machine
+from fsdp_advisor.validation.case import Case
 from fsdp_advisor.validation.choices import Device, Mode
 from fsdp_advisor.validation.on_gpu import GpuPrediction, effective_conf, gpu_run_of, predict_on_gpu
 from fsdp_advisor.validation.records import downsampled
@@ -78,6 +82,27 @@ class Prediction:
                 "segments": segments,
             }
         )
+
+
+def predict_case(case: Case, *, gpu_keeps_up: bool = False) -> Prediction:
+    """The prediction of a case. A run on a GPU has the kernels that this environment has, unless the request names some."""
+    request = case.request
+    if case.mode != "simulate" and case.device == "cuda" and "kernel_packages" not in request.changed:
+        profile = recorded_with_installed_versions(request.model).profile
+        assert profile is not None
+        called = called_packages(profile)
+        request = replace(request, kernel_packages=usable(called, [each for each in called if _is_importable(each)]))
+    return predict(request, case.mode, case.device, gpu_keeps_up=gpu_keeps_up)
+
+
+def _is_importable(package: str) -> bool:
+    """Whether transformers can import a package of `--kernel-packages`, and loads kernels from the hub if it is `kernels`."""
+    try:
+        for name in ("kernels", "ninja") if package == "kernels" else (package.replace("-", "_"),):
+            importlib.import_module(name)
+    except Exception:  # as transformers does: an extension of another version of torch, for example
+        return False
+    return True
 
 
 def predict(

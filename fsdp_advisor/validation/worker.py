@@ -9,7 +9,7 @@ from fsdp_advisor.validation import machine
 from fsdp_advisor.validation.case import Case, uses_zero_redundancy_optimizer
 from fsdp_advisor.validation.child_process import Send, preload, run_in_child
 from fsdp_advisor.validation.failures import ModeUnavailable
-from fsdp_advisor.validation.predict import Prediction, predict
+from fsdp_advisor.validation.predict import Prediction, predict_case
 from fsdp_advisor.validation.records import WITHOUT_KERNELS, Record, downsampled
 from fsdp_advisor.validation.run_result import RunResult
 
@@ -66,7 +66,7 @@ def work(case: Case, send: Send) -> None:
         machine.set_allocator(case.request.allocator_conf)
         baseline = measure_baseline(0)
         send("versions", machine.versions(cuda=True))
-    prediction = predict(case.request, case.mode, case.device, gpu_keeps_up=machine.is_simulated())
+    prediction = predict_case(case, gpu_keeps_up=machine.is_simulated())
     send("prediction", prediction.as_dict())
     if case.mode == "simulate":
         send("measured", _simulated(prediction))

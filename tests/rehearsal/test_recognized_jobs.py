@@ -360,3 +360,30 @@ def test_axolotls_kernels_of_adapters_are_recognized() -> None:
     assert job_facts.lora_kernels_of(model) == []
     model[0].forward, model[1].apply_o = apply_lora_mlp_swiglu, apply_lora_o
     assert sorted(job_facts.lora_kernels_of(model)) == ["mlp", "o"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "installed", "expected"),
+    [
+        ("qwen3_5", [], "none"),
+        ("qwen3_5_text", ["fla", "mamba-ssm"], "fla"),
+        ("qwen3_next", ["fla", "causal-conv1d"], None),
+        ("rwkv", ["fla"], "none"),
+        ("llama", [], None),
+    ],
+)
+def test_the_estimate_has_the_kernels_that_the_process_has(
+    model_type: str, installed: list[str], expected: str | None, tmp_path: Path
+) -> None:
+    model = JOB["model"] | {"config": {"model_type": model_type}, "kernel_packages": installed}
+    assert options(tmp_path, model=model).get("kernel-packages") == expected
+
+
+def test_kernels_whose_modules_are_imported_are_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fla", "causal_conv1d", "mamba_ssm", "transformers.models.rwkv.modeling_rwkv"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert job_facts.kernel_packages() == []
+    monkeypatch.setitem(sys.modules, "mamba_ssm", ModuleType("mamba_ssm"))
+    loaded: Any = SimpleNamespace(rwkv_cuda_kernel=object())
+    monkeypatch.setitem(sys.modules, "transformers.models.rwkv.modeling_rwkv", loaded)
+    assert job_facts.kernel_packages() == ["mamba-ssm", "kernels"]

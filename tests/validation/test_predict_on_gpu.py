@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 torch = pytest.importorskip("torch")
 
@@ -20,7 +23,7 @@ from fsdp_advisor.model import cache
 from fsdp_advisor.program.accounts import PHASES
 from fsdp_advisor.validation import gpu_memory, machine, stand_in, worker
 from fsdp_advisor.validation.case import Case
-from fsdp_advisor.validation.predict import Prediction, predict
+from fsdp_advisor.validation.predict import Prediction, predict, predict_case
 from fsdp_advisor.validation.run_result import RunResult
 from fsdp_advisor.validation.snapshots import compare_snapshot
 
@@ -260,3 +263,22 @@ def test_record_of_a_stand_in_compares_measured_and_predicted_figures(monkeypatc
     assert record.fits_predicted is True and record.fits_really is False  # a byte more than the GPU has
     assert record.detail["gpu_memory_bytes"] == H100.memory_bytes
     assert record.measured["snapshot"]["equal_segments"] == record.measured["snapshot"]["segments"]
+
+
+@in_turn(1, of=3)
+@pytest.mark.parametrize(("installed", "expected"), [(False, "fla"), (True, "all")])
+def test_a_run_on_a_gpu_is_predicted_with_the_kernels_of_its_environment(
+    installed: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "causal_conv1d", ModuleType("causal_conv1d") if installed else None)
+    config = {
+        "model_type": "qwen3_5_text", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 100, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "layer_types": ["linear_attention"],
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    request = make_request({"model": str(path), "strategy": "ddp", "seq_len": 64, "precision": "bf16"})
+    found = predict_case(Case(request=request, mode="stand-in", device="cuda"))
+    assert found.request["kernel_packages"] == found.plan.kernel_packages == expected

@@ -212,9 +212,21 @@ def model_of(module: Any) -> dict[str, Any] | None:
                 "loss": "liger" if each.forward.__module__.startswith("liger_kernel") else "auto",
                 "liger_kernels": any(_by_liger(m) for m in each.modules() if m is not each),
                 "lora_kernels": lora_kernels_of(each),
+                "kernel_packages": kernel_packages(),
                 "peft": next((adapter for m in _unwrapped(module) if (adapter := _adapter_of(m))), None),
             }
     return None
+
+
+def kernel_packages() -> list[str]:
+    """The packages of kernels that transformers has imported, by their names in `--kernel-packages`. A model's module imports those that
+    its layers call, and does without one whose import fails. Source: transformers 5.23, integrations/hub_kernels.py,
+    `use_kernel_func_from_hub_with_fallback`; models/rwkv/modeling_rwkv.py.
+    """
+    modules = {"fla": "fla", "causal-conv1d": "causal_conv1d", "mamba-ssm": "mamba_ssm"}
+    rwkv = sys.modules.get("transformers.models.rwkv.modeling_rwkv")
+    of_hub = ["kernels"] if getattr(rwkv, "rwkv_cuda_kernel", None) is not None else []
+    return [package for package, module in modules.items() if module in sys.modules] + of_hub
 
 
 def _class_of(model: Any) -> str:
