@@ -33,6 +33,16 @@ def test_every_rank_quantizes_the_whole_base_on_its_gpu(backend: str, storage: s
     assert load.host_bytes_per_node == 8 * 2 * LARGEST
 
 
+def test_accelerate_keeps_the_whole_base_until_fsdp2_has_sharded_all_units() -> None:
+    """A rehearsal of TRL with six layers on two GPUs: 161.5 MB, where the whole base has 108.7 MB."""
+    needed = []
+    for gpus in (2, 4):
+        row = qlora(gpus, backend="fsdp2", bnb_4bit_quant_storage="bfloat16")
+        assert row.job_peaks is not None
+        needed.append(row.job_peaks.load_method.gpu_bytes)
+    assert needed[0] - needed[1] == pytest.approx(WHOLE / 2 - WHOLE / 4, rel=0.001)
+
+
 def test_fsdp1_flattens_a_base_that_is_whole_on_the_gpu() -> None:
     row = qlora(8, backend="fsdp1", bnb_4bit_quant_storage="bfloat16")
     assert row.job_peaks is not None

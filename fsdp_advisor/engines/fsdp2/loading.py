@@ -97,14 +97,21 @@ def _quantized(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     """
     offload = plan.offload == "parameters"
     whole, ignored = NO_STORAGES, NO_STORAGES
-    loaded: list[WeightTransfer] = []
+    sharding: list[WeightTransfer] = []
+    freeing: list[WeightTransfer] = []
     for unit in map(_sharding(plan), wrapping_for(profile, plan).in_order(profile)):
         managed = ShardedUnit(tuple(p for p in unit.parameters if is_sharded(p.parameter, plan)))
         whole += unit.whole
         ignored += sum((p.whole for p in unit.parameters if not is_sharded(p.parameter, plan)), NO_STORAGES)
-        loaded += WeightTransfer.of_loaded(managed.whole, managed.shard, offload=offload)
+        shard, free = WeightTransfer.of_loaded(managed.whole, managed.shard, offload=offload)
+        sharding.append(shard)
+        freeing.append(free)
     other = buffers(profile, plan.param_bytes).rounded
-    transfers = (WeightTransfer(kept=ignored), *loaded)
+    if plan.uses_accelerate:
+        transfers = (WeightTransfer(kept=ignored), *sharding, *freeing)
+    else:
+        pairs = zip(sharding, freeing, strict=True)
+        transfers = (WeightTransfer(kept=ignored), *(transfer for pair in pairs for transfer in pair))
     on_each_gpu = on_gpu(
         profile,
         plan,
