@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-FAMILIES = ("fms-acceleration", "peft-method-comparison", "ms-swift", "fsdp-qlora", "automodel", "axolotl", "torchao")
+FAMILIES = (
+    "fms-acceleration", "peft-method-comparison", "ms-swift", "fsdp-qlora", "automodel", "axolotl", "torchao", "fms-fsdp", "atorch",
+    "torchtune", "kempnerforge", "prime-rl",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,6 +438,61 @@ def _torchao(row: Measurement) -> Mapped | Unmapped:
     )
 
 
+# Training loops of their own around FSDP, or on one GPU, whose facts are options of `estimate` (`job`), with those of each loop here:
+# - fms-fsdp: FSDP1, which reduces gradients in bf16 (policies/mixed_precision.py, bfSixteen), as accelerate does; sdpa; 4,096 tokens. The
+#   networks' rates are those of a node: 400 Gb/s for eight A100, 800 for eight H100.
+# - atorch (dlrover, atorch/examples/llama2): FSDP1 under bf16 autocast, Llama's attention replaced by flash-attn. tokens/s = TFLOPs
+#   / 61.19 GFLOP per token (example_utils.py, compute_llama2_training_flops). Its checkpoints do not compute attention again: they keep
+#   its inputs and output, 16.06 GiB, and the loop keeps the logits, 1.95. All eight rows have 18.0 GiB more than predicted.
+# - torchtune: its full_finetune_single_device recipe, bf16 throughout, fused AdamW; packed. Its chunked loss keeps all logits.
+# - KempnerForge: FSDP2, bf16 parameters and states, the whole model compiled, which FSDP2's hooks divide into layers. It keeps whole
+#   gradients in fp32 until the last micro-batch, and computes the loss in bf16.
+# - prime-rl: FSDP2 with fp32 parameters, compiled layers in checkpoints, all logits in fp32, which stay in a variable during backward;
+#   max_memory_reserved of steps 2 to 4. Its attention is FlashAttention-2, as PyTorch's own on Ampere; on other boards PyTorch has cuDNN's,
+#   and compiled layers with FlashAttention-2 are not modelled.
+# Assumed: nothing.
+
+_LOOPS: dict[str, dict[str, Any]] = {
+    "fms-fsdp": {
+        "backend": "fsdp1", "framework": "accelerate", "precision": "bf16-mixed", "optim": "adamw_torch", "seq_len": 4096,
+    },
+    "atorch": {
+        "backend": "fsdp1", "forward_prefetch": True, "precision": "bf16-mixed", "optim": "adamw_torch", "seq_len": 4096,
+        "attention": "flash_attention_2", "activation_checkpointing": "full",
+    },
+    "torchtune": {"strategy": "ddp", "precision": "bf16", "seq_len": 4096},
+    "kempnerforge": {"backend": "fsdp2", "precision": "bf16", "seq_len": 4096, "activation_checkpointing": "full"},
+    "prime-rl": {
+        "strategy": "zero3", "backend": "fsdp2", "precision": "bf16-mixed", "optim": "adamw_torch",
+        "activation_checkpointing": "full", "compile": "layer", "gradient_accumulation_steps": 2,
+    },
+}  # fmt: skip
+
+
+FASTER_ATTENTION = (
+    "compiled layers with FlashAttention-2 are not modelled, and PyTorch's own attention is faster on this board"
+)
+OLDER_ON_HOPPER = (
+    "PyTorch 2.2 of early 2024 on H100s, which is slower than the versions with which their rates were measured"
+)
+
+
+def _own_loop(row: Measurement) -> Mapped | Unmapped:
+    job = dict(row.job)
+    if job.pop("use_lora", False):
+        return Unmapped(
+            "atorch puts adapters into an FSDP1 unit of their own (wrap_trainable_outmost), which is not modelled"
+        )
+    by_prime = row.family == "prime-rl"
+    return Mapped(
+        options=_LOOPS[row.family] | job,
+        variant=Variant(head_upcasts=True, keeps_outputs=True) if by_prime else INSTALLED,
+        only_if_peak_in=None if by_prime else "optimizer",
+        compares_speed=job["gpu"] == "A6000" if by_prime else not job["gpu"].startswith("H100"),
+        why_not_speed=FASTER_ATTENTION if by_prime else OLDER_ON_HOPPER,
+    )
+
+
 _MAPPERS: dict[str, Callable[[Measurement], Mapped | Unmapped]] = {
     "fms-acceleration": _fms,
     "peft-method-comparison": _peft,
@@ -443,6 +501,7 @@ _MAPPERS: dict[str, Callable[[Measurement], Mapped | Unmapped]] = {
     "automodel": _automodel,
     "axolotl": _axolotl,
     "torchao": _torchao,
+    **dict.fromkeys(_LOOPS, _own_loop),
 }
 
 
@@ -499,7 +558,34 @@ CUDNN_IS_RECOMPUTED = (
     "found: on Blackwell this commit computes attention with cuDNN (models/attention.py), whose outputs are not among those that selective "
     "checkpointing keeps (_save_list): 2.0 GiB"
 )
+HALF_LOGITS = (
+    "not found: {} GiB. The logits in bf16 need 4.64 GiB and are freed before the peak; the source lacks allocated bytes, so it does not "
+    "say whether the allocator's cache keeps them"
+)
+WHOLE_GRADIENTS = "found in part: the run adds whole gradients in fp32 until the last micro-batch, {} ms of a step; kernels are not known"
 EXPLAINED: dict[tuple[str, str], str] = {
+    ("ff02", "tokens/s"): NO_SPEED,
+    ("ff03", "tokens/s"): NO_SPEED,
+    ("ff04", "tokens/s"): NO_SPEED,
+    ("ff06", "tokens/s"): NO_SPEED,
+    ("at01", "tokens/s"): "found in part: the run does not compute attention again in backward, 0.10 s of 5.06",
+    ("tt01", "tokens/s"): NO_SPEED,
+    ("tt02", "tokens/s"): NO_SPEED,
+    ("tt03", "tokens/s"): (
+        "found in part: tiles of TRL's loss multiply by the head again in backward, 30 ms of a step; torchtune keeps the logits. The rest "
+        "as of tt02"
+    ),
+    ("tt04", "tokens/s"): "found in part: as of tt03",
+    ("kf02", "tokens/s"): WHOLE_GRADIENTS.format(91),
+    ("kf03", "tokens/s"): WHOLE_GRADIENTS.format(40),
+    (
+        "pr01",
+        "tokens/s",
+    ): "not found: 25 % in one run, as the other two runs that name an A6000 (p1532, p1533); the source lacks clocks",
+    ("pr03", "reserved"): HALF_LOGITS.format("4.3"),
+    ("pr04", "reserved"): HALF_LOGITS.format("2.5"),
+    ("pr05", "reserved"): HALF_LOGITS.format("2.5"),
+    ("pr06", "reserved"): HALF_LOGITS.format("2.4"),
     ("p1109", "reserved"): EAGER_LOSS,
     (
         "p1109",
