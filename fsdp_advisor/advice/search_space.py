@@ -5,7 +5,7 @@ offload.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from fsdp_advisor.job.choices import Backend, Checkpointing, Framework, Offload, OffloadDevice, OptimizerName, Strategy
@@ -245,6 +245,7 @@ def _is_open(request: RecommendRequest, choice: StrategyChoice, gpus: int, nnode
     )
 
 
+@lru_cache(maxsize=64)
 def _with(activations: ActivationChoice, request: RecommendRequest) -> RecommendRequest:
     """The request with these choices about activations."""
     return replace(
