@@ -11,14 +11,11 @@ import torch
 from torch import nn
 
 from fsdp_advisor.recording.scoring import scoring
-from fsdp_advisor.recording.source import Source, WrappedSource
+from fsdp_advisor.recording.source import WrappedSource
 
 
 class EvaluationSource(WrappedSource):
     """A model whose step is an evaluation's forward. The loss that it returns is a constant, so backward does nothing in the model."""
-
-    def __init__(self, base: Source) -> None:
-        super().__init__(base)
 
     def configure(self, module: nn.Module, **code_path: Any) -> None:
         self._base.configure(module, **code_path)

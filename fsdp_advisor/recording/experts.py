@@ -14,7 +14,6 @@ from torch import nn
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.job.choices import ExpertsImplementation
 from fsdp_advisor.model.experts import code_of
-from fsdp_advisor.model.tape_key import TapeCheckpointing
 from fsdp_advisor.recording.source import Source, WrappedSource
 
 
@@ -29,10 +28,8 @@ class ExpertsSource(WrappedSource):
             self.needs_values = True
             self.expert_imbalance = imbalance
 
-    def configure(
-        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
-    ) -> None:
-        self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
+    def configure(self, module: nn.Module, **code_path: Any) -> None:
+        self._base.configure(module, **code_path)
         model: Any = module
         if model._can_set_experts_implementation():
             model.set_experts_implementation(self._implementation)

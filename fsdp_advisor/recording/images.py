@@ -14,7 +14,6 @@ from torch import nn
 from fsdp_advisor.job.images import Images
 from fsdp_advisor.model.image_layouts import Layout
 from fsdp_advisor.model.images import layout_of
-from fsdp_advisor.model.tape_key import TapeCheckpointing
 from fsdp_advisor.recording import flash
 from fsdp_advisor.recording.source import Source, WrappedSource
 
@@ -33,10 +32,8 @@ class ImageSource(WrappedSource):
         self._layout: Layout = layout_of(base.config(), images)
         self.min_seq_len = self._layout.least_seq_len(images)
 
-    def configure(
-        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
-    ) -> None:
-        self._base.configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
+    def configure(self, module: nn.Module, **code_path: Any) -> None:
+        self._base.configure(module, **code_path)
         config: Any = module.config
         names = ("image_token_id", "image_token_index")
         self._placeholder: int = next(v for name in names if (v := getattr(config, name, None)) is not None)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model.tape import ScoringPhase
-from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeKey
+from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording.losses import trl
 from fsdp_advisor.recording.losses.fused import (
     FusedLoss,
@@ -135,10 +135,8 @@ class PreferenceSource(FusedLossSource):
 class WithoutDropout(WrappedSource):
     """A source whose model is trained without dropout."""
 
-    def configure(
-        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
-    ) -> None:
-        super().configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
+    def configure(self, module: nn.Module, **code_path: Any) -> None:
+        super().configure(module, **code_path)
         disable_dropout(module)
 
 

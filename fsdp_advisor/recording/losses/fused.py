@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fsdp_advisor.errors import NotRecordable
-from fsdp_advisor.model.tape_key import TapeCheckpointing
 from fsdp_advisor.recording.fake_operators import fake_operator
 from fsdp_advisor.recording.router_loss import RouterLoss, is_trained_forward, router_loss
 from fsdp_advisor.recording.source import RootModules, Source, WrappedSource
@@ -95,10 +94,8 @@ class FusedLossSource(WrappedSource):
         super().__init__(base)
         self._router_loss = router_loss
 
-    def configure(
-        self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
-    ) -> None:
-        super().configure(module, attention=attention, checkpointing=checkpointing, window_filled=window_filled)
+    def configure(self, module: nn.Module, **code_path: Any) -> None:
+        super().configure(module, **code_path)
         if self.task not in self.tasks:
             raise NotRecordable(f"{self.name}: {self.not_causal.format(task=self.task)}", hint=self.instead)
         model = causal_model(module, self.name)
