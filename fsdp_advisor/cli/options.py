@@ -132,6 +132,8 @@ class CommandParser:
             return None
         if rest:
             raise UsageError(f"unexpected argument {shown(rest[0])}", hint=f"see {self.name} --help")
+        if values.get("output") == "-":  # standard output, as without the option
+            del values["output"]
         return values
 
     def help(self) -> str:

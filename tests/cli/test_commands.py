@@ -300,6 +300,16 @@ def test_an_output_file_is_overwritten_only_with_force(cli: Callable[..., Any], 
     assert json.loads(path.read_text())["request"]["gpus"] == 8
 
 
+@pytest.mark.parametrize("command", [("estimate",), ("export", "ddp")], ids=" ".join)
+def test_a_dash_is_standard_output(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = (*command, "--model", "gpt2", "--gpu", "H100", "--strategy", "ddp", "-q")
+    assert cli(*job, "-o", "-").out == cli(*job).out
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_is_written_for_a_bad_job(cli: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "answer.json"
     assert cli("estimate", *MODEL, "--gpus", "0", "-o", str(path)).status == 2
