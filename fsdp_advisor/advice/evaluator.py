@@ -9,6 +9,7 @@ from functools import cached_property
 from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.curves import PeakVsSize
 from fsdp_advisor.engines.host import host_memory
+from fsdp_advisor.engines.learned import learned
 from fsdp_advisor.engines.registry import model_refusal, states_of
 from fsdp_advisor.errors import AdvisorError, MissingExtra
 from fsdp_advisor.gpu_support import backend_refusal
@@ -102,6 +103,13 @@ class Evaluator:
         if self.model.profile is None:
             return self.estimate(plan).kept_bytes
         return states_of(self.model.profile, plan).total.exact
+
+    def states_exceed(self, plan: Plan) -> bool:
+        """Whether the plan's states alone are too much. Its lower bound then is, too. Raises AdvisorError without a tape."""
+        assert self.model.profile is not None
+        profile = learned(self.model.profile, search_gpu_tape(self.model, plan, self.gpu), plan)
+        states = states_of(profile, plan).total.exact
+        return states + device_overhead(self.gpu, plan).middle_bytes > self.available_bytes
 
     def exceeds(self, plan: Plan) -> bool:
         """Whether the plan's lower bound is too much. Raises AdvisorError without a tape."""

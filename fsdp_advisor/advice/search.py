@@ -155,7 +155,9 @@ class Search:
             return None
         if self.evaluator.model.profile is None:  # only the states are known
             return None if self.evaluator.candidate(smallest).fits is False else sizes[0]
-        once = self.evaluator.max_micro_batch(choice.plan(self.base, sizes[0], 1), sizes)
+        if self.evaluator.states_exceed(choice.plan(self.base, sizes[0])):
+            return None
+        once = self.evaluator.max_micro_batch(choice.plan(self.base, sizes[0]), sizes)
         if once is None or self.batches.accumulation(once) == 1:
             return once
         return self.evaluator.max_micro_batch(smallest, sizes[: sizes.index(once) + 1])
@@ -171,13 +173,14 @@ class Search:
         """
         if (refused := row_refusal(self.plan(choice, self.batches.smallest))) is not None:
             return refused
-        for size in self.batches.sizes[:2]:
-            plan = choice.plan(self.base, size)
-            if (error := self.evaluator.recording_error(plan)) is not None:
-                return error
-            if self.evaluator.model.profile is None or self.evaluator.exceeds(plan):
-                return None
-        return None
+        evaluator = self.evaluator
+        smallest, *larger = (choice.plan(self.base, size) for size in self.batches.sizes[:2])
+        if (error := evaluator.recording_error(smallest)) is not None or evaluator.model.profile is None or not larger:
+            return error
+        if evaluator.model.recording_allowed and self._exceeds(smallest):
+            return None  # nothing is recorded in vain
+        error = evaluator.recording_error(larger[0])
+        return None if error is None or self._exceeds(smallest) else error
 
     def host_lacks(self, plan: Plan) -> bool:
         """Whether a node's memory is too small for the plan's steps: the known memory, or the usual one."""
@@ -335,8 +338,8 @@ class Search:
         """A plan that leaves the margin, found among those with the smallest lower bound; None if none does."""
         # the largest one may need no accumulation
         sizes = dict.fromkeys((self.batches.smallest, self.batches.preferred))
-        able = [(choice, size) for choice in self.max_micro_batches for size in sizes if self.may_fit(choice, size)]
-        plans = [self.plan(choice, size) for choice, size in able]
+        recorded = [choice for choice in self.choices if self.why_not_recorded(choice) is None]
+        plans = [self.plan(choice, size) for choice in recorded for size in sizes if self.may_fit(choice, size)]
         if self.evaluator.model.profile is not None:
             plans.sort(key=self.evaluator.lower_bound)
         found = map(self.evaluator.candidate, plans)
@@ -349,7 +352,12 @@ class Search:
             return False
         if self.evaluator.model.profile is None or self.why_not_recorded(choice) is not None:
             return self.evaluator.candidate(plan).fits is not False
-        return self.evaluator.lower_bound(plan) <= self.evaluator.available_bytes
+        return not self._exceeds(plan)
+
+    def _exceeds(self, plan: Plan) -> bool:
+        """Whether the plan's states alone are too much, or else its lower bound, which takes ten times longer to compute."""
+        states_exceed = self.evaluator.states_exceed(replace(plan, micro_batch_size=self.batches.smallest))
+        return states_exceed or self.evaluator.exceeds(plan)
 
     def smallest_footprint(self, micro_batch_size: int | None = None) -> Candidate:
         """The candidate that needs least at this micro-batch (or else the smallest), by its lower bound, or by its states if no choice has

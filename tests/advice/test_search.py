@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from searches import GPT2, LLAMA, clock, no_clock, search_of
 
+from fsdp_advisor.advice import evaluator
 from fsdp_advisor.advice.ranking import SPEED_RESOLUTION, choose
 from fsdp_advisor.advice.search import EVALUATED_CHOICES
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
@@ -39,6 +40,23 @@ def test_lower_bound_is_at_least_the_tensors_and_at_most_the_estimate() -> None:
         needed = search.candidate(choice, 2).needed_bytes
         assert needed is not None
         assert tensor_bytes(search.evaluator.model, plan, search.evaluator.gpu) <= lower <= needed
+
+
+@pytest.mark.parametrize("model", [LLAMA, "google/gemma-3-4b-it", "mistralai/Mixtral-8x7B-v0.1"])
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_lower_bound_exceeds_memory_that_the_states_alone_exceed(model: str, gpus: int) -> None:
+    search = search_of(model=model, gpus=gpus, gpu="24GiB", seq_len=128, global_batch_size=16)
+    large = [choice for choice in search.choices if search.evaluator.states_exceed(search.plan(choice, 1))]
+    assert large
+    assert all(search.evaluator.exceeds(search.plan(choice, 1)) for choice in large)
+
+
+def test_no_step_is_built_for_plans_whose_states_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(*_: object) -> int:
+        raise AssertionError("a step was built")
+
+    monkeypatch.setattr(evaluator, "tensor_bytes", built)
+    assert search_of(model=LLAMA, gpus=2, gpu="24GiB", offload="none").any_fit() is None
 
 
 def test_lower_bound_is_that_of_the_gpus_attention_kernel() -> None:

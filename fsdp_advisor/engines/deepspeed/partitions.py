@@ -43,7 +43,8 @@ def deepspeed_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     Source: bitsandbytes 0.50, nn/modules.py, Linear8bitLt: `state.CB` refers to the whole weight. DeepSpeed 0.19.8,
     runtime/zero/muon/original_muon.py, muon_update: the update of four dimensions has two, and its gradient four.
     """
-    by_muon = (p for group in groups(profile, plan) if group.by_muon for p in group.parameters)
+    in_groups = groups(profile, plan) if optimizer_of(plan).is_deepspeeds else ()
+    by_muon = (p for group in in_groups if group.by_muon for p in group.parameters)
     if (filters := next((p for p in by_muon if len(p.shape) == 4), None)) is not None:
         return UsageError(
             f"DeepSpeed's Muon fails on weights with four dimensions, such as {filters.name}", hint="another --optim"

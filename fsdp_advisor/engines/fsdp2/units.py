@@ -178,7 +178,8 @@ def _dtypes_refusal(profile: Profile, plan: Plan) -> UsageError | None:
 
     Source: torch.distributed.fsdp._fully_shard (torch 2.13), _fsdp_param_group.py, `_init_mp_dtypes`.
     """
-    for unit in wrapping_for(profile, plan).in_order(profile):
+    kinds = {id(unit): unit for unit in wrapping_for(profile, plan).in_order(profile)}
+    for unit in kinds.values():
         first: dict[int, Parameter] = {}
         for parameter in unit.parameters:
             if parameter.trainable:
