@@ -16,8 +16,8 @@ from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.timing.achieved import achieved_by, prefers_cudnn
 from fsdp_advisor.units import format_count
 
-MAX_GPUS, MAX_TOKENS, MAX_PARAMETERS = 128, 65_536, 98_029_093_888
-"""The largest values among the published runs: number of GPUs, tokens per sequence, parameters."""
+MAX_GPUS, MAX_TOKENS, MAX_PARAMETERS = 128, 262_144, 98_029_093_888
+"""The largest values among the published runs: number of GPUs, tokens per sequence (`tests/published`), parameters."""
 LARGEST_NODE = 16
 """GPUs in the largest node of any published run (a DGX-2)."""
 UNSEEN = 0.15

@@ -13,6 +13,7 @@ from published_jobs import EXPLAINED, INSTALLED, Mapped, Measurement, Unmapped, 
 
 from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.timing.caveats import MAX_TOKENS
 
 ROWS = {row.id: row for row in measurements()}
 RESULTS = read_results()
@@ -55,6 +56,11 @@ def test_allocated_bytes_are_as_measured_in_every_job() -> None:
 def test_jobs_that_ran_out_of_memory_do_not_fit() -> None:
     assert len(compared("out of memory")) > 20
     assert all(result.error == 0 for result in compared("out of memory"))
+
+
+def test_the_longest_sequences_with_a_speed_are_the_edge_of_the_published_runs() -> None:
+    longest = max(job_of(ROWS[result.id]).options["seq_len"] for result in compared("tokens/s"))
+    assert longest == MAX_TOKENS
 
 
 def test_every_row_has_results_or_a_reason() -> None:

@@ -188,7 +188,7 @@ def test_where_a_run_is_missed_the_estimate_says_so() -> None:
 def test_beyond_the_largest_runs_there_are_none() -> None:
     """What `timing.caveats` takes for the edge of the published runs is the edge of the table."""
     assert max(c.row.plan.world_size for c in compared()) == MAX_GPUS
-    assert max(c.row.plan.seq_len for c in compared()) == MAX_TOKENS
+    assert max(c.row.plan.seq_len for c in compared()) < MAX_TOKENS  # `tests/published` has longer ones
     assert max(c.row.profile.parameters for c in compared()) == MAX_PARAMETERS
     assert "hsdp" not in {c.row.plan.strategy for c in compared()}
     assert not [c.row.id for c in compared() if any("no published" in w for w in c.step.warnings)]
