@@ -160,6 +160,31 @@ LACKING = (
         f"{_GIVE}; mistralai/Mistral-Small-4-119B-2603 is a mixture of experts",
     ),
     Lacking(
+        ("Mistral-Large-4-1T-A52B", "Mistral-Large-4"),
+        f"Mistral Large 4 is a mixture of experts of 1T for text and images; {_NO_SIZES}",
+        f"{_GIVE}; mistralai/Mistral-Large-3-675B-Instruct-2512 is the model before it",
+    ),
+    Lacking(
+        ("HyperCLOVAX-SEED-Think-14B",),
+        f"HyperCLOVA X SEED Think is a dense model of 14B; {_NO_SIZES}",
+        _GIVE,
+    ),
+    Lacking(
+        ("AI21-Jamba2-3B", "Jamba2-3B", "AI21-Jamba-Reasoning-3B"),
+        f"this Jamba of 3B mixes Mamba-1 layers and attention; {_NO_SIZES}",
+        f"{_GIVE}; ai21labs/AI21-Jamba2-Mini is another model, of 52B",
+    ),
+    Lacking(
+        ("MiniCPM-V-4.6", "MiniCPM-V-4_6"),
+        f"MiniCPM-V 4.6 is a vision-language model; {_NO_SIZES}",
+        _GIVE,
+    ),
+    Lacking(
+        ("Nemotron-3-Nano-Omni-30B-A3B", "Nemotron-3-Nano-Omni"),
+        f"Nemotron 3 Nano Omni has towers for images and sound before Nemotron 3 Nano; {_NO_SIZES}",
+        f"{_GIVE}; nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16 is its language model",
+    ),
+    Lacking(
         ("MiniCPM5-1B", "MiniCPM5-2B"),
         f"MiniCPM5 is a small dense model; {_NO_SIZES}",
         f"{_GIVE}; Qwen/Qwen3-1.7B is of a similar size",
@@ -195,7 +220,7 @@ LACKING = (
         "llava-hf/llava-onevision-qwen2-7b-ov-hf is the model before it",
     ),
     Lacking(
-        ("Youtu-LLM-2B", "Youtu-LLM-2B-Base", "T5Gemma-2-270m-270m", "T5Gemma-2-1b-1b", "T5Gemma-2-4b-4b", "GLM-OCR", "PaddleOCR-VL"),
+        ("T5Gemma-2-270m-270m", "T5Gemma-2-1b-1b", "T5Gemma-2-4b-4b", "GLM-OCR", "PaddleOCR-VL"),
         _NO_SIZES,
         _GIVE,
     ),

@@ -230,6 +230,10 @@ AS_TYPED = {
     "xlstm 7b": "NX-AI/xLSTM-7b",
     "minimax m3": "MiniMaxAI/MiniMax-M3",
     "zaya1": "Zyphra/ZAYA1-8B",
+    "a.x k1": "skt/A.X-K1",
+    "iquest coder 40b": "IQuestLab/IQuest-Coder-V1-40B-Instruct",
+    "jais 2 8b": "inceptionai/Jais-2-8B-Chat",
+    "youtu llm 2b": "tencent/Youtu-LLM-2B",
     "hy4": "tencent/Hy4-preview",
     "command a+": "CohereLabs/command-a-plus-05-2026",
     "command a plus": "CohereLabs/command-a-plus-05-2026",
@@ -391,6 +395,11 @@ def test_models_of_the_family_are_named_if_none_is_near(typed: str, named: str) 
         "chatglm3 6b",
         "deepseek-moe-16b-chat",
         "internlm2.5 7b chat",
+        "mistral large 4",
+        "hyperclovax seed think 14b",
+        "jamba2 3b",
+        "minicpm-v 4.6",
+        "nemotron 3 nano omni",
     ],
 )
 def test_known_model_that_the_catalog_lacks_is_named_with_a_reason(typed: str) -> None:
