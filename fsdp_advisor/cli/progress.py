@@ -1,4 +1,4 @@
-"""Progress on standard error: of recordings, and of a campaign."""
+"""Progress on standard error: of recordings, of a search, and of a campaign."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,10 @@ WAIT_SECONDS = 3.0
 """How long a command records before it says so."""
 LONG_SECONDS = 60.0
 """How long a command records before it says how to shorten that."""
+SEARCH_SECONDS = 1.0
+"""How long a command searches before it says so."""
+_recording = threading.Event()
+"""Whether something is being recorded. The line about it then replaces that about the search."""
 
 
 class Progress:
@@ -72,6 +76,40 @@ def recordings_shown(quiet: bool) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def search_shown(quiet: bool) -> Iterator[None]:
+    """A context that says on a terminal that a search is under way, once it has taken `SEARCH_SECONDS`."""
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
+    begin, done = time.monotonic(), threading.Event()
+
+    def line() -> str | None:
+        return None if _recording.is_set() else f"searching ({int(time.monotonic() - begin)} s)"
+
+    thread = threading.Thread(target=_rewrite, args=(line, SEARCH_SECONDS, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _rewrite(line: Callable[[], str | None], wait: float, done: threading.Event) -> None:
+    """Rewrite a line on the terminal each second, first after `wait` seconds, until it is done, and then erase it. None: leave the
+    terminal as it is.
+    """
+    written = False
+    while not done.wait(max(wait, 0)):
+        wait = 1
+        if (text := line()) is not None:
+            written = True
+            print(_ERASE_LINE + text[: get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+    if written:
+        print(_ERASE_LINE, end="", file=sys.stderr, flush=True)
+
+
 class _Recordings:
     """The time that recordings have taken, and a thread that writes about it while something is being recorded."""
 
@@ -91,11 +129,13 @@ class _Recordings:
         begin = time.monotonic() - self._seconds
         thread = threading.Thread(target=self._write, args=(what, begin, done), daemon=True)
         thread.start()
+        _recording.set()
         try:
             yield
         finally:
             done.set()
             thread.join()
+            _recording.clear()
             self._seconds = time.monotonic() - begin
 
 
@@ -103,15 +143,12 @@ class _RecordingLine(_Recordings):
     """A line on a terminal that is rewritten each second."""
 
     def _write(self, what: str, begin: float, done: threading.Event) -> None:
-        wait = begin + WAIT_SECONDS - time.monotonic()
-        written = False
-        while not done.wait(max(wait, 0)):
-            wait, seconds, written = 1, time.monotonic() - begin, True
+        def line() -> str:
+            seconds = time.monotonic() - begin
             advice = "; --strategy NAME records less" if seconds > LONG_SECONDS else ""
-            line = f"recording ({int(seconds)} s{advice}): {what}"
-            print(_ERASE_LINE + line[: get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
-        if written:
-            print(_ERASE_LINE, end="", file=sys.stderr, flush=True)
+            return f"recording ({int(seconds)} s{advice}): {what}"
+
+        _rewrite(line, begin + WAIT_SECONDS - time.monotonic(), done)
 
 
 class _RecordingNote(_Recordings):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
 from fsdp_advisor.cli.output import FITS, NONE_FITS, Destination, Format, as_json, note
+from fsdp_advisor.cli.progress import search_shown
 from fsdp_advisor.job.config_reading import check_nothing_missing
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.search_request import RecommendRequest
@@ -37,7 +38,8 @@ def recommend(request: RecommendRequest, options: RecommendOptions) -> int:
     drawing = Destination(path=options.plot, force=options.force)
     drawing.check()
     check_nothing_missing(request.configs)
-    advice = answer(request)
+    with search_shown(options.quiet):
+        advice = answer(request)
     shown = () if form == "json" else advice.recommendation.warnings
     for remark in (*advice.report.notes, *advice.recommendation.notes):
         note(remark, quiet=options.quiet or remark in shown)

@@ -1,4 +1,4 @@
-"""The line on a terminal that says what is being recorded."""
+"""The lines on a terminal that say what is being recorded, and that a search is under way."""
 
 from __future__ import annotations
 
@@ -60,3 +60,36 @@ def test_recordings_outside_a_command_are_not_shown(monkeypatch: pytest.MonkeyPa
     with recording("in Python"):
         time.sleep(0.05)
     assert terminal.getvalue() == before
+
+
+def after_search(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, *, begins_after: float = 0.02, quiet: bool = False
+) -> str:
+    """What is on standard error after a search of 0.1 s, or after its first line."""
+    monkeypatch.setattr(progress, "SEARCH_SECONDS", begins_after)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress.search_shown(quiet):
+        end = time.monotonic() + (5 if stream.isatty() and not quiet and begins_after < 1 else 0.1)
+        while "searching" not in stream.getvalue() and time.monotonic() < end:
+            time.sleep(0.005)
+    return stream.getvalue()
+
+
+def test_line_says_that_a_search_is_under_way_and_is_erased(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert after_search(Terminal(), monkeypatch).split("\r\x1b[K") == ["", "searching (0 s)", ""]
+
+
+def test_short_searches_and_pipes_have_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert after_search(Terminal(), monkeypatch, begins_after=60) == ""
+    assert after_search(io.StringIO(), monkeypatch) == ""
+    assert after_search(Terminal(), monkeypatch, quiet=True) == ""
+
+
+def test_a_recording_replaces_the_line_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(progress, "SEARCH_SECONDS", 0.02)
+    monkeypatch.setattr(progress, "WAIT_SECONDS", 60)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress.recordings_shown(False), recording("pasted.json"), progress.search_shown(False):
+        time.sleep(0.1)
+    assert terminal.getvalue() == ""
