@@ -8,7 +8,7 @@ from typing import get_args
 
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT, operation, storage_of
 from fsdp_advisor.memory.allocator.job_operations import StepOperations
-from fsdp_advisor.model.tape import ROOT, Category, Op, ScoringPhase, Segment, Tape, value_at
+from fsdp_advisor.model.tape import ROOT, ZERO, Category, Op, ScoringPhase, Segment, Tape, Tiled, value_at
 from fsdp_advisor.program.accounts import Account, Stream
 from fsdp_advisor.program.instructions import (
     Alloc,
@@ -76,7 +76,7 @@ class _Reader:
         self.lazily_created: dict[BufferId, tuple[int, ...]] = {}  # residents that the first step creates
         self.created_at: dict[BufferId, int] = {}  # indices of operations
         self.batch: list[int] = []  # inputs of the first micro-batch, if there is one batch
-        self.first_layer = self.first_weight = self.second_forward = -1  # indices of operations
+        self.first_layer = self.first_product = self.second_forward = -1  # indices of operations
         self._storages: dict[BufferId, tuple[int, ...]] = {}
         # by phase and stack: the storages of each real layer, by birth
         self._layers: dict[tuple[str, int], list[list[int]]] = {}
@@ -109,8 +109,27 @@ class _Reader:
                 self._layers[phase, stack] = [[] for _ in recorded]
         for visit in micro_batch.visits:
             self._visit(visit)
-        if index == 0 and self._one_batch:
-            self.batch = list(self._inputs)
+        if index == 0:
+            self._find_product_of_head()
+            if self._one_batch:
+                self.batch = list(self._inputs)
+
+    def _find_product_of_head(self) -> None:
+        """Let `first_product` be in the loss's backward if that computes products without a weight's gradient: of the first tile of logits,
+        or of their gradient.
+        """
+        tape = self._tape
+        for number, segment in enumerate(tape.segments):
+            if segment.phase == "backward" and segment.stack == ROOT and segment.matmul_flops != ZERO:
+                births = tape.births[number]
+                if any(category >= _PARTIAL_GRADIENT and category != _WORKSPACE for _, category in births):
+                    return
+                of_loss = [birth for birth, (_, category) in enumerate(births) if category == _LOSS]
+                tiles = [birth for birth in of_loss if isinstance(tape.sizes[births[birth][0]], Tiled)]
+                outputs = [self._roots[number][birth] for birth in (*tiles[:1], *of_loss[-1:])]
+                made = [self.operations.index(operation(MALLOC, output)) + 1 for output in outputs if output >= 0]
+                self.first_product = min((at for at in (self.first_product, *made) if at >= 0), default=-1)
+                return
 
     def _visit(self, visit: Visit) -> None:
         instructions = visit.instructions
@@ -195,8 +214,8 @@ class _Reader:
                 operations.append(number * 4 + MALLOC)
                 if c < _GRADIENT and c != _INPUT:
                     self._left_over[number] = c
-                if c >= _PARTIAL_GRADIENT and c != _WORKSPACE and self.first_weight < 0:
-                    self.first_weight = len(operations)
+                if c >= _PARTIAL_GRADIENT and c != _WORKSPACE and self.first_product < 0:
+                    self.first_product = len(operations)
             elif kind == _NEAR:
                 source = instances if a == 0 else self._layers[_PHASES[a], segment.stack]
                 self._free_storage(source[at + b][c])
@@ -336,8 +355,8 @@ class _Assembly:
     def _first_step(self, freed: set[int], setup: list[int]) -> list[int]:
         """The first step also allocates cuBLAS workspaces, optimizer state and what the engine creates lazily.
 
-        The forward workspace is allocated at the first layer; the backward one after the first gradient of a weight
-        (ATen/native/cuda/Blas.cpp, addmm_out_cuda_impl).
+        The forward workspace is allocated at the first layer; the backward one after the output of the first matrix product: the first
+        gradient of a weight, or what the head computes before (ATen/native/cuda/Blas.cpp, addmm_out_cuda_impl).
         """
         read = self._read
         optimizer = next((at for at, phase, _ in read.visits if phase == "optimizer"), len(self._step))
@@ -345,7 +364,7 @@ class _Assembly:
             (read.created_at.get(buffer, optimizer), [operation(MALLOC, n) for n in numbers if n not in freed])
             for buffer, numbers in reversed(read.lazily_created.items())
         ]
-        for at, n_bytes in zip((read.first_layer, read.first_weight), self._workspaces, strict=False):
+        for at, n_bytes in zip((read.first_layer, read.first_product), self._workspaces, strict=False):
             inserted.append((at, [operation(MALLOC, self._new(n_bytes))]))
         transients = [self._new(round_up(n)) for n in self._program.first_step_transients.each()]
         inserted.append((0, [operation(kind, number) for number in transients for kind in (MALLOC, FREE)]))

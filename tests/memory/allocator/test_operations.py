@@ -15,12 +15,17 @@ from fsdp_advisor.engines.ddp.step import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from fsdp_advisor.engines.deepspeed.partitions import optimizer_states
 from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, StepOperations, simulate_allocator
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, kind_of, operation, storage_of
+from fsdp_advisor.model.adapted_catalog import adapted_profile
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import Category, Tape
 from fsdp_advisor.program.accounts import Stream
+from fsdp_advisor.tape_keys import tape_key_of
 
 
 def without_workspace(tape: Tape) -> bool:
@@ -148,6 +153,25 @@ def test_backward_workspace_follows_the_first_weight_gradient() -> None:
     after = steps.first[steps.first.index(backward) - 1]
     assert kind_of(after) == MALLOC and steps.requests[storage_of(after)] == -(-head // 512) * 512
     assert steps.first.index(forward) < steps.first.index(backward) and forward not in steps.following
+
+
+@pytest.mark.parametrize(
+    ("framework", "output"),
+    [("torch", 256 * 4096 * 2), ("trl", 255 * 32_768 * 2)],
+    ids=["the gradient of the head's input", "the first tile of logits"],
+)
+def test_backward_workspace_follows_the_product_of_a_frozen_head(framework: str, output: int) -> None:
+    model, workspace = "meta-llama/Llama-3.1-8B", 12_345 * 512
+    options = {"strategy": "ddp", "framework": framework, "dtype": "bfloat16", "activation_checkpointing": "full"}
+    request = make_request({"model": model, "use_peft": True, **options})
+    profile = adapted_profile(model, adaptation_of(request))
+    (plan,) = plans(request, seq_len=256)
+    assert profile is not None
+    tape = profile.tapes[tape_key_of(plan).name]
+    steps = operations_of(profile, tape, plan, workspace_bytes=(workspace, workspace))
+    _, backward = (operation(MALLOC, n) for n, size in enumerate(steps.requests) if size == workspace)
+    after = steps.first[steps.first.index(backward) - 1]
+    assert kind_of(after) == MALLOC and steps.requests[storage_of(after)] == output
 
 
 @pytest.mark.parametrize("model", ["meta-llama/Llama-3.2-1B", "openai-community/gpt2"])
