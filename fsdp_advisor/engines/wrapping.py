@@ -162,7 +162,9 @@ def wrapping_of(profile: Profile, *, divides_root: bool, layers_in_root: bool = 
         root = profile.root if not layers_in_root else Unit(profile.root.kind, (*parameters, *_of_layers(profile)))
         return Wrapping({AT_ROOT: Part(root, tuple(range(len(parameters))))}, (AT_ROOT,), layers_in_root)
     tied = any(parameters[i].tied for i in embedding)
-    tail = tuple(sorted((*in_module(profile, "head"), *with_role(profile, "final_norm"), *(embedding if tied else ()))))
+    # accelerate 1.15, utils/fsdp_utils.py, fsdp2_prepare_model: `tail_modules`
+    of_tail = (*with_role(profile, "final_norm"), *(embedding if tied else ()), *in_module(profile, "head"))
+    tail = tuple(dict.fromkeys(of_tail))
     alone = () if tied else embedding
     rest = tuple(i for i in range(len(parameters)) if i not in tail and i not in alone)
 

@@ -63,13 +63,14 @@ def test_an_untied_embedding_is_a_unit_of_its_own() -> None:
 
 
 def test_a_tied_embedding_is_with_norm_and_head() -> None:
-    assert names(TIED) == {"root": [], "head": ["model.embed_tokens.weight", "model.norm.weight"]}
+    """It follows the norm, so that its gradient, the unit's last, stays until its reduction ends."""
+    assert names(TIED) == {"root": [], "head": ["model.norm.weight", "model.embed_tokens.weight"]}
 
 
 def test_what_is_neither_stays_with_the_root() -> None:
     assert names(GPT2) == {
         "root": ["transformer.wpe.weight"],
-        "head": ["transformer.wte.weight", "transformer.ln_f.weight", "transformer.ln_f.bias"],
+        "head": ["transformer.ln_f.weight", "transformer.ln_f.bias", "transformer.wte.weight"],
     }
 
 
