@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def llama(hidden: int, width: int, layers: int, vocabulary: int) -> Profile:
         (
             Parameter("model.embed_tokens.weight", (vocabulary, hidden)),
             Parameter("model.norm.weight", (hidden,)),
-            Parameter("lm_head.weight", (vocabulary, hidden)),
+            Parameter("lm_head.weight", (vocabulary, hidden), role="head"),
         ),
     )
     stack = Stack("model.layers", (layer,), (Run((0,), layers),))
@@ -224,6 +225,31 @@ def test_zero3_gathers_up_to_its_limit() -> None:
     assert max(gathered_bytes((*fewer.forward, *fewer.backward))) < 1e9
     again = gathered(LLAMA_7B, plan(3, 8, activation_checkpointing="full"))
     assert len(again.backward) == 34
+
+
+def test_zero3_keeps_only_the_head_where_adapters_are_switched_off_in_each_step() -> None:
+    """DeepSpeed's trace of the modules is never valid then."""
+    result = gathered(LLAMA_7B, plan(3, 8, task="dpo", reference="adapters-off", loss_code="trl"))
+    head, mlp = 2 * 32000 * 4096, 2 * 11008 * 4096
+    assert gathered_bytes(result.forward)[-1] == head
+    assert max(gathered_bytes((*result.forward, *result.backward))) <= head + max(head, mlp)
+
+
+@pytest.mark.parametrize(("task", "layers"), [("dpo", 32), ("grpo", 1)])
+def test_frozen_weights_of_checkpointed_layers_stay_if_the_reference_runs_before_backward(
+    task: str, layers: int
+) -> None:
+    unit = LLAMA_7B.stacks[0].units[0]
+    frozen = replace(unit, parameters=tuple(replace(p, trainable=False) for p in unit.parameters))
+    profile = replace(LLAMA_7B, stacks=(replace(LLAMA_7B.stacks[0], units=(frozen,)),))
+    job = plan(
+        3, 8, task=task, reference="adapters-off", loss_code="trl", activation_checkpointing="full", precision="bf16"
+    )
+    result = gathered(profile, job)
+    matrices = sum(2 * p.elements for p in unit.parameters if len(p.shape) == 2)
+    head, up = 2 * 32000 * 4096, 2 * 11008 * 4096
+    peak = max(gathered_bytes((*result.forward, *result.backward)))
+    assert head + layers * matrices <= peak <= head + max(head, up) + layers * matrices
 
 
 def test_offload_needs_the_host_memory_of_every_rank_of_a_node() -> None:

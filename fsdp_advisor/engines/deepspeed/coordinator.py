@@ -8,9 +8,15 @@ parameters of a model with fewer than about 5e8 are never freed between forward 
 
 Source: zero/partitioned_param_coordinator.py (DeepSpeed 0.19.8); zero/partition_parameters.py, all_gather_coalesced.
 
-This is the steady state: from the second micro-batch on DeepSpeed has a complete trace of the modules. Modules are derived
-from the parameters' names. Modules without parameters (an activation, a dropout) are therefore not modelled; their hooks
-prefetch too, which only makes the prefetch earlier.
+This is the steady state: from the second micro-batch on DeepSpeed has a complete trace of the modules. No trace is ever valid if
+forwards with and without adapters alternate, as where the reference is the model without its adapters, or if the model generates,
+because TRL removes the modules' hooks meanwhile: then nothing is prefetched, and each module frees its parameters after use. Two kinds
+stay longer: the head's weight, which TRL's loss reads outside of its module (`is_external_param`), and frozen weights of a checkpointed
+layer, which belong to the layer's backward from its recomputation on (`update_recompute_parameters`). If the model runs without its
+adapters between forward and backward, they stay until backward ends (`release_backward_leftovers`).
+
+Modules are derived from the parameters' names. Modules without parameters (an activation, a dropout) are therefore not modelled; their
+hooks prefetch too, which only makes the prefetch earlier.
 """
 
 from __future__ import annotations
@@ -86,6 +92,8 @@ class _Fetcher:
     ranks: int
     element_bytes: list[int]  # by parameter
     offloaded: bool
+    traced: bool
+    kept: Container[int]  # the parameters that no module's hook frees if there is no trace
     settings: Settings
     size: Callable[[int], int]
     uses_in_order: list[_Use] = field(default_factory=list)
@@ -164,6 +172,13 @@ class _Fetcher:
         self._gather([p for p in wanted if p not in self.available and p not in self.under_way])
         for p in wanted:
             self._wait(p)
+        self.step += 1
+        if self.traced:
+            self._prefetch(wanted, step)
+        return wanted
+
+    def _prefetch(self, wanted: tuple[int, ...], step: int) -> None:
+        """Start the all-gather of the parameters that follow `wanted`, those of this step."""
         for _ in [p for p in wanted if self.fetched_for.get(p, -1) < step]:
             use = self.uses_in_order[self.next_use]
             self.next_use += 1
@@ -179,21 +194,26 @@ class _Fetcher:
                 ahead.append(p)
                 elements += self.elements[p]
         self._gather(ahead)
-        self.step += 1
-        return wanted
 
     def release(self, parameters: Iterable[int]) -> None:
         """Run the hook after a module. Source: release_sub_module, __params_to_release."""
         for p in parameters:
-            following = next((step for step in self.uses[p] if step >= self.step), None)
-            if self.fetched_for.get(p, -1) > self.step or (
-                following is not None
-                and self.traversed[following] - self.traversed[self.step] < self.settings.max_reuse_distance
-            ):
-                continue
-            if p in self.available and p not in self.under_way:
-                self._free(self.available.pop(p))
-                self.available_elements -= self.elements[p]
+            if not (self._is_used_soon(p) if self.traced else p in self.kept):
+                self._release(p)
+
+    def _is_used_soon(self, p: int) -> bool:
+        if self.fetched_for.get(p, -1) > self.step:
+            return True
+        following = next((step for step in self.uses[p] if step >= self.step), None)
+        return (
+            following is not None
+            and self.traversed[following] - self.traversed[self.step] < self.settings.max_reuse_distance
+        )
+
+    def _release(self, p: int) -> None:
+        if p in self.available and p not in self.under_way:
+            self._free(self.available.pop(p))
+            self.available_elements -= self.elements[p]
 
 
 def _modules(parameters: tuple[Parameter, ...], first: int) -> list[tuple[int, ...]]:
@@ -218,10 +238,16 @@ class _Inventory:
     units: list[Turn] = field(default_factory=list)
     elements: list[int] = field(default_factory=list)
     element_bytes: list[int] = field(default_factory=list)
+    of_head: list[int] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
 
     def add(self, unit_id: UnitId, parameters: tuple[Parameter, ...], plan: Plan) -> None:
-        self.units.append((unit_id, _modules(parameters, len(self.elements))))
+        first = len(self.elements)
+        self.units.append((unit_id, _modules(parameters, first)))
+        of_head = (p.role == "head" or (p.role == "embedding" and bool(p.tied)) for p in parameters)
+        self.of_head.extend(itertools.compress(itertools.count(first), of_head))
         self.elements.extend(p.elements for p in parameters)
+        self.trained.extend(p.trainable for p in parameters)
         self.element_bytes.extend(cast_bytes(plan, p) for p in parameters)
 
 
@@ -232,30 +258,37 @@ def gathered(
     size: Callable[[int], int] = round_up,
     *,
     forward_only: bool = False,
+    holds_head: bool = False,
     idle: Container[int] = (),
 ) -> Gathered:
     """The gathered parameters over one micro-batch, unit by unit. `size` maps a storage's bytes to the bytes counted.
-    `forward_only`: no backward follows, so no parameters stay for it. `idle`: stacks whose layers do not run.
+    `forward_only`: no backward follows, so no parameters stay for it. `holds_head`: a forward before may have gathered the head's weight,
+    which then stays if no module's hook frees it. `idle`: stacks whose layers do not run.
     """
     if plan.shard_degree == 1 and not offloads_parameters(plan):
         settings = Settings(param_persistence_threshold=profile.parameters)  # a single rank uses its shards directly
     inventory = _inventory(profile, plan, idle)
     turns = [*inventory.units, *([] if forward_only else _backward(inventory.units, plan))]
-    fetcher = _fetcher(inventory, turns, plan, settings, size)
+    fetcher = _fetcher(inventory, turns, plan, settings, size, holds_head=holds_head)
     visits = []
-    first_root = len(turns) - (not forward_only)
+    forwards, first_root = len(inventory.units), len(turns) - (not forward_only)
     for turn, (unit_id, modules) in enumerate(turns):
         fetcher.begin_visit()
+        recomputes = turn >= forwards and not unit_id.is_outside_layers and plan.checkpointing != "none"
+        stays: set[int] = set()
         for _ in modules:
             own = fetcher.fetch()
+            if recomputes and not fetcher.traced:
+                stays.update(p for p in own if not inventory.trained[p])
             if turn < first_root:  # the embedding's backward hook never fires: freed at the end of backward
-                fetcher.release(own)
+                fetcher.release(p for p in own if p not in stays)
+        if not _forwards_again(plan):
+            fetcher.release(stays)
         changes, to_peak = fetcher.changes, fetcher.changes_to_peak
         rising, falling = tuple(changes[:to_peak]), tuple(changes[to_peak:])
         visits.append(GatherVisit(unit_id, rising, falling, fetcher.gathered_bytes))
     left = [*fetcher.available.values(), *(group.buffer for group in fetcher.groups.values())]
     end = tuple(GatherChange(allocation.storage, 0) for allocation in left)
-    forwards = len(inventory.units)
     return Gathered(tuple(visits[:forwards]), tuple(visits[forwards:]), end)
 
 
@@ -289,14 +322,36 @@ def _backward(units: list[Turn], plan: Plan) -> Iterator[Turn]:
         yield unit_id, (modules + back if is_layer and plan.checkpoints(layers) else back)
 
 
+def _forwards_again(plan: Plan) -> bool:
+    """Whether the model runs without its adapters between a forward and its backward."""
+    return plan.reference == "adapters-off" and plan.task != "grpo"
+
+
+def _has_trace(plan: Plan) -> bool:
+    """Whether the coordinator has a trace of the modules that is valid for the step."""
+    generates = plan.generation is not None and plan.generation.generator == "transformers"
+    return plan.reference != "adapters-off" and not generates
+
+
 def _fetcher(
-    inventory: _Inventory, turns: list[Turn], plan: Plan, settings: Settings, size: Callable[[int], int]
+    inventory: _Inventory,
+    turns: list[Turn],
+    plan: Plan,
+    settings: Settings,
+    size: Callable[[int], int],
+    *,
+    holds_head: bool,
 ) -> _Fetcher:
     """The coordinator before the first turn. Parameters below the persistence threshold stay on the GPU and are not fetched."""
     elements = inventory.elements
     hooks = [own for _, modules in turns for own in modules]
     traversed = [0, *itertools.accumulate(sum(elements[p] for p in own) for own in hooks)]
-    order = [tuple(p for p in own if elements[p] > settings.param_persistence_threshold) for own in hooks]
+    traced = _has_trace(plan)
+    kept = inventory.of_head if plan.loss_code == "trl" and not traced else []
+    held = kept if holds_head else []
+    order = [
+        tuple(p for p in own if elements[p] > settings.param_persistence_threshold and p not in held) for own in hooks
+    ]
     uses: list[list[int]] = [[] for _ in elements]
     for step, own in enumerate(order):
         for p in own:
@@ -309,6 +364,8 @@ def _fetcher(
         ranks=plan.shard_degree,
         element_bytes=inventory.element_bytes,
         offloaded=offloads_parameters(plan),
+        traced=traced,
+        kept=kept,
         settings=settings,
         size=size,
     )

@@ -31,6 +31,11 @@ class Gathering:
         self._head: GatherVisit | None = None  # the first visit of backward
         self._bytes = 0  # bytes of the all-gathers since the last call of `take_bytes`
 
+    @property
+    def holds_parameters(self) -> bool:
+        """Whether any parameter is gathered now."""
+        return bool(self._buffers)
+
     def begin_forward(self) -> None:
         self._turn_to(self._gathered.forward)
 

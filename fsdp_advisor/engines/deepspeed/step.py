@@ -207,11 +207,12 @@ class DeepspeedStep(StepHooks):
         self._in_backward = False
 
     def begin_forward(self, *, with_gradients: bool, repeated: bool) -> None:
-        """Under ZeRO-3, give a forward without gradients its own coordinator, which starts with nothing gathered."""
+        """Under ZeRO-3, give a forward without gradients its own coordinator, which starts with nothing gathered but what no hook frees."""
         if self._stage == 3 and not with_gradients:
-            self._scored_after = self._gathering
+            self._scored_after, idle = self._gathering, self._idle_stacks
+            holds_head = self._gathering.holds_parameters
             self._gathering = Gathering(
-                gathered(self._profile, self._plan, self._settings, forward_only=True, idle=self._idle_stacks)
+                gathered(self._profile, self._plan, self._settings, forward_only=True, holds_head=holds_head, idle=idle)
             )
             self._gathering.begin_forward()
 
