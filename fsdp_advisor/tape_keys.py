@@ -140,6 +140,7 @@ def _with_options(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
     changes: dict[str, Any] = {
         "activation_offload": plan.offload_code,
         "evaluates": plan.evaluates,
+        "computes_logits": plan.computes_logits,
         "fp8": plan.fp8,
         "liger_kernels": plan.use_liger_kernel,
         "images": plan.images,

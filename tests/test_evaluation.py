@@ -38,7 +38,10 @@ def row(model: str, **options: Any) -> StrategyEstimate:
     ("options", "message"),
     [
         ({"framework": "torch"}, "the evaluation of framework torch is not modelled"),
-        ({"framework": "trl", "compute_metrics": True, "eval_samples": 8}, "a second forward with logits"),
+        (
+            {"framework": "trl", "task": "dpo", "compute_metrics": True, "eval_samples": 8},
+            "the logits that TRL's evaluation keeps are not modelled with --task dpo",
+        ),
         ({"eval_strategy": "no", "compute_metrics": True}, "the job does not evaluate"),
         ({"compute_metrics": True}, "whose size is unknown"),
         (

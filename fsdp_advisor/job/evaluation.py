@@ -65,10 +65,10 @@ def evaluation_of(request: EstimateRequest) -> Evaluation | None:
             hint=f"--framework {list_words(evaluating)} has it",
         )
     keeps = request.compute_metrics and not request.prediction_loss_only
-    if keeps and facts.default_loss != "full":
+    if keeps and facts.default_loss != "full" and request.task != "sft":
         raise UsageError(
-            "TRL runs a second forward with logits for compute_metrics, which is not modelled yet",
-            hint="leave --compute-metrics out, or use --framework trainer",
+            f"the logits that TRL's evaluation keeps are not modelled with --task {request.task}",
+            hint="leave --compute-metrics out",
         )
     return Evaluation(
         batch_size=request.per_device_eval_batch_size,

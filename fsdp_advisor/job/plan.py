@@ -80,6 +80,8 @@ class Plan:
     evaluation: Evaluation | None = None
     evaluates: bool = False
     """Whether this is the plan of an evaluation's forward (`evaluation_plan`) instead of a training step's."""
+    computes_logits: bool = False
+    """Whether a second forward of the evaluation computes logits."""
     activation_offload: bool = False
     use_liger_kernel: bool = False
     experts_implementation: ExpertsImplementation = "grouped_mm"
@@ -114,7 +116,8 @@ class Plan:
     def evaluation_plan(self) -> Plan | None:
         """The plan of the evaluation's forward: without gradients, so nothing is checkpointed. None if the job has no evaluation.
 
-        Liger's loss runs only if no logits are kept. Source: transformers 5.23, trainer.py, `prediction_step`, skip_logits.
+        Liger's loss runs only if no logits are kept. TRL's always runs; logits are then computed by a second forward. Source: transformers
+        5.23, trainer.py, `prediction_step`, skip_logits; trl 1.16, trainer/sft_trainer.py, `compute_loss`.
         """
         if self.evaluation is None:
             return None
@@ -129,6 +132,7 @@ class Plan:
             generation=None if generation is None else generation.of_evaluation(self.gradient_accumulation_steps),
             evaluation=None,
             evaluates=True,
+            computes_logits=self.loss_code == "trl" and self.evaluation.kept_batches > 0,
         )
 
     @property

@@ -185,11 +185,13 @@ class MarkedUnit(IntEnum):
 
 Event = tuple[int, int, int]
 
-ScoringPhase = Literal["mismatched", "reference_mismatched", "reference", "prefill", "decode", "policy", "evaluate"]
+ScoringPhase = Literal[
+    "mismatched", "reference_mismatched", "reference", "prefill", "decode", "policy", "evaluate", "logits"
+]
 """The phase of a forward without gradients. ``mismatched``: of the trained model on KTO's mismatched completions;
 ``reference_mismatched``: of the reference model on these; ``reference``: of the reference model on the batch. In GRPO ``prefill``: of
 the trained model on prompts, with a cache of keys and values; ``decode``: for the last token of completions; ``policy``: of the trained
-model to score completions. ``evaluate``: the Trainer's evaluation.
+model to score completions. ``evaluate``: the Trainer's evaluation. ``logits``: TRL's second forward of it.
 """
 TapePhase = Literal["forward", "routers", "backward"] | ScoringPhase
 """The phase of a segment. ``routers``: of the terms of the routers' loss, one for each layer, which the forward ends with."""

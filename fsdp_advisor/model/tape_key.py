@@ -121,6 +121,8 @@ class TapeKey:
     """The images of each sample, as `job.images.Images`."""
     evaluates: bool = False
     """Whether the step is a forward without gradients of a model in evaluation mode, and nothing else."""
+    computes_logits: bool = False
+    """Whether a second forward computes logits after an evaluation's forward whose loss needs none, as TRL's."""
     compile: TapeCompile = "none"
     """The code that `torch.compile` compiles on a GPU. A CPU tape has the code without compilation."""
     memory_budget: float = 1.0
@@ -265,6 +267,7 @@ _OPTIONS = {
     "routers": "router_loss", "completion": "completion_length", "generated": "generated",
     "generates": "generates", "policy": "scores_policy", "batch": "batch", "padding": "padding", "liger": "liger_kernels",
     "experts": "experts", "imbalance": "imbalance", "images": "images", "evaluates": "evaluates", "compile": "compile",
+    "logits": "computes_logits",
     "budget": "memory_budget", "fp8": "fp8",
     "tiled": "tiled_mlp", "flat": "flat_parameters", "inputs": "saves_linear_inputs",
     "embedded": "input_gradients", "lora": "lora_kernels", "without": "without_packages", "at": "at",

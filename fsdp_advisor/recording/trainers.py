@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp_advisor.job.images import Images
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.recording.batches import with_batch
-from fsdp_advisor.recording.evaluation import EvaluationSource
+from fsdp_advisor.recording.evaluation import EvaluationSource, WithLogits
 from fsdp_advisor.recording.experts import with_experts
 from fsdp_advisor.recording.images import with_images
 from fsdp_advisor.recording.llamafactory import WholeLogitsSource
@@ -31,7 +31,8 @@ def _source_of_trainer(source: Source, key: TapeKey) -> Source:
     source = with_images(source, Images(*key.images) if key.images else None)
     if key.task == "sft":
         source = with_batch(source, key.batch, key.padding)
-        return with_loss(source, key.loss, key.ignored_labels, key.gathered_head, router_loss=key.router_loss)
+        source = with_loss(source, key.loss, key.ignored_labels, key.gathered_head, router_loss=key.router_loss)
+        return WithLogits(source, converts=key.autocasts) if key.computes_logits else source
     if key.task == "reward":
         return RewardSource(source)
     if key.loss == "full":

@@ -18,6 +18,7 @@ SETTINGS = {
     "length": 1024, "keeps": False, "batches": 3,
 }  # fmt: skip
 KEPT = {"compute_metrics": True, "eval_samples": 12}
+TRL = {"framework": "trl", "activation_checkpointing": "full"}
 SMALL = {"per_device_eval_batch_size": 2}
 JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
     taken(
@@ -42,7 +43,14 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
             ("checkpointed", ({"arguments": {"gradient_checkpointing": True}}, {"activation_checkpointing": "full"})),
             ("Liger's loss", ({"arguments": {"use_liger_kernel": True,
                 "liger_kernel_config": {"rope": False, "rms_norm": False, "swiglu": False}}}, {"loss": "liger"})),
-            ("TRL", ({"trainer": "trl"}, {"framework": "trl", "activation_checkpointing": "full"})),
+            ("TRL", ({"trainer": "trl"}, TRL)),
+            ("logits of TRL's second forward", ({"trainer": "trl", "keeps": True}, {**KEPT, **TRL})),
+            ("logits of TRL's second forward, sharded by FSDP2", (
+                {"trainer": "trl", "keeps": True, **SMALL, "arguments": FSDP2_SETTINGS}, {**KEPT, **SMALL, **FSDP2_OPTIONS, **TRL},
+            )),
+            ("logits of TRL's second forward in half precision", (
+                {"trainer": "trl", "keeps": True, "precision": "bf16"}, {**KEPT, **TRL, "precision": "bf16"},
+            )),
         ],
         days=2,
     )

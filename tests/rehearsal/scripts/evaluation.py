@@ -42,14 +42,14 @@ def trainer_of(model: Any, job: dict[str, Any], found: EvaluationPeak) -> Traine
         return Dataset.from_dict({"input_ids": ids} | ({} if job["trainer"] == "trl" else {"labels": ids}))
 
     sets = {"train_dataset": rows(4 * batch * ranks), "eval_dataset": rows(job["batches"] * evaluated * ranks)}
+    metrics = {"compute_metrics": lambda prediction: {"count": len(prediction.predictions)}} if job["keeps"] else {}
     if job["trainer"] == "trl":
         from trl import SFTConfig, SFTTrainer
 
         arguments = SFTConfig(**usual, max_length=length)
-        trainer: Trainer = SFTTrainer(model, args=arguments, processing_class=tokenizer(), **sets)
+        trainer: Trainer = SFTTrainer(model, args=arguments, processing_class=tokenizer(), **sets, **metrics)
     else:
         sets = {name: data.with_format("torch") for name, data in sets.items()}
-        metrics = {"compute_metrics": lambda prediction: {"count": len(prediction.predictions)}} if job["keeps"] else {}
         trainer = Trainer(model, args=TrainingArguments(**usual), **sets, **metrics)
     trainer.add_callback(found)
     return trainer
