@@ -448,8 +448,8 @@ def _torchao(row: Measurement) -> Mapped | Unmapped:
 # - KempnerForge: FSDP2, bf16 parameters and states, the whole model compiled, which FSDP2's hooks divide into layers. It keeps whole
 #   gradients in fp32 until the last micro-batch, and computes the loss in bf16.
 # - prime-rl: FSDP2 with fp32 parameters, compiled layers in checkpoints, all logits in fp32, which stay in a variable during backward;
-#   max_memory_reserved of steps 2 to 4. Its attention is FlashAttention-2, as PyTorch's own on Ampere; on other boards PyTorch has cuDNN's,
-#   and compiled layers with FlashAttention-2 are not modelled.
+#   max_memory_reserved of steps 2 to 4; expandable segments (.github/workflows/benchmarks.yaml). Its attention is FlashAttention-2, as
+#   PyTorch's own on Ampere; on other boards PyTorch has cuDNN's, and compiled layers with FlashAttention-2 are not modelled.
 # Assumed: nothing.
 
 _LOOPS: dict[str, dict[str, Any]] = {
@@ -465,6 +465,7 @@ _LOOPS: dict[str, dict[str, Any]] = {
     "prime-rl": {
         "strategy": "zero3", "backend": "fsdp2", "precision": "bf16-mixed", "optim": "adamw_torch",
         "activation_checkpointing": "full", "compile": "layer", "gradient_accumulation_steps": 2,
+        "allocator_conf": "expandable_segments:True",
     },
 }  # fmt: skip
 
@@ -587,10 +588,6 @@ CUDNN_IS_RECOMPUTED = (
     "found: on Blackwell this commit computes attention with cuDNN (models/attention.py), whose outputs are not among those that selective "
     "checkpointing keeps (_save_list): 2.0 GiB"
 )
-HALF_LOGITS = (
-    "not found: {} GiB. The logits in bf16 need 4.64 GiB and are freed before the peak; the source lacks allocated bytes, so it does not "
-    "say whether the allocator's cache keeps them"
-)
 WHOLE_GRADIENTS = "found in part: the run adds whole gradients in fp32 until the last micro-batch, {} ms of a step; kernels are not known"
 EXPLAINED: dict[tuple[str, str], str] = {
     ("ff02", "tokens/s"): NO_SPEED,
@@ -611,10 +608,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "pr01",
         "tokens/s",
     ): "not found: 25 % in one run, as the other two runs that name an A6000 (p1532, p1533); the source lacks clocks",
-    ("pr03", "reserved"): HALF_LOGITS.format("4.3"),
-    ("pr04", "reserved"): HALF_LOGITS.format("2.5"),
-    ("pr05", "reserved"): HALF_LOGITS.format("2.5"),
-    ("pr06", "reserved"): HALF_LOGITS.format("2.4"),
     ("p1109", "reserved"): EAGER_LOSS,
     (
         "p1109",
