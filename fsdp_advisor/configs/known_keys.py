@@ -39,8 +39,9 @@ _TRL = """
     max_completion_length max_length max_tool_calling_iterations min_p model_init_kwargs model_name_or_path model_revision
     multi_objective_aggregation name num_completions_to_print num_generations num_generations_eval num_iterations
     off_policy_mask_threshold packing packing_strategy pad_to_multiple_of pad_token padding_free path precompute_ref_batch_size
-    precompute_ref_log_probs ref_model_mixup_alpha ref_model_sync_steps repetition_penalty reward_weights router_aux_loss_coef
-    sapo_temperature_neg sapo_temperature_pos scale_rewards shuffle_dataset split steps_per_generation streaming sync_ref_model
+    precompute_ref_log_probs ref_model_mixup_alpha ref_model_sync_steps repetition_penalty reward_funcs reward_model_name_or_path
+    reward_weights router_aux_loss_coef sapo_temperature_neg
+    sapo_temperature_pos scale_rewards shuffle_dataset split steps_per_generation streaming sync_ref_model
     temperature test_split_size top_entropy_quantile top_k top_p transformers_continuous_batching_config truncation_mode
     trust_remote_code undesirable_weight use_adaptive_entropy use_bias_correction_kl use_bnb_nested_quant use_dora use_peft
     use_rslora use_transformers_continuous_batching use_transformers_paged use_vllm use_weighting vespo_k_neg vespo_k_pos

@@ -82,6 +82,8 @@ class Launch:
         """The framework's own launcher, if the command starts the framework without it; the launcher sets PYTORCH_ALLOC_CONF."""
         if self.script.startswith("torchtitan"):
             return None if self.program == "run_train.sh" else "torchtitan's run_train.sh"
+        if self.script == "llamafactory.launcher":
+            return "llamafactory-cli"
         return "axolotl train" if self.script.startswith("axolotl.") else None
 
 

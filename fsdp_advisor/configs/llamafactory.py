@@ -59,11 +59,10 @@ def read(file: str, keys: Mapping[str, Any], *, replaces: bool = False) -> Colle
     set_attention(found, "flash_attn")
     if not replaces or "use_reentrant_gc" in found or "disable_gradient_checkpointing" in found:
         checkpointing = "full" if found.flag("use_reentrant_gc") is False else "reentrant"  # reentrant by default
+        why = "gradient checkpointing, which LLaMA-Factory switches on"
         if found.flag("disable_gradient_checkpointing"):
-            checkpointing = "none"
-        found.default(
-            "activation_checkpointing", checkpointing, "gradient checkpointing, which LLaMA-Factory switches on"
-        )
+            checkpointing, why = "none", ""
+        found.default("activation_checkpointing", checkpointing, why)
     if truth(found.peek("pure_bf16") or False):
         found.take("pure_bf16")
         found.options["precision"] = "bf16"

@@ -29,13 +29,14 @@ def read(file: str, tree: ast.Module) -> Collector | None:
     calls = {n: keywords_of(found[0], variables) for n, found in nodes.items()}
     keys = dict(calls[name])
     constants = constants_of(tree)
-    loaded = model_keys(nodes, variables)
-    if isinstance(constants.get("MODEL_ARGUMENTS"), Mapping):
-        loaded = {key: value for key, value in loaded.items() if key not in LOADING} | constants["MODEL_ARGUMENTS"]
+    keys |= model_keys(nodes, variables)
     if isinstance(constants.get("MODEL"), str):
-        loaded["model_name_or_path"] = constants["MODEL"]
-    given = keys.get("model_init_kwargs")
-    keys |= loaded | {key: value for key, value in (given or {}).items() if key in LOADING}
+        keys["model_name_or_path"] = constants["MODEL"]
+    if isinstance(constants.get("MODEL_ARGUMENTS"), Mapping):
+        keys = {key: value for key, value in keys.items() if key not in LOADING}
+    for given in (constants.get("MODEL_ARGUMENTS"), keys.get("model_init_kwargs")):
+        if isinstance(given, Mapping):
+            keys |= {key: value for key, value in given.items() if key in LOADING}
     found = trainer.read(file, keys, trl=name in _OF_TRL, task=_OF_TRL.get(name))
     set_adapted_constants(found, constants)
     read_model(found, tree, nodes, variables)

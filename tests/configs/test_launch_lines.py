@@ -295,6 +295,7 @@ def test_the_configuration_function_that_a_command_of_torchtitan_names_is_read(t
         ("accelerate launch --num_processes 8 -m axolotl.cli.train qlora.yml", 8, "expandable_segments:False"),
         ("llamafactory-cli train --finetuning_type lora --cutoff_len 2048", 8, "expandable_segments:True"),
         ("llamafactory-cli train --finetuning_type lora --cutoff_len 2048", 1, None),
+        ("torchrun --nproc_per_node 8 -m llamafactory.launcher --finetuning_type lora --cutoff_len 9", 8, "expandable_segments:False"),
         ("torchrun --nproc_per_node 8 train.py", 8, None),
     ],
 )  # fmt: skip

@@ -1139,6 +1139,18 @@ def test_unknown_keys_are_not_among_those_without_effect(name: str, text: str, u
     assert unknown.split(" ")[0] not in said(found, "ignored").split()
 
 
+def test_arguments_of_trls_grpo_script_are_known() -> None:
+    found = read("grpo.yaml", TRAINERS + "num_generations: 8\nreward_funcs: [think_format_reward]\n")
+    assert said(found, "unknown") == ""
+
+
+def test_checkpointing_that_llamafactory_switches_off_is_no_assumption() -> None:
+    text = "{finetuning_type: full, cutoff_len: 9, disable_gradient_checkpointing: true}"
+    found = read("lf.yaml", text)
+    assert found.options["activation_checkpointing"] == "none"
+    assert "gradient checkpointing" not in said(found, "assumed")
+
+
 def test_axolotls_former_names_of_keys_are_known() -> None:
     former = {"model_type": "LlamaForCausalLM", "model_kwargs": "{}", "model_config": "{}", "model_revision": "main"}
     found = read("axolotl.yaml", dedent(AXOLOTL) + "".join(f"{key}: {value}\n" for key, value in former.items()))

@@ -84,3 +84,11 @@ def test_a_script_of_unsloth_is_read_and_its_kernels_are_reported() -> None:
     assert (found.options["model"], found.options["seq_len"], adaptation.peft["r"]) == ("gpt2", 512, 8)
     assert adaptation.quantization["bnb_4bit_use_double_quant"] is True
     assert "Unsloth's kernels" in found.readings[0].not_modelled[0]
+
+
+def test_arguments_of_the_loader_are_no_unknown_keys() -> None:
+    text = (
+        "MODEL = 'gpt2'\nMODEL_ARGUMENTS = {'dtype': 'bfloat16', 'device_map': {'': 'cpu'}}\nTrainingArguments('out')"
+    )
+    found = from_texts({"train.py": text})
+    assert (found.options["model"], found.readings[0].unknown) == ("gpt2", ())
