@@ -249,7 +249,7 @@ def optimizer_for(model: nn.Module, plan: Plan, *, training: bool = True) -> tor
     optimizer = optimizer_of(plan)
     if (limit := limit_of(plan.optim, plan.backend, "torch")) is not None:
         raise ModeUnavailable(limit.reason, hint=limit.hint)
-    constructor = optimizer.measured
+    constructor = optimizer.script
     shows = any(p.is_cuda for p in model.parameters()) or (optimizer.simulated and detect_fake_mode() is not None)
     if optimizer.measured_on_cpu is not None and not shows:
         raise ModeUnavailable(optimizer.measured_on_cpu.reason, hint="--mode rehearse, or a GPU")
@@ -267,7 +267,8 @@ def zero_redundancy_optimizer_for(model: nn.Module, plan: Plan) -> torch.optim.O
     """The plan's optimizer under torch's ZeroRedundancyOptimizer, which keeps each parameter's whole state on one rank."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    constructor = optimizer_of(plan).measured_zero1
+    optimizer = optimizer_of(plan)
+    constructor = optimizer.measured_zero1 or optimizer.script
     if isinstance(constructor, Refusal):
         raise ModeUnavailable(constructor.reason, hint="--optim adamw_torch or sgd")
     options: dict[str, Any] = {"lr": _LEARNING_RATE, **constructor.options}

@@ -100,7 +100,6 @@ def _adafactor(cls: type[Adafactor], host_state_bytes: int = 0) -> Adafactor:
         transformers=NamedOptimizer(name="adafactor"),
         deepspeed=NamedOptimizer(name="Adafactor"),
         deepspeed_offloaded=NamedOptimizer(name="Adafactor"),
-        measured=_CONSTRUCTOR,
         measured_zero1=Refusal("ZeroRedundancyOptimizer is not measured around adafactor"),
         host_kernel="many_passes",
         deepspeed_host_kernel="one_pass",

@@ -20,7 +20,7 @@ from fsdp_advisor.policies.optimizers.interface import (
     Shape,
     Shards,
     Stepped,
-    only_in_transformers,
+    without_deepspeed,
 )
 from fsdp_advisor.policies.optimizers.variables import Variables
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
@@ -123,5 +123,6 @@ _NO_SCRIPT = "Adam-mini takes named parameters and the model's dimensions, which
 ADAM_MINI = AdamMini(
     name="adam_mini",
     transformers=Refusal("transformers 5.23 has no name for Adam-mini: pass adam_mini.Adam_mini to the Trainer"),
-    **only_in_transformers("adam_mini", script=Refusal(_NO_SCRIPT)),
+    **without_deepspeed("adam_mini"),
+    script=Refusal(_NO_SCRIPT),
 )

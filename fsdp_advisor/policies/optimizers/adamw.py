@@ -59,8 +59,6 @@ def _torch_adamw(
         # with `torch_adam` DeepSpeed makes torch's (runtime/engine.py, _configure_basic_optimizer)
         deepspeed=NamedOptimizer(name="AdamW", options={"torch_adam": True, implementation: True}),
         deepspeed_offloaded=NamedOptimizer(name="AdamW"),
-        measured=constructor,
-        measured_zero1=constructor,
         host_kernel=host_kernel,
         deepspeed_host_kernel="one_pass",
         is_cpu_adam=True,

@@ -138,7 +138,6 @@ def _bitsandbytes(
         transformers=NamedOptimizer(name=name),
         deepspeed=refusal,
         deepspeed_offloaded=NamedOptimizer(name=deepspeed) if deepspeed else refusal,
-        measured=constructor,
         measured_zero1=Refusal(f"ZeroRedundancyOptimizer is not measured around {name}"),
         measured_on_cpu=Refusal(f"bitsandbytes' {cls} allocates more on the CPU than on a GPU"),
         simulated=True,

@@ -60,7 +60,6 @@ ADAMW_CPU_OFFLOAD = CpuOffload(
         "transformers 5.23 has no name for CPUOffloadOptimizer: pass torchao.optim.CPUOffloadOptimizer to the Trainer"
     ),
     **without_deepspeed("adamw_cpu_offload", host_kernel="one_pass"),
-    measured=_CONSTRUCTOR,
     measured_zero1=Refusal("CPUOffloadOptimizer is for one GPU"),
     measured_on_cpu=Refusal("CPUOffloadOptimizer needs a GPU"),
     notes=("CPUOffloadOptimizer copies each gradient to the host in backward, before it can be clipped",),

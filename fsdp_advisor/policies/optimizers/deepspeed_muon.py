@@ -135,8 +135,6 @@ DEEPSPEED_MUON = DeepspeedMuon(
     transformers=NamedOptimizer(name="adamw_torch_fused"),
     deepspeed=NamedOptimizer(name="Muon"),
     deepspeed_offloaded=NamedOptimizer(name="Muon"),
-    measured=_MADE_BY_DEEPSPEED,
-    measured_zero1=_MADE_BY_DEEPSPEED,
     host_kernel="many_passes",
     deepspeed_host_kernel="many_passes",
     is_cpu_adam=False,

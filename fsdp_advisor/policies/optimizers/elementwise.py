@@ -63,8 +63,6 @@ def with_one_moment(
         transformers=NamedOptimizer(name=name),
         deepspeed=deepspeed,
         deepspeed_offloaded=deepspeed,
-        measured=constructor,
-        measured_zero1=constructor,
         host_kernel="many_passes",
         deepspeed_host_kernel="many_passes",
         is_cpu_adam=False,

@@ -73,7 +73,6 @@ GROKADAMW = GrokAdamW(
     script=_CONSTRUCTOR,
     transformers=NamedOptimizer(name="grokadamw"),
     **without_deepspeed("grokadamw"),
-    measured=_CONSTRUCTOR,
     measured_zero1=Refusal("ZeroRedundancyOptimizer does not know GrokAdamW's state, which is in its groups"),
     measured_on_cpu=Refusal("GrokAdamW's state is on the host, so a run on the CPU has no copies of it"),
     follows_groups=True,

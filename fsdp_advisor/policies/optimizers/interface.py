@@ -138,17 +138,13 @@ class Optimizer(ABC):
     # Names, or the reason why there is none
 
     script: Constructor | Refusal
-    """The optimizer in a training script of PyTorch."""
+    """The optimizer in a training script of PyTorch, which `validate` builds too."""
     transformers: NamedOptimizer | Refusal
     """`optim` and `optim_args` of transformers' TrainingArguments, `optimizer` and `optim_args` of axolotl."""
     deepspeed: NamedOptimizer | Refusal
     """The section `optimizer` of DeepSpeed's configuration, with the states on the GPU."""
     deepspeed_offloaded: NamedOptimizer | Refusal
     """As `deepspeed`, with the states on the host."""
-    measured: Constructor | Refusal
-    """The optimizer that `validate` builds."""
-    measured_zero1: Constructor | Refusal
-    """The optimizer that `validate` builds inside torch's ZeroRedundancyOptimizer."""
 
     # The step on the host
 
@@ -171,6 +167,8 @@ class Optimizer(ABC):
     """State on the GPU that exists once per process, independent of the number of parameters."""
     host_state_bytes: int = 0
     """State of one tensor on the host while the tensor is on the GPU. Checkpoints contain it."""
+    measured_zero1: Refusal | None = None
+    """Why `validate` cannot build it inside torch's ZeroRedundancyOptimizer. None: it does so wherever it builds it."""
     measured_on_cpu: Refusal | None = None
     """Why a run on the CPU does not show what a GPU allocates. None: it does."""
     simulated: bool = False
@@ -347,8 +345,3 @@ def without_deepspeed(name: OptimizerName, *, host_kernel: HostKernel = "many_pa
         "deepspeed_host_kernel": host_kernel,
         "is_cpu_adam": False,
     }
-
-
-def only_in_transformers(name: OptimizerName, *, script: Refusal) -> dict[str, Any]:
-    """The fields of an optimizer that runs only under transformers' Trainer. `script`: why scripts and `validate` cannot build it."""
-    return without_deepspeed(name) | {"script": script, "measured": script, "measured_zero1": script}

@@ -20,7 +20,7 @@ from fsdp_advisor.policies.optimizers.interface import (
     Refusal,
     Shape,
     Shards,
-    only_in_transformers,
+    without_deepspeed,
 )
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
@@ -77,7 +77,8 @@ def _lomo(cls: type[Lomo], name: OptimizerName, label: str, *notes: str, made_wi
     return cls(
         name=name,
         transformers=NamedOptimizer(name=name),
-        **only_in_transformers(name, script=script),
+        **without_deepspeed(name),
+        script=script,
         notes=(f"{label} {_ACCUMULATION}", *notes),
         backward_update="next gradient",
         made_with_state=made_with_state,

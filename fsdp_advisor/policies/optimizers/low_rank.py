@@ -28,7 +28,7 @@ from fsdp_advisor.policies.optimizers.interface import (
     Shape,
     Shards,
     Stepped,
-    only_in_transformers,
+    without_deepspeed,
 )
 from fsdp_advisor.policies.optimizers.variables import Variables
 from fsdp_advisor.program.storages import NO_STORAGES, Storages
@@ -326,7 +326,8 @@ def low_rank(cls: type[LowRank], name: OptimizerName, label: str, *, shared_stat
         name=name,
         label=label,
         transformers=NamedOptimizer(name=name, target_modules=ALL_LINEAR),
-        **only_in_transformers(name, script=Refusal(_SCRIPT.format(label))),
+        **without_deepspeed(name),
+        script=Refusal(_SCRIPT.format(label)),
         backward_update="own gradient" if layerwise else None,
         shared_state=shared_state,
         notes=_notes(label, DEFAULT),

@@ -183,8 +183,6 @@ MUON = Muon(
     host_kernel="many_passes",
     deepspeed_host_kernel="many_passes",
     is_cpu_adam=False,
-    measured=_SCRIPT,
-    measured_zero1=_SCRIPT,
     notes=(
         "muon is torch.optim.Muon for the matrices of the layers, and fused AdamW for embeddings, head, norms and biases; its matrix "
         "products are timed at the GPU's rate in the training precision, and under HSDP as with one replica",

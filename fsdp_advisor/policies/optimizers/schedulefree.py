@@ -21,7 +21,6 @@ def _schedule_free(name: OptimizerName, cls: str, *, moments: int, temporaries: 
         script=constructor,
         transformers=NamedOptimizer(name=name),
         **without_deepspeed(name),
-        measured=constructor,
         measured_zero1=Refusal(f"ZeroRedundancyOptimizer has no train(), without which {name} does not step"),
         moments=moments,
         temporaries=temporaries,

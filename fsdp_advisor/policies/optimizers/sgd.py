@@ -18,8 +18,6 @@ def _torch_sgd(name: OptimizerName, options: Mapping[str, Option], *, moments: i
         transformers=NamedOptimizer(name="sgd", options=options),
         deepspeed=by_deepspeed,
         deepspeed_offloaded=by_deepspeed,
-        measured=constructor,
-        measured_zero1=constructor,
         host_kernel="many_passes",
         deepspeed_host_kernel="one_pass",
         is_cpu_adam=False,

@@ -35,8 +35,6 @@ STABLE_ADAMW = StableAdamW(
     script=_CONSTRUCTOR,
     transformers=NamedOptimizer(name="stable_adamw"),
     **without_deepspeed("stable_adamw"),
-    measured=_CONSTRUCTOR,
-    measured_zero1=_CONSTRUCTOR,
     measured_on_cpu=Refusal("the kernels of StableAdamW run on a GPU; on the CPU it allocates more"),
     moments=2,
     temporaries=0,

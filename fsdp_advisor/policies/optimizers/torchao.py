@@ -105,7 +105,6 @@ def _torchao(name: OptimizerName, cls: str, bits: int, *, fp8: bool = False) -> 
         transformers=Refusal(_NOT_NAMED) if fp8 else NamedOptimizer(name=name),
         deepspeed=Refusal(f"DeepSpeed cannot make this optimizer: pass torchao.optim.{cls} to initialize()"),
         deepspeed_offloaded=NamedOptimizer(name="AdamW"),
-        measured=constructor,
         measured_zero1=Refusal(f"ZeroRedundancyOptimizer is not measured around {name}"),
         measured_on_cpu=Refusal(f"torchao's {cls} is compiled, and allocates less on the CPU than on a GPU"),
         host_kernel="many_passes",

@@ -89,7 +89,7 @@ def optimizer_for(model: nn.Module, plan: Plan) -> Any:
         groups = [{"params": [p for _, p in named if id(p) not in chosen]}, {"params": linear, **settings}]
         options = {"scale_parameter": False, "relative_step": False} if name == "GaLoreAdafactor" else {}
         return getattr(__import__(module), name)(groups, lr=1e-3, **options)
-    constructor = optimizer_of(plan).measured
+    constructor = optimizer_of(plan).script
     # the model is on the host until DeepSpeed moves it
     if plan.backend == "deepspeed" and isinstance(constructor, Constructor):
         return optimizer_class(constructor)([p for _, p in named], lr=1e-3, **constructor.options)
