@@ -197,7 +197,7 @@ class Collector:
         if isinstance(name, str) and name:
             self.references.append(name)
 
-    def reading(self, assumed: tuple[str, ...] = ()) -> ConfigReading:
+    def reading(self) -> ConfigReading:
         """The result of the reading. Keys that were not read are reported as not modelled if `topic_of` knows them, as unknown if the
         consumer does not have them, else as ignored.
         """
@@ -227,7 +227,7 @@ class Collector:
             unknown=tuple(self._unknown),
             not_modelled=tuple(dict.fromkeys(self._not_modelled)),
             refused=tuple(self._refused.items()),
-            assumed=(*self._assumed, *assumed),
+            assumed=tuple(self._assumed),
             missing=tuple(self.missing),
             layer_classes=tuple(self.layer_classes),
         )
