@@ -41,8 +41,6 @@ def read(file: str, tree: ast.Module) -> Collector | None:
     read_model(found, tree, nodes, variables)
     if "clip_grad_norm_" in nodes:
         found.omits("clip_grad_norm_: gradient clipping apart from the framework's")
-    if "parse_args" in nodes:
-        found.assume("defaults of the script's own arguments, which a command line may change")
     found.guess("strategy", "ddp", "DDP, because no file configures sharding")
     report_computed(found, " of Accelerator", nodes["Accelerator"][0], variables)
     return found

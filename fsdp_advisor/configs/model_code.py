@@ -85,6 +85,8 @@ def read_model(
     _report_head(found, nodes)
     if not has_adapters(found.options) and (text := _unread_adapters(nodes)) is not None:
         found.omits(f"{text} (the code has no configuration of a known PEFT method; the estimate has no adapters)")
+    if any("." in name for name in variables):  # of argparse
+        found.assume("defaults of the script's own arguments, which a command line may change")
     for name in (method, "BitsAndBytesConfig"):
         if name is not None and name in nodes:
             report_computed(found, f" of {name}", nodes[name][0], variables)

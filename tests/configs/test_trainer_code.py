@@ -92,3 +92,14 @@ def test_arguments_of_the_loader_are_no_unknown_keys() -> None:
     )
     found = from_texts({"train.py": text})
     assert (found.options["model"], found.readings[0].unknown) == ("gpt2", ())
+
+
+def test_defaults_of_the_scripts_arguments_are_assumed() -> None:
+    code = """
+    parser.add_argument("--batch-size", type=int, default=3)
+    args = parser.parse_args()
+    TrainingArguments("out", per_device_train_batch_size=args.batch_size)
+    """
+    found = from_texts({"train.py": dedent(code)})
+    assert found.options["micro_batch_size"] == 3
+    assert any("which a command line may change" in note for note in found.readings[0].assumed)
