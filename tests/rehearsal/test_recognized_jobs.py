@@ -382,6 +382,7 @@ def test_the_estimate_has_the_kernels_that_the_process_has(
 def test_kernels_whose_modules_are_imported_are_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("fla", "causal_conv1d", "mamba_ssm", "transformers.models.rwkv.modeling_rwkv"):
         monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "fla", None)  # its import is blocked
     assert job_facts.kernel_packages() == []
     monkeypatch.setitem(sys.modules, "mamba_ssm", ModuleType("mamba_ssm"))
     loaded: Any = SimpleNamespace(rwkv_cuda_kernel=object())

@@ -226,7 +226,7 @@ def kernel_packages() -> list[str]:
     modules = {"fla": "fla", "causal-conv1d": "causal_conv1d", "mamba-ssm": "mamba_ssm"}
     rwkv = sys.modules.get("transformers.models.rwkv.modeling_rwkv")
     of_hub = ["kernels"] if getattr(rwkv, "rwkv_cuda_kernel", None) is not None else []
-    return [package for package, module in modules.items() if module in sys.modules] + of_hub
+    return [package for package, module in modules.items() if sys.modules.get(module) is not None] + of_hub
 
 
 def _class_of(model: Any) -> str:
