@@ -20,6 +20,7 @@ _ARCHITECTURES = {
 _NO_SHAPES = re.compile(
     r".*_token_id|.*_eps|rope_theta|initializer_range|initializer_factor|architectures|pretraining_tp|use_cache|unsloth_.*|mtp_.*"
     r"|num_nextn_predict_layers|_name_or_path|torch_dtype|dtype|transformers_version|auto_map|quantization_config|task_specific_params"
+    r"|time_step_(?:limit|min|max|floor)|num_logits_to_keep"
 )
 """Keys whose values change no shape and no operation of training."""
 

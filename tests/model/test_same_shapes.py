@@ -118,3 +118,17 @@ def test_a_recommendation_without_recordings_asks_for_torch_instead_of_saying_th
     with pytest.raises(MissingExtra, match="recording it needs torch") as error:
         recommend(model="Qwen/Qwen3-8B", gpus=8, gpu="H100", **options)
     assert "pip install" in str(error.value.hint)
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "ibm-granite/granite-4.0-h-small", "tiiuae/Falcon-H1-7B-Base"],
+)
+def test_limits_of_time_steps_in_the_files_of_mamba_2_hybrids_change_no_shape(model: str) -> None:
+    """Files of the hub have the limits as JSON has no number for them: `[0.0, Infinity]`."""
+    entry = catalog.find(model)
+    assert entry is not None
+    config = catalog.configurations()["configs"][model]
+    published = {**config, "time_step_limit": [0.0, float("inf")], "time_step_floor": 1e-4, "num_logits_to_keep": 1}
+    assert entry_of(published) == entry
+    assert entry_of({**published, "vocab_size": 7}) is None
