@@ -47,7 +47,7 @@ class Block(nn.Module):
 class Odd(nn.Module):
     """Shapes that no number of ranks divides."""
 
-    def __init__(self, *, tied: bool, frozen: bool) -> None:
+    def __init__(self, *, tied: bool, frozen: bool, trains_embedding: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, HIDDEN)
         self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
@@ -56,6 +56,7 @@ class Odd(nn.Module):
             self.head.weight = self.embed.weight
         for block in self.layers if frozen else ():
             block.up.requires_grad_(False)
+        self.embed.requires_grad_(trains_embedding)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
@@ -227,7 +228,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     watch = Watch()
     with watch:
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=shards_first):
-            model = Odd(tied=case["tied"], frozen=case["frozen"])
+            model = Odd(tied=case["tied"], frozen=case["frozen"], trains_embedding=case["trains_embedding"])
         if case["optim"] == "muon":
             config["optimizer"] = {"type": "Muon", "params": {"lr": 1e-3, "torch_adam": True}}
             made: dict[str, Any] = {"model_parameters": model.parameters()}

@@ -44,7 +44,7 @@ SMALL = Settings(
 )
 
 
-def odd(*, tied: bool = True, frozen: bool = False) -> Profile:
+def odd(*, tied: bool = True, frozen: bool = False, trains_embedding: bool = True) -> Profile:
     """A model whose sizes are odd numbers, so that shards are padded: the one of deepspeed_worker.py."""
     layer = Unit(
         "Block",
@@ -56,7 +56,7 @@ def odd(*, tied: bool = True, frozen: bool = False) -> Profile:
             Parameter("down.weight", (HIDDEN, WIDTH)),
         ),
     )
-    embedding = Parameter("embed.weight", (VOCABULARY, HIDDEN), True, ("head.weight",) if tied else ())
+    embedding = Parameter("embed.weight", (VOCABULARY, HIDDEN), trains_embedding, ("head.weight",) if tied else ())
     head = () if tied else (Parameter("head.weight", (VOCABULARY, HIDDEN)),)
     stack = Stack("layers", (layer,), (Run((0,), LAYERS),))
     return Profile("odd", "causal", Unit("Odd", (embedding, *head)), (stack,), (1,), None, {}, {})
@@ -341,6 +341,7 @@ CASES: list[dict[str, Any]] = [
     {"stage": 2, "offload": "optimizer", "accumulation": 2, "frozen": True},
     {"stage": 3},
     {"stage": 3, "tied": False, "zero": {"sub_group_size": 400}},
+    {"stage": 3, "tied": False, "trains_embedding": False},
     {"stage": 3, "precision": "fp32", "optim": "sgd"},
     {"stage": 3, "precision": "bf16", "optim": "adamw_torch", "frozen": True},
     {"stage": 3, "tied": False, "zero": {"stage3_max_live_parameters": 1500, "stage3_max_reuse_distance": 1500}},
@@ -363,7 +364,7 @@ CASES: list[dict[str, Any]] = [
 ]  # fmt: skip
 DEFAULT_CASE: dict[str, Any] = {
     "precision": "bf16-mixed", "offload": "none", "optim": "adamw_torch_fused", "accumulation": 1, "tied": True,
-    "frozen": False, "zero": {},
+    "frozen": False, "trains_embedding": True, "zero": {},
 }  # fmt: skip
 KEYS = {
     "sub_group_size": "sub_group_size",
@@ -414,7 +415,8 @@ def test_states_peaks_and_gathered_parameters_equal_those_of_deepspeed(ranks: in
         pytest.importorskip("deepspeed")
     cases = [DEFAULT_CASE | case for case in (CASES if ranks == 2 else CASES[::3])]
     for case, found in zip(cases, measure(ranks, cases, tmp_path), strict=True):
-        profile, settings = odd(tied=case["tied"], frozen=case["frozen"]), settings_of(case)
+        profile = odd(**{name: case[name] for name in ("tied", "frozen", "trains_embedding")})
+        settings = settings_of(case)
         job = plan(
             case["stage"], ranks, precision=case["precision"], offload=case["offload"], optim=case["optim"],
             gradient_accumulation_steps=case["accumulation"],

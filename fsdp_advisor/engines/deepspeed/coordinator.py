@@ -249,6 +249,29 @@ class _Inventory:
         self.elements.extend(p.elements for p in parameters)
         self.trained.extend(p.trainable for p in parameters)
         self.element_bytes.extend(cast_bytes(plan, p) for p in parameters)
+        self.trained.extend(p.trainable for p in parameters)
+
+    def with_backward(self, plan: Plan) -> list[Turn]:
+        """The units with the modules that have a backward: those from the first trained parameter on. The hook before a module's backward
+        is on outputs that require a gradient, as the embedding's do if layers are checkpointed.
+
+        Modules next to the first trained one, such as the keys of the same attention, count as having a backward.
+        Source: runtime/zero/parameter_offload.py, _register_deepspeed_module, _pre_backward_module_hook.
+        """
+        if plan.checkpointing not in ("none", "every") or plan.framework == "axolotl":
+            return self.units
+        found: list[Turn] = []
+        learns = False
+        for unit_id, modules in self.units:
+            kept = []
+            for own in modules:
+                learns = learns or any(self.trained[p] for p in own)
+                if learns:
+                    kept.append(own)
+            if 0 < len(kept) < len(modules) and not modules[0]:
+                kept.insert(0, modules[0])  # the layer itself
+            found.append((unit_id, kept))
+        return found
 
 
 def gathered(
@@ -268,7 +291,7 @@ def gathered(
     if plan.shard_degree == 1 and not offloads_parameters(plan):
         settings = Settings(param_persistence_threshold=profile.parameters)  # a single rank uses its shards directly
     inventory = _inventory(profile, plan, idle)
-    turns = [*inventory.units, *([] if forward_only else _backward(inventory.units, plan))]
+    turns = [*inventory.units, *([] if forward_only else _backward(inventory.with_backward(plan), plan))]
     fetcher = _fetcher(inventory, turns, plan, settings, size, holds_head=holds_head)
     visits = []
     forwards, first_root = len(inventory.units), len(turns) - (not forward_only)
@@ -318,7 +341,7 @@ def _backward(units: list[Turn], plan: Plan) -> Iterator[Turn]:
     for unit_id, modules in reversed(units):
         is_layer = not unit_id.is_outside_layers
         layers -= is_layer
-        back = [modules[0], *modules[:0:-1]] if is_layer else modules[::-1]
+        back = [*modules[:1], *modules[:0:-1]] if is_layer else modules[::-1]
         yield unit_id, (modules + back if is_layer and plan.checkpoints(layers) else back)
 
 
