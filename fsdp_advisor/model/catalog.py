@@ -133,8 +133,10 @@ def _short(name: str) -> str:
 _MEANT = {
     "command a": "CohereLabs/c4ai-command-a-03-2025",
     "nemotron 3 nano": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "qwen 3 235b": "Qwen/Qwen3-235B-A22B",
+    "qwen 3 30b": "Qwen/Qwen3-30B-A3B",
 }
-"""Names that their publishers use for one model, though names of others begin with them."""
+"""Names that mean one model, though names of others begin with them."""
 
 
 def by_words(name: str) -> list[Entry]:

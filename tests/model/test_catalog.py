@@ -129,7 +129,7 @@ def test_a_name_without_its_owner_finds_the_model(name: str, found: str | None) 
 
 AS_TYPED = {
     "qwen3 8b": "Qwen/Qwen3-8B",
-    "Qwen3-4B-Instruct-2507": "Qwen/Qwen3-4B",
+    "Qwen3-4B-Instruct-2507": "Qwen/Qwen3-4B-Instruct-2507",
     "qwen3 30b a3b": "Qwen/Qwen3-30B-A3B",
     "Qwen3-Coder-480B-A35B": "Qwen/Qwen3-Coder-480B-A35B-Instruct",
     "qwen3-coder-next": "Qwen/Qwen3-Next-80B-A3B-Instruct",
@@ -610,3 +610,12 @@ def test_a_catalogued_language_model_says_that_its_checkpoint_has_a_tower() -> N
         for name in ("google/medgemma-27b-text-it", "google/gemma-3-1b-pt")
         for note in resolve(name).notes
     )
+
+
+@pytest.mark.parametrize("size", ["4B", "30B-A3B", "235B-A22B"])
+def test_a_release_with_longer_sequences_has_its_own_maximum(size: str) -> None:
+    first, later = catalog.find(f"Qwen/Qwen3-{size}"), catalog.find(f"Qwen/Qwen3-{size}-Thinking-2507")
+    assert first is not None
+    assert later is not None
+    assert (first.max_seq_len, later.max_seq_len) == (40960, 262144)
+    assert first.parameters == later.parameters
