@@ -228,10 +228,10 @@ def test_trl_gathers_the_head_of_a_model_with_adapters_by_itself(model: str) -> 
 
 
 def test_zero3_gathers_for_the_forward_of_adapters_that_are_switched_off(model: str) -> None:
-    """The step gathers as without a reference, and the reference's forward gathers too."""
+    """The reference's forward gathers too. It invalidates DeepSpeed's trace, so the step keeps no parameters for backward."""
     options = {"strategy": "zero3", "backend": "deepspeed", "gpus": 4, "use_peft": True}
     adapted, precomputed = row(model, **options), row(model, **options, precompute_ref_log_probs=True)
-    assert adapted.phase_peaks["backward"] == pytest.approx(precomputed.phase_peaks["backward"], abs=ROUNDING)
+    assert 0 < adapted.phase_peaks["backward"] < precomputed.phase_peaks["backward"]
     assert adapted.step.communication_seconds > precomputed.step.communication_seconds > 0
 
 
