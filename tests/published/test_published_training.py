@@ -49,7 +49,7 @@ def test_nine_of_ten_errors_stay_within_their_target(figure: str) -> None:
 
 def test_allocated_bytes_are_as_measured_in_every_job() -> None:
     errors = [abs(result.error) for result in compared("allocated") if result.error is not None]
-    assert len(errors) >= 40
+    assert len(errors) >= 39
     assert statistics.median(errors) < 1e-4 and max(errors) < 0.01
 
 
