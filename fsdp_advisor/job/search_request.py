@@ -58,6 +58,11 @@ class RecommendRequest(EstimateRequest):
             about="the training method: fixed is what the other options say; any compares full fine-tuning, LoRA and QLoRA, whatever"
             " use_peft and load_in_4bit say, and recommends the first that fits; of those that"
             " offload to a host of unknown memory, the one that needs least of it",
+            elsewhere={
+                "full": "without method and use_peft, all weights are trained",
+                "lora": "use_peft, without method",
+                "qlora": "use_peft with load_in_4bit, without method",
+            },
         ),
     ] = "fixed"
     thorough: Annotated[

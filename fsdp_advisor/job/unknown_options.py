@@ -36,7 +36,7 @@ _TOPICS: dict[str, tuple[str, str]] = {
         "possible are fp32, bf16, bf16-mixed and fp16-mixed, and fp8 products of linear layers by torchao",
     ),
     "ORPO and PPO are": ("orpo ppo rlhf", TASKS_OF_TRL),
-    "inference is": ("inference generate kv_cache vllm", "the figures are only of training"),
+    "inference is": ("inference generate kv_cache", "the figures are only of training"),
     "gradient clipping apart from the framework's is": (
         "clip_grad gradient_clipping max_grad_norm clip_grad_norm",
         f"--framework {list_words(_CLIPPING)} clips gradients, the others do not",
@@ -92,6 +92,7 @@ _MEANT: dict[str, str] = {
         "expert_imbalance": "imbalance load_imbalance moe_imbalance router_imbalance",
         "tiled_mlp": "tiled_mlp_num_shards mlp_shards num_shards sequence_tiling alst",
         "kernel_packages": "use_mamba_kernels mamba_kernels linear_attention_kernels fla mamba_ssm causal_conv1d",
+        "use_vllm": "vllm colocate colocate_vllm",
         "use_liger_kernel": "liger use_liger enable_liger_kernel liger_kernel liger_kernels",
         "model": "model_name model_id model_name_or_path model_path pretrained",
         "gpus": "num_gpus n_gpus ngpus gpu_count world_size nproc num_processes ranks",

@@ -160,6 +160,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tp": 2}, "tp: tensor parallelism is not modelled yet", "possible are data parallelism and its sharding"),
     ({"sample_packing": True}, "no such option: sample_packing", "did you mean packing bfd?"),
     ({"grpo": True}, "no such option: grpo", "did you mean task grpo?"),
+    ({"vllm": True}, "no such option: vllm", "did you mean use_vllm?"),
     ({"learning_rate": 1}, "no such option: learning_rate", "it changes neither memory nor speed: leave it out"),
     ({"bf16": True}, "no such option: bf16", "did you mean precision bf16-mixed?"),
     (
@@ -222,6 +223,13 @@ def test_limits_of_a_search_are_checked() -> None:
             make_request({"model": "gpt2", **options}, RecommendRequest)
         assert refused.value.message == message
         assert refused.value.option in options
+
+
+@pytest.mark.parametrize(("method", "hint"), [("lora", "use_peft, without"), ("QLoRA", "use_peft with load_in_4bit")])
+def test_a_method_that_other_options_choose_is_refused_with_these_options(method: str, hint: str) -> None:
+    with pytest.raises(InvalidOption, match=f"method must be fixed or any, not {method}") as refused:
+        make_request({"model": "gpt2", "method": method}, RecommendRequest)
+    assert refused.value.hint.startswith(hint)
 
 
 def test_a_missing_model_is_named() -> None:
