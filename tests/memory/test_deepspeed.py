@@ -235,6 +235,15 @@ def test_zero3_keeps_only_the_head_where_adapters_are_switched_off_in_each_step(
     assert max(gathered_bytes((*result.forward, *result.backward))) <= head + max(head, mlp)
 
 
+def test_zero3_keeps_the_head_alone_for_backward_if_only_the_head_learns() -> None:
+    root = tuple(replace(p, trainable=p.role == "head") for p in LLAMA_7B.root.parameters)
+    unit = LLAMA_7B.stacks[0].units[0]
+    frozen = replace(unit, parameters=tuple(replace(p, trainable=False) for p in unit.parameters))
+    stack = replace(LLAMA_7B.stacks[0], units=(frozen,))
+    result = gathered(replace(LLAMA_7B, root=replace(LLAMA_7B.root, parameters=root), stacks=(stack,)), plan(3, 8))
+    assert gathered_bytes(result.forward)[-1] == 2 * 32000 * 4096
+
+
 @pytest.mark.parametrize(("task", "layers"), [("dpo", 32), ("grpo", 1)])
 def test_frozen_weights_of_checkpointed_layers_stay_if_the_reference_runs_before_backward(
     task: str, layers: int

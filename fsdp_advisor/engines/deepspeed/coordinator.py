@@ -249,7 +249,6 @@ class _Inventory:
         self.elements.extend(p.elements for p in parameters)
         self.trained.extend(p.trainable for p in parameters)
         self.element_bytes.extend(cast_bytes(plan, p) for p in parameters)
-        self.trained.extend(p.trainable for p in parameters)
 
     def with_backward(self, plan: Plan) -> list[Turn]:
         """The units with the modules that have a backward: those from the first trained parameter on. The hook before a module's backward
