@@ -78,7 +78,7 @@ def read_model(
     method = _method(nodes)
     if method is not None:
         found.take(method)
-    _set_adapters(found, calls)
+    _set_adapters(found, calls, method)
     _read_unsloth(found, nodes, variables)
     _set_checkpoints(found, tree, nodes, variables)
     _assume_length(found, nodes, variables)
@@ -99,15 +99,14 @@ def report_computed(found: Collector, of: str, call: ast.Call, variables: Mappin
         found.omits(f"arguments{of} that the code computes: {', '.join(names)}")
 
 
-def _set_adapters(found: Collector, calls: Mapping[str, Mapping[str, Any]]) -> None:
+def _set_adapters(found: Collector, calls: Mapping[str, Mapping[str, Any]], method: str | None) -> None:
     """Set options from configurations of PEFT and bitsandbytes that the code creates. `calls`: class -> the literal keywords of its
-    call.
+    call. `method`: the class of the PEFT configuration.
     """
-    name = next((name for name in METHODS if name in calls), None)
-    if name == "LoraConfig":
-        set_lora(found, {"r": 8, "lora_alpha": 8, **calls[name]})
-    elif name is not None:
-        set_peft_config(found, METHODS[name], calls[name])
+    if method == "LoraConfig":
+        set_lora(found, {"r": 8, "lora_alpha": 8, **calls[method]})
+    elif method is not None:
+        set_peft_config(found, METHODS[method], calls[method])
     if calls.get("get_peft_model", {}).get("autocast_adapter_dtype") is False:
         found.omits("autocast_adapter_dtype=False (adapters in the base's dtype; the estimate has them in fp32)")
     if "BitsAndBytesConfig" in calls:
