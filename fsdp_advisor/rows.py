@@ -18,7 +18,13 @@ from fsdp_advisor.engines.reference import copy_warnings, gathered_bytes
 from fsdp_advisor.engines.registry import not_modelled, states_of
 from fsdp_advisor.engines.rollouts import batch_warnings
 from fsdp_advisor.engines.textbook import backend_states, textbook_states, whole_parameter_bytes
-from fsdp_advisor.engines.units_summary import packed_warnings, saving_warnings, units_text, wrap_warnings
+from fsdp_advisor.engines.units_summary import (
+    dtype_warnings,
+    packed_warnings,
+    saving_warnings,
+    units_text,
+    wrap_warnings,
+)
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, UsageError
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
@@ -167,6 +173,7 @@ def _base_row(
         lora_kernels=kernels_of_model(plan, profile.config, profile.parameter_names()),
         warnings=(
             *(unit_warnings(profile, plan) if plan.backend == "fsdp2" else ()),
+            *dtype_warnings(profile, plan),
             *packed_warnings(profile, plan),
             *saving_warnings(profile, plan),
             *gather_warnings(profile, plan),

@@ -8,8 +8,10 @@ from functools import lru_cache
 
 from fsdp_advisor.engines.wrapping import effective_wrap, wrapping_for
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.fp32_modules import weights_in_fp32
 from fsdp_advisor.model.fsdp_units import AT_ROOT, FIRST_OF_ROOT, GROUP
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.policies.dtypes import upcasts_trained
 from fsdp_advisor.units import format_bytes, format_count
 
 EFFICIENT_GATHER_ELEMENTS = 33_000_000
@@ -71,6 +73,22 @@ def packed_warnings(profile: Profile, plan: Plan) -> list[str]:
     return [
         f"the packed weights of the checkpoint are buffers, which are not sharded: every rank keeps all {format_bytes(whole)}. To "
         "shard them, quantize the original model: --load-in-4bit --bnb-4bit-quant-storage bfloat16"
+    ]
+
+
+def dtype_warnings(profile: Profile, plan: Plan) -> list[str]:
+    """A warning about weights that transformers loads in fp32 beside those in 16 bits: FSDP needs one dtype in a unit.
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `_init_mp_dtypes`; distributed/fsdp/_flat_param.py,
+    `_validate_tensors_to_flatten`.
+    """
+    stays_half = plan.backend == "fsdp1" or (plan.backend == "fsdp2" and not upcasts_trained(plan))
+    if not stays_half or plan.param_bytes != 2 or (found := weights_in_fp32(profile)) is None:
+        return []
+    weight, since = found
+    return [
+        f"transformers{since} loads {weight} in fp32 even beside weights in 16 bits, and FSDP stops, because it needs one dtype in a unit; "
+        "the figures are for one dtype. Use --precision bf16-mixed with weights in fp32, or cast that weight after loading"
     ]
 
 
