@@ -74,7 +74,8 @@ class ConfigFileOptions:
         tuple[Path, ...],
         Rule(
             about="read the job from files of accelerate, DeepSpeed, Trainer, TRL, axolotl, LLaMA-Factory, torchtune or torchtitan, "
-            "from launch scripts, or from a directory of them; options on the command line win",
+            "from launch scripts, Python scripts (also of Lightning, or with a loop in PyTorch), or a directory; options on the command "
+            "line win",
             group="Model",
             metavar="FILE",
         ),

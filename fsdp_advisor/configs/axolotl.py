@@ -13,9 +13,10 @@ from fsdp_advisor.configs.adapters import set_lora, set_quantization
 from fsdp_advisor.configs.checkpointing import set_reentrant
 from fsdp_advisor.configs.collect import Collector, active, truth
 from fsdp_advisor.configs.compilation import read_torch_compile
+from fsdp_advisor.configs.deepspeed import read_embedded
 from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_experts, set_optimizer
-from fsdp_advisor.configs.trainer import read_embedded, read_words
+from fsdp_advisor.configs.trainer import read_clipping, read_words
 from fsdp_advisor.job.adapter_fields import LORA_KERNELS
 from fsdp_advisor.job.tiled_mlp import AXOLOTL_WITH_FSDP2
 from fsdp_advisor.job.unknown_options import TASKS_OF_TRL
@@ -82,6 +83,7 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     found.default("seq_len", 512, "512 tokens, axolotl's default of sequence_len")
     _precision(found)
     _adapters(found)
+    read_clipping(found)
     set_attention(found, "attn_implementation")
     set_experts(found)
     for key, attention in _SWITCHES.items():

@@ -183,6 +183,10 @@ class Collector:
             if key in self._pending and active(self._pending[key]):
                 self.omits_key(key, what)
 
+    def reads(self, text: str) -> None:
+        """Report something that was read and is no key with a value, such as a call in Python code."""
+        self._read.append(text)
+
     def omits(self, sentence: str) -> None:
         """Report an effect that is not modelled, whichever key causes it."""
         self._not_modelled.append(sentence)

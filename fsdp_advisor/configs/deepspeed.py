@@ -49,6 +49,25 @@ def read(file: str, keys: Mapping[str, Any]) -> Collector:
     return found
 
 
+def read_embedded(found: Collector, section: Mapping[str, Any]) -> None:
+    """Read a section of another consumer's settings. Its "auto" values are replaced by those of the consumer."""
+    found.take("deepspeed", shown="deepspeed")
+    inner = Collector(found.file, "DeepSpeed", section)
+    read_into(inner)
+    found.options |= inner.options
+    for option, (value, why) in inner.defaults.items():
+        if option != "precision" or found.options.get("mixed") in (None, "no"):
+            found.default(option, value, why)
+    found.options.pop("mixed" if "precision" in inner.options else "", None)
+    reading = inner.reading()
+    refused = dict(reading.refused)
+    for sentence in reading.not_modelled:
+        if sentence in refused:
+            found.refuses(f"deepspeed.{sentence}", refused[sentence])
+        else:
+            found.omits(f"deepspeed.{sentence}")
+
+
 def read_into(found: Collector) -> None:
     """Set the options of DeepSpeed's settings, which are the keys of `found`."""
     _batch(found)

@@ -43,6 +43,8 @@ def _specificity(framework: Framework) -> int:
 
 _LAUNCHERS = ("accelerate", "accelerate command", "trl command")
 """Formats whose defaults apply only to options for which the script's arguments have no default."""
+_OF_CODE = ("Trainer arguments", "loop with accelerate", "loop in PyTorch", "Lightning")
+"""Formats of which the data decides the length of samples, unless the code cuts them."""
 _UNSHARDED_ALONE = {"torchtune", "torchtitan"}
 """Formats whose trainers do not shard on a single GPU."""
 
@@ -93,6 +95,11 @@ def merge(parts: Sequence[Collector]) -> Configuration:
             if name not in options and not (name == "strategy" and "backend" in options):
                 options[name], assumed[name] = value, why
                 part.assume(why)
+    if "seq_len" not in options and (code := next((part for part in parts if part.format in _OF_CODE), None)):
+        assumed["seq_len"] = (
+            "2,048 tokens or the model's maximum, because nothing limits the length of samples (--seq-len)"
+        )
+        code.assume(assumed["seq_len"])
     resolve_regions(options)
     _resolve_torchtitan(options, parts)
     _resolve_precision(options, parts)
@@ -192,6 +199,11 @@ def _resolve_precision(options: dict[str, Any], parts: Sequence[Collector]) -> N
     adapters = has_adapters(options)
     if dtype == "auto":  # the checkpoint's dtype, which is assumed to be half precision for a frozen base
         dtype = half_dtype("fp16-mixed" if mixed == "fp16" else "bf16-mixed") if adapters else None
+        if not adapters and mixed in ("bf16", "fp16") and _trains_stored(options):
+            parts[0].assume(
+                "weights in fp32; from_pretrained without dtype loads the dtype of the checkpoint, in transformers 5 (if bf16: --precision"
+                f" bf16{'' if options.get('backend') in (None, 'ddp') else '-mixed --dtype bfloat16'})"
+            )
     sharded = options.get("backend") in ("fsdp1", "fsdp2")
     if adapters and mixed == "fp16" and dtype in ("float16", "fp16"):
         if not is_quantized(options):
@@ -218,6 +230,13 @@ def _resolve_precision(options: dict[str, Any], parts: Sequence[Collector]) -> N
             parts[0].assume("weights in fp32, because no file says their dtype")
         elif dtype == "float16":
             parts[0].omits("dtype: float16; the estimate assumes fp32 weights")
+
+
+def _trains_stored(options: Mapping[str, Any]) -> bool:
+    """Whether the optimizer steps weights in the dtype in which they are loaded: accelerate with FSDP and DeepSpeed make fp32 masters."""
+    facts = FRAMEWORKS[options.get("framework", "torch")]
+    backend = options.get("backend", "ddp")
+    return backend == "ddp" or (backend != "deepspeed" and not facts.uses_accelerate)
 
 
 def _resolve_engine(options: dict[str, Any]) -> None:

@@ -38,6 +38,10 @@ def _model(nodes: Mapping[str, Sequence[ast.Call]], variables: Mapping[str, Any]
     candidates += [keyword.value for call in loads for keyword in call.keywords if keyword.arg in _MODEL_KEYWORDS]
     trainers = [call for name, calls in nodes.items() if name.endswith("Trainer") for call in calls]
     candidates += [keyword.value for call in trainers for keyword in call.keywords if keyword.arg == "model"]
+    candidates += [call.args[0] for call in trainers if call.args]
+    if "from_config" in nodes:
+        loads = [call for call in nodes.get("from_pretrained", ()) if "Config." in ast.unparse(call.func)]
+        candidates += [call.args[0] for call in loads if call.args]
     for node in candidates:
         is_variable = isinstance(node, ast.Name | ast.Attribute)
         value = variables.get(ast.unparse(node)) if is_variable else getattr(node, "value", None)
@@ -85,7 +89,7 @@ def read_model(
     _report_head(found, nodes)
     if not has_adapters(found.options) and (text := _unread_adapters(nodes)) is not None:
         found.omits(f"{text} (the code has no configuration of a known PEFT method; the estimate has no adapters)")
-    if any("." in name for name in variables):  # of argparse
+    if "parse_args" in nodes and any("." in name for name in variables):
         found.assume("defaults of the script's own arguments, which a command line may change")
     for name in (method, "BitsAndBytesConfig"):
         if name is not None and name in nodes:

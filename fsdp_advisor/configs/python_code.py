@@ -10,15 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from fsdp_advisor.configs import loop_code, torchtitan, trainer_code
+from fsdp_advisor.configs import lightning_code, loop_code, torch_code, torchtitan, trainer_code
 from fsdp_advisor.configs.adapters import set_adapted_constants
 from fsdp_advisor.configs.checkpointing import set_reentrant
 from fsdp_advisor.configs.collect import Collector
-from fsdp_advisor.configs.fsdp import AS_DDP, wrap_of
+from fsdp_advisor.configs.fsdp import wrap_of
 from fsdp_advisor.configs.liger import set_liger
 from fsdp_advisor.configs.names import optimizer_called
 from fsdp_advisor.configs.python_literals import calls_of, constants_of, keywords_of, literal_of
-from fsdp_advisor.engines.fsdp1.sharding import sharding_options
+from fsdp_advisor.configs.sharding_code import set_fsdp1
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.choices import Fp8
 
@@ -49,8 +49,9 @@ def read(file: str, text: str, function: str | None = None) -> Collector:
         return found
     constants = constants_of(tree)
     if not {"MODEL", "MICRO_BATCH_SIZE", "SEQ_LEN"} & set(constants):
-        if (loop := loop_code.read(file, tree)) is not None:
-            return loop
+        for read_code in (loop_code.read, lightning_code.read, torch_code.read):
+            if (loop := read_code(file, tree)) is not None:
+                return loop
         raise _unknown_code(file, tree)
     return _script(file, tree, constants)
 
@@ -63,8 +64,8 @@ def _unknown_code(file: str, tree: ast.Module) -> UsageError:
             hint="give the script that launches it, or the options of the job",
         )
     return UsageError(
-        f"{file}: no TrainingArguments, no Accelerator, no configuration of torchtitan and no exported script",
-        hint="give the configuration file, or the options of the job",
+        f"{file}: no TrainingArguments, no Accelerator, no Trainer of Lightning, and no loop that trains a model it loads",
+        hint="give the file that has it, a configuration file, or the options of the job",
     )
 
 
@@ -203,29 +204,12 @@ def _wrap(found: Collector, source: str, constants: dict[str, Any]) -> str:
 
 
 def _fsdp1(found: Collector, source: str, calls: dict[str, dict[str, Any]], constants: dict[str, Any]) -> None:
-    keywords = calls["FullyShardedDataParallel"]
-    sharding = str(keywords.get("sharding_strategy", "ShardingStrategy.FULL_SHARD")).rsplit(".", 1)[-1]
-    prefetch = str(keywords.get("backward_prefetch", "BackwardPrefetch.BACKWARD_PRE")).rsplit("_", 1)[-1].lower()
-    options = sharding_options(sharding)
-    if options is None:
-        found.omits(f"sharding_strategy: {sharding} (the estimate assumes full sharding)")
-        options = {"strategy": "zero3"}
-    if options["strategy"] == "ddp":
-        found.omits(f"sharding_strategy: {sharding} ({AS_DDP})")
-        found.options |= _ddp(_half(source, "MixedPrecision("))
+    offloads = calls.get("CPUOffload", {}).get("offload_params") is True
+    set_fsdp1(found, calls["FullyShardedDataParallel"], offloads=offloads)
+    found.options |= {"framework": "torch", "mixed": _half(source, "MixedPrecision(")}
+    if found.options["strategy"] == "ddp":
         return
-    found.options |= options
-    found.options |= {
-        "backend": "fsdp1",
-        "framework": "torch",
-        "offload": "parameters" if calls.get("CPUOffload", {}).get("offload_params") else "none",
-        "backward_prefetch": prefetch if prefetch in ("pre", "post") else "none",
-        "use_orig_params": keywords.get("use_orig_params", False) is not False,  # PyTorch's default is False
-        "wrap": _wrap(found, source, constants),
-        "mixed": _half(source, "MixedPrecision("),
-    }
-    if keywords.get("forward_prefetch") is True:
-        found.options["forward_prefetch"] = True
+    found.options["wrap"] = _wrap(found, source, constants)
     if constants.get("REPLICAS"):
         _replicas(found, constants)
     elif found.options["strategy"] == "hsdp":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -20,33 +20,69 @@ def constants_of(tree: ast.Module) -> dict[str, Any]:
 
 
 def calls_of(tree: ast.Module) -> dict[str, list[ast.Call]]:
-    """The calls of each name, in the order of their lines."""
+    """The calls of each name, in the order of their lines. What is imported `as` another name has its own."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    own = {name.asname: name.name for node in imports for name in node.names if name.asname}
     found: dict[str, list[ast.Call]] = {}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for node in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
-        found.setdefault(ast.unparse(node.func).rsplit(".", 1)[-1], []).append(node)
+        name = ast.unparse(node.func).rsplit(".", 1)[-1]
+        found.setdefault(own.get(name, name), []).append(node)
     return found
 
 
 def variables_of(tree: ast.Module) -> dict[str, Any]:
-    """The literals by variable name, for variables that are assigned only once in the whole file, and the defaults of the script's own
-    arguments by the name of their attribute: `args.batch_size`.
+    """The literals by variable name, for variables that are assigned only once in the whole file.
+
+    Also the defaults of the script's own arguments by the name of their attribute (`args.batch_size`), those of functions' parameters
+    that no variable has the name of, and the fields of the file's own classes by that of an instance (`config.batch_size`).
     """
-    found = _defaults_of_arguments(tree)
-    assigned: set[str] = set()
-    for target, value in _assignments(tree):
-        if target.id in assigned:
-            found.pop(target.id, None)
-        elif (known := literal_of(value, {})) is not None:
-            found[target.id] = known
-        assigned.add(target.id)
+    assigned = _known_once(_assignments(tree))
+    parameters = _known_once(_defaults_of_parameters(tree))
+    names = {name for name, _ in _assignments(tree)}
+    found = _defaults_of_arguments(tree) | {name: value for name, value in parameters.items() if name not in names}
+    return found | _fields_of_instances(tree) | assigned
+
+
+def _known_once(pairs: Iterable[tuple[str, ast.expr]]) -> dict[str, Any]:
+    """The literals of the names that occur once."""
+    known: dict[str, list[Any]] = {}
+    for name, value in pairs:
+        known.setdefault(name, []).append(literal_of(value, {}))
+    return {name: values[0] for name, values in known.items() if len(values) == 1 and values[0] is not None}
+
+
+def _defaults_of_parameters(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """The parameters of functions that have defaults, with them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            given = node.args
+            positional = [*given.posonlyargs, *given.args]
+            pairs = [*zip(positional[len(positional) - len(given.defaults) :], given.defaults, strict=True)]
+            pairs += [(name, value) for name, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value]
+            yield from ((parameter.arg, default) for parameter, default in pairs)
+
+
+def _fields_of_instances(tree: ast.Module) -> dict[str, Any]:
+    """The fields of the file's classes, such as dataclasses, by `instance.field`, with what the call that makes the instance changes."""
+    fields = {
+        node.name: _known_once(_assignments(ast.Module(node.body, [])))
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    found: dict[str, Any] = {}
+    for name, value in _assignments(tree):
+        if isinstance(value, ast.Call) and (of := ast.unparse(value.func)) in fields:
+            computed = {keyword.arg for keyword in value.keywords}
+            values = {key: each for key, each in fields[of].items() if key not in computed} | keywords_of(value, {})
+            found |= {f"{name}.{key}": each for key, each in values.items()}
     return found
 
 
 def _defaults_of_arguments(tree: ast.Module) -> dict[str, Any]:
     """The defaults that the code gives argparse, by the names of the attributes that have them."""
     calls = calls_of(tree)
-    parsed = [target.id for target, value in _assignments(tree) if ast.unparse(value).endswith(".parse_args()")]
+    parsed = [name for name, value in _assignments(tree) if ast.unparse(value).endswith(".parse_args()")]
     found: dict[str, Any] = {}
     for call in calls.get("add_argument", ()):
         flags = [
@@ -58,7 +94,7 @@ def _defaults_of_arguments(tree: ast.Module) -> dict[str, Any]:
     return found
 
 
-def _assignments(tree: ast.Module) -> Iterator[tuple[ast.Name, ast.expr]]:
+def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
     """The variables that the file assigns, with what they are assigned; of `a, b = 1, 2` both."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
@@ -69,7 +105,7 @@ def _assignments(tree: ast.Module) -> Iterator[tuple[ast.Name, ast.expr]]:
                 pairs = list(zip(target.elts, node.value.elts, strict=False))
             for name, value in pairs:
                 if isinstance(name, ast.Name):
-                    yield name, value
+                    yield name.id, value
 
 
 _HAS_BF16 = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available")
@@ -103,6 +139,9 @@ def literal_of(node: ast.expr, variables: Mapping[str, Any]) -> Any:
             return None if value is None else not value
         case ast.Call() if ast.unparse(node.func).endswith(_HAS_BF16):
             return True
+        case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id="torch"), name]):
+            dtype = literal_of(name, variables)
+            return f"torch.{dtype}" if isinstance(dtype, str) else None
         case ast.Call(func=ast.Name(id="dict"), args=[]):
             return keywords_of(node, variables)
     try:

@@ -149,6 +149,7 @@ def read_into(found: Collector, *, trl: bool = False, task: str | None = None) -
     set_optimizer(found, "optim", arguments)
     found.take("optim_args")
     _checkpointing(found, trl)
+    read_clipping(found)
     _sharding(found)
     for topic, names in _TOPICS.items():
         found.omits_active(topic, *(name for name in names if found.peek(name) not in ("no", "1")))
@@ -216,6 +217,19 @@ def _loss(found: Collector, trl: bool) -> None:
         set_liger(found, kernels, trl=trl)
 
 
+def read_clipping(found: Collector) -> None:
+    """Take the norm to which gradients are clipped, whatever it is. Report 0, with which the Trainer does not clip.
+
+    Source: transformers 5.23, trainer.py, `max_grad_norm`.
+    """
+    norm = found.peek("max_grad_norm")
+    if norm in (0, "0", "0.0"):
+        found.omits_key(
+            "max_grad_norm", "no gradient clipping; the estimate clips, which takes some time and little memory"
+        )
+    found.take("max_grad_norm")
+
+
 def _checkpointing(found: Collector, trl: bool) -> None:
     """Set checkpointing from the switch and the keywords of transformers' `activation_checkpointing_enable`; only TRL has `selective`."""
     asked = [found.flag(key) for key in ("gradient_checkpointing", "activation_checkpointing")]
@@ -254,26 +268,7 @@ def _sharding(found: Collector) -> None:
         found.refer("deepspeed")
         found.default("backend", "deepspeed")
     elif isinstance(place, Mapping):
-        read_embedded(found, place)
-
-
-def read_embedded(found: Collector, section: Mapping[str, Any]) -> None:
-    """Read DeepSpeed's section of the arguments. Its "auto" values are replaced by those of the arguments."""
-    found.take("deepspeed", shown="deepspeed")
-    inner = Collector(found.file, "DeepSpeed", section)
-    deepspeed.read_into(inner)
-    found.options |= inner.options
-    for option, (value, why) in inner.defaults.items():
-        if option != "precision" or found.options.get("mixed") in (None, "no"):
-            found.default(option, value, why)
-    found.options.pop("mixed" if "precision" in inner.options else "", None)
-    reading = inner.reading()
-    refused = dict(reading.refused)
-    for sentence in reading.not_modelled:
-        if sentence in refused:
-            found.refuses(f"deepspeed.{sentence}", refused[sentence])
-        else:
-            found.omits(f"deepspeed.{sentence}")
+        deepspeed.read_embedded(found, place)
 
 
 def read_trainers_fsdp(found: Collector) -> None:

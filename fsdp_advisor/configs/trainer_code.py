@@ -17,6 +17,10 @@ _OF_TRL = {
     "ORPOConfig": "orpo", "CPOConfig": "cpo", "RLOOConfig": "rloo",
 }  # fmt: skip
 """Class of a TRL configuration -> task of its trainer."""
+_TRAINERS = {name.replace("Config", "Trainer"): task for name, task in _OF_TRL.items()}
+"""Class of a TRL trainer -> its task. It also takes the Trainer's arguments. Source: trl 1.16, trainer/sft_trainer.py, `__init__`."""
+_OF_A_TRAINER = ("max_seq_length", "max_length", "max_prompt_length", "max_completion_length", "packing", "beta")
+"""Settings that trainers of TRL took as arguments until their configurations had them, in 0.12 and before."""
 
 
 def read(file: str, tree: ast.Module) -> Collector | None:
@@ -37,7 +41,13 @@ def read(file: str, tree: ast.Module) -> Collector | None:
     for given in (constants.get("MODEL_ARGUMENTS"), keys.get("model_init_kwargs")):
         if isinstance(given, Mapping):
             keys |= {key: value for key, value in given.items() if key in LOADING}
-    found = trainer.read(file, keys, trl=name in _OF_TRL, task=_OF_TRL.get(name))
+    used = next((trainer_class for trainer_class in _TRAINERS if trainer_class in nodes), None)
+    if used is not None:
+        keys |= {key: value for key, value in calls[used].items() if key in _OF_A_TRAINER}
+        if name in _ARGUMENTS:  # TRL takes over their values, not its own defaults
+            keys = {"bf16": False, "gradient_checkpointing": False, **keys}
+    task = _OF_TRL.get(name, _TRAINERS.get(used or ""))
+    found = trainer.read(file, keys, trl=task is not None, task=task)
     set_adapted_constants(found, constants)
     read_model(found, tree, nodes, variables)
     _evaluated(found, nodes)

@@ -103,3 +103,30 @@ def test_defaults_of_the_scripts_arguments_are_assumed() -> None:
     found = from_texts({"train.py": dedent(code)})
     assert found.options["micro_batch_size"] == 3
     assert any("which a command line may change" in note for note in found.readings[0].assumed)
+
+
+def test_a_trainer_of_trl_with_the_trainers_arguments_is_trls() -> None:
+    code = """
+    training = TrainingArguments("out", bf16=True, max_grad_norm=0.3)
+    SFTTrainer("gpt2", args=training, max_seq_length=512, packing=True)
+    """
+    found = from_texts({"train.py": dedent(code)})
+    expected = {
+        "framework": "trl",
+        "model": "gpt2",
+        "seq_len": 512,
+        "packing": "bfd",
+        "activation_checkpointing": "none",
+    }
+    assert found.options.items() >= expected.items()
+    assert not any("max_grad_norm" in note for note in found.readings[0].not_modelled)
+
+
+def test_arguments_that_switch_clipping_off_are_reported() -> None:
+    (reading,) = script("", "TrainingArguments('out', max_grad_norm=0)").readings
+    assert any(note.startswith("max_grad_norm: 0 (no gradient clipping") for note in reading.not_modelled)
+
+
+def test_a_dtype_given_by_its_name_is_read() -> None:
+    code = "compute = getattr(torch, 'bfloat16')\nBitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=compute)"
+    assert not any("bnb_4bit_compute_dtype" in note for note in script(code).readings[0].not_modelled)
