@@ -448,7 +448,7 @@ def test_states_peaks_and_gathered_parameters_equal_those_of_deepspeed(ranks: in
         if case["offload"] == "none" and not updates_in_step:
             assert 0 <= scalars <= 16 * len(list(profile.in_order())) + 64, (case, scalars)
         if case["stage"] == 3:
-            levels = gathered_bytes(gathered(profile, job, settings, size=int).forward)
+            levels = gathered_bytes(gathered(profile, job, settings).forward)
             assert found["gathered"][1] == levels[-1], case
             if case["offload"] != "parameters":
                 assert found["gathered"][0] == max(levels), case

@@ -22,7 +22,7 @@ hooks prefetch too, which only makes the prefetch earlier.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from fsdp_advisor.program.storages import round_up
 
 
 class GatherChange(NamedTuple):
-    """The allocation of a storage, or its free: then `n_bytes` is 0."""
+    """The allocation of a storage of `n_bytes`, or its free: then `n_bytes` is 0."""
 
     storage: int
     n_bytes: int
@@ -95,7 +95,6 @@ class _Fetcher:
     traced: bool
     kept: Container[int]  # the parameters that no module's hook frees if there is no trace
     settings: Settings
-    size: Callable[[int], int]
     uses_in_order: list[_Use] = field(default_factory=list)
     next_use: int = 0
     step: int = 0
@@ -122,14 +121,14 @@ class _Fetcher:
         allocation = GatherChange(self.storages, n_bytes)
         self.storages += 1
         self.changes.append(allocation)
-        self.live_bytes += n_bytes
+        self.live_bytes += round_up(n_bytes)
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self.changes_to_peak = self.live_bytes, len(self.changes)
         return allocation
 
     def _free(self, allocation: GatherChange) -> None:
         self.changes.append(GatherChange(allocation.storage, 0))
-        self.live_bytes -= allocation.n_bytes
+        self.live_bytes -= round_up(allocation.n_bytes)
 
     def _gather(self, parameters: list[int]) -> None:
         """Start an all-gather of `parameters`, which are indices into `elements`. A single parameter becomes a view of the buffer; several
@@ -141,10 +140,9 @@ class _Fetcher:
         self.available_elements += elements
         self.gathered_bytes += sum(self.element_bytes[p] * self.elements[p] for p in parameters)
         shards = [self.element_bytes[p] * shard_elements(self.elements[p], self.ranks) for p in parameters]
-        buffer = self.size(self.ranks * sum(shards))
-        self.groups[self.gathers] = _Group(self._allocate(buffer), list(parameters))
+        self.groups[self.gathers] = _Group(self._allocate(self.ranks * sum(shards)), list(parameters))
         if self.offloaded:  # each shard is first copied from the host
-            for shard in [self._allocate(self.size(n_bytes)) for n_bytes in shards]:
+            for shard in [self._allocate(n_bytes) for n_bytes in shards]:
                 self._free(shard)
         self.under_way.update(dict.fromkeys(parameters, self.gathers))
         self.gathers += 1
@@ -160,7 +158,7 @@ class _Fetcher:
             return
         if parameter not in self.available:
             for p in group.unused:
-                self.available[p] = self._allocate(self.size(self.element_bytes[p] * self.elements[p]))
+                self.available[p] = self._allocate(self.element_bytes[p] * self.elements[p])
         group.unused.remove(parameter)
         if not group.unused:
             self._free(group.buffer)
@@ -277,13 +275,13 @@ def gathered(
     profile: Profile,
     plan: Plan,
     settings: Settings = DEFAULTS,
-    size: Callable[[int], int] = round_up,
     *,
     forward_only: bool = False,
     holds_head: bool = False,
     idle: Container[int] = (),
 ) -> Gathered:
-    """The gathered parameters over one micro-batch, unit by unit. `size` maps a storage's bytes to the bytes counted.
+    """The gathered parameters over one micro-batch, unit by unit.
+
     `forward_only`: no backward follows, so no parameters stay for it. `holds_head`: a forward before may have gathered the head's weight,
     which then stays if no module's hook frees it. `idle`: stacks whose layers do not run.
     """
@@ -291,7 +289,7 @@ def gathered(
         settings = Settings(param_persistence_threshold=profile.parameters)  # a single rank uses its shards directly
     inventory = _inventory(profile, plan, idle)
     turns = [*inventory.units, *([] if forward_only else _backward(inventory.with_backward(plan), plan))]
-    fetcher = _fetcher(inventory, turns, plan, settings, size, holds_head=holds_head)
+    fetcher = _fetcher(inventory, turns, plan, settings, holds_head=holds_head)
     visits = []
     forwards, first_root = len(inventory.units), len(turns) - (not forward_only)
     for turn, (unit_id, modules) in enumerate(turns):
@@ -356,13 +354,7 @@ def _has_trace(plan: Plan) -> bool:
 
 
 def _fetcher(
-    inventory: _Inventory,
-    turns: list[Turn],
-    plan: Plan,
-    settings: Settings,
-    size: Callable[[int], int],
-    *,
-    holds_head: bool,
+    inventory: _Inventory, turns: list[Turn], plan: Plan, settings: Settings, *, holds_head: bool
 ) -> _Fetcher:
     """The coordinator before the first turn. Parameters below the persistence threshold stay on the GPU and are not fetched."""
     elements = inventory.elements
@@ -389,5 +381,4 @@ def _fetcher(
         traced=traced,
         kept=kept,
         settings=settings,
-        size=size,
     )
