@@ -65,6 +65,19 @@ class Rule:
     json: bool = False
 
 
+def shown(value: Any) -> str:
+    """A refused value as text for an error message: unquoted if it is one short word, else quoted and shortened.
+
+    >>> shown("-3"), shown(" "), shown(2.5)
+    ('-3', "' '", '2.5')
+    """
+    if isinstance(value, str):
+        text = value if _WORD.fullmatch(value) else repr(value[:MAX_SHOWN])
+        return text if len(value) <= MAX_SHOWN else text + "..."
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**MAX_SHOWN else "a huge number"
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Field:
     """One field. `kind` is the type of its values other than None; `choices` are the possible words, if they are limited.
@@ -81,26 +94,26 @@ class Field:
     rule: Rule
     many: bool = False
 
-    def read(self, value: Any) -> Any:
-        """The value in the field's type, from text or from a Python value. Raises InvalidOption.
+    def read(self, value: Any, show: Callable[[Any], str] = shown) -> Any:
+        """The value in the field's type, from text or from a Python value. Raises InvalidOption, which writes the value by `show`.
 
         Case, blanks, dashes and underscores do not matter in words; other text keeps its case. Text for several values has blanks
         or commas between them, except in the names of files.
         """
         if not self.many:
-            return self._read_one(value)
+            return self._read_one(value, show)
         values = value if isinstance(value, list | tuple) else (value,)
         if self.kind is str:
             values = [part for each in values for part in (_parts(each) if isinstance(each, str) else (each,))]
-        return tuple(map(self._read_one, values))
+        return tuple(self._read_one(each, show) for each in values)
 
-    def _read_one(self, value: Any) -> Any:
+    def _read_one(self, value: Any, show: Callable[[Any], str]) -> Any:
         if value is None and self.optional:
             return None
         converted = self._converted(value)
         expected = self.expected(converted)
         if expected is not None:
-            raise self._refusal(value, expected)
+            raise self._refusal(value, expected, show(value))
         return converted
 
     def expected(self, value: Any) -> str | None:
@@ -180,8 +193,7 @@ class Field:
         except ValueError:
             return text
 
-    def _refusal(self, value: Any, expected: str) -> InvalidOption:
-        written = shown(value)
+    def _refusal(self, value: Any, expected: str, written: str) -> InvalidOption:
         text = value.strip() if isinstance(value, str) else ""
         if self.rule.parse is parse_bytes and (type(value) is int or _INTEGER.fullmatch(text)):
             written += " bytes"
@@ -214,15 +226,19 @@ class Field:
         return f"it is {self.rule.about}" if self.rule.about.startswith(("the ", "a ")) else self.rule.about
 
 
-def read_fields(given: Mapping[str, Any], known: Mapping[str, Field]) -> dict[str, Any]:
-    """The given values converted to the types of their fields. `given` may use aliases. Raises InvalidOption for the first wrong value."""
+def read_fields(
+    given: Mapping[str, Any], known: Mapping[str, Field], show: Callable[[Any], str] = shown
+) -> dict[str, Any]:
+    """The given values converted to the types of their fields. `given` may use aliases. Raises InvalidOption for the first wrong value,
+    which it writes by `show`.
+    """
     aliases = {alias: field.name for field in known.values() for alias in field.rule.aliases}
     values: dict[str, Any] = {}
     for written, value in given.items():
         name = aliases.get(written, written)
         if name not in known:
             raise unknown_option(written, (field for field in known if not known[field].rule.hidden))
-        values[name] = known[name].read(value)
+        values[name] = known[name].read(value, show)
     return values
 
 
@@ -231,19 +247,6 @@ def check_required(given: Mapping[str, Any], known: Mapping[str, Field]) -> None
     for name, option in known.items():
         if option.required and name not in given:
             raise InvalidOption(name, f"{name} is missing", hint=option.hint)
-
-
-def shown(value: Any) -> str:
-    """A refused value as text for an error message: unquoted if it is one short word, else quoted and shortened.
-
-    >>> shown("-3"), shown(" "), shown(2.5)
-    ('-3', "' '", '2.5')
-    """
-    if isinstance(value, str):
-        text = value if _WORD.fullmatch(value) else repr(value[:MAX_SHOWN])
-        return text if len(value) <= MAX_SHOWN else text + "..."
-    text = repr(value) if not isinstance(value, int) or abs(value) < 10**MAX_SHOWN else "a huge number"
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
 def dashed(field: str) -> str:

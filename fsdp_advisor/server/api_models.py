@@ -22,7 +22,7 @@ from fsdp_advisor.job.fields import fields_of, read_fields
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.server.answers import ModelSource
-from fsdp_advisor.server.request_models import RequestModel, model_of
+from fsdp_advisor.server.request_models import RequestModel, model_of, shown_in_json
 
 PASTED = "config.json"
 """The name of a pasted configuration in its answer."""
@@ -108,7 +108,7 @@ class _Body(RequestModel):
             return handler(given)
         files = ConfigTexts.model_validate({"config_file": given["config_file"]}).config_file
         own = {name: value for name, value in given.items() if name not in fields_of(cls.kind)}
-        asked = read_fields({n: v for n, v in given.items() if n not in own}, fields_of(cls.kind))
+        asked = read_fields({n: v for n, v in given.items() if n not in own}, fields_of(cls.kind), shown_in_json)
         found = complete(from_texts({file.name: file.text for file in files}), asked, getattr(cls.kind, "SEARCHED", ()))
         options = dict(found.options)
         if own.get("config") is not None:

@@ -34,10 +34,7 @@ class RequestModel(BaseModel):
             return given
         known = fields_of(cls.kind)
         own = {name: value for name, value in given.items() if name in cls.model_fields and name not in known}
-        try:
-            values = read_fields({name: value for name, value in given.items() if name not in own}, known)
-        except InvalidOption as error:
-            raise _in_json(error, given.get(error.option)) from None
+        values = read_fields({name: value for name, value in given.items() if name not in own}, known, shown_in_json)
         check_nodes(values)
         refuse_adapter_paths(values)
         return own | values
@@ -48,18 +45,10 @@ class RequestModel(BaseModel):
         return kind(**given, given=frozenset(given))
 
 
-def _in_json(error: InvalidOption, value: object) -> InvalidOption:
-    """The error about a value of a request, which the message writes as JSON does."""
-    message = error.message
-    for each in (value, *(value if isinstance(value, list) else ())):
-        message = message.replace(f"not {shown(each)}", f"not {_shown_in_json(each)}")
-    return InvalidOption(error.option, message, hint=error.hint)
-
-
-def _shown_in_json(value: object) -> str:
+def shown_in_json(value: object) -> str:
     """A refused value for a message, as JSON writes it.
 
-    >>> _shown_in_json(None), _shown_in_json([True]), _shown_in_json("-3")
+    >>> shown_in_json(None), shown_in_json([True]), shown_in_json("-3")
     ('null', '[true]', '-3')
     """
     if isinstance(value, str | float) or (isinstance(value, int) and not isinstance(value, bool)):
@@ -146,7 +135,7 @@ def complaint(error: Mapping[str, Any]) -> InvalidOption:
     if error["type"] == "value_error":
         return InvalidOption(name, error["msg"].removeprefix("Value error, "), hint="see /docs")
     return InvalidOption(
-        name, f"{name} must be {expected_by(error)}, not {_shown_in_json(error['input'])}", hint="see /docs"
+        name, f"{name} must be {expected_by(error)}, not {shown_in_json(error['input'])}", hint="see /docs"
     )
 
 
