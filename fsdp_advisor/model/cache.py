@@ -25,14 +25,20 @@ from fsdp_advisor.model.store import FORMAT, RECORDING, dump, load
 
 
 def folder() -> Path | None:
-    """The folder of the files: `profiles` in FSDP_ADVISOR_CACHE or in the user's cache folder.
+    """The folder of everything that is cached: FSDP_ADVISOR_CACHE, or `fsdp-advisor` in the user's cache folder.
 
     None if the user has no home directory. On Linux the user's cache folder is $XDG_CACHE_HOME or ~/.cache.
     """
     if chosen := os.environ.get("FSDP_ADVISOR_CACHE"):
-        return Path(chosen) / "profiles"
+        return Path(chosen)
     cache = Path(user_cache_dir("fsdp-advisor", appauthor=False))
-    return cache / "profiles" if cache.is_absolute() else None
+    return cache if cache.is_absolute() else None
+
+
+def profile_folder() -> Path | None:
+    """The folder of the profiles; None if the user has no home directory."""
+    cache = folder()
+    return None if cache is None else cache / "profiles"
 
 
 @lru_cache(maxsize=1)
@@ -52,7 +58,7 @@ def fetch(config: Mapping[str, object], task: str | None) -> Profile | None:
     If torch and transformers are installed, the profile must have been recorded with the installed versions. If not, the newest profile of
     any versions is returned.
     """
-    target = folder()
+    target = profile_folder()
     if target is None:
         return None
     if (versions := installed_versions()) is not None:
@@ -68,7 +74,7 @@ def keep(profile: Profile, task: str | None) -> bool:
 
     Those in the file stay if its model is equal, else they are replaced. `task`: a part of the file's name.
     """
-    target = folder()
+    target = profile_folder()
     if target is None:
         return False
     path = target / _file_name(profile.config, task, profile.versions)
@@ -84,7 +90,7 @@ def keep(profile: Profile, task: str | None) -> bool:
 
 def writable() -> bool:
     """Whether `keep` is expected to succeed. Writes nothing."""
-    place = folder()
+    place = profile_folder()
     while place is not None and not place.exists():
         if place == place.parent:
             return False

@@ -188,7 +188,7 @@ def resolve_config(data: bytes, name: str, source: Literal["config", "hub"], not
             profile = recorder_for(config, name, None, f"{name} is not in the catalog", whole=whole).profile
         if not cache.writable():
             notes += (
-                f"the cache folder {cache.folder() or ''} cannot be written: the model will be recorded again each time",
+                f"the cache folder {cache.profile_folder() or ''} cannot be written: the model will be recorded again each time",
             )
     named = [str(kind) for kind in config.get("architectures") or ()]
     if profile.task in ("causal-lm", "masked-lm") and any(re.fullmatch(r"(?!.*Head).*Model", kind) for kind in named):

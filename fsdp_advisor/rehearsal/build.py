@@ -18,9 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import platformdirs
-
 from fsdp_advisor.errors import RehearsalError
+from fsdp_advisor.model import cache
 
 NATIVE = Path(__file__).parent / "native"
 WRITTEN = {"libcudart": "runtime.c", "libcuda": "driver.c", "libnvidia-ml": "nvml.c", "libnccl": "nccl.c"}
@@ -117,12 +116,15 @@ def find_installation(python: Path) -> Installation:
 
 
 def libraries_for(installation: Installation) -> Path:
-    """The folder of the compiled libraries. They are built on first use and kept in the user's cache folder.
+    """The folder of the compiled libraries. They are built on first use and kept in the cache folder.
 
     They are built again when a package of the environment or the C code changes. That takes a few seconds.
-    Raises RehearsalError without a C compiler or CUDA's headers.
+    Raises RehearsalError without a C compiler, CUDA's headers or a cache folder.
     """
-    folder = platformdirs.user_cache_path("fsdp-advisor") / "rehearsal" / _key(installation)
+    cached = cache.folder()
+    if cached is None:
+        raise RehearsalError("there is no home directory to cache libraries in", hint="set FSDP_ADVISOR_CACHE to a folder")
+    folder = cached / "rehearsal" / _key(installation)
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=folder.parent))

@@ -428,7 +428,7 @@ def test_cache_folder_follows_the_environment(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert cache.folder() == Path(expected)
+    assert cache.profile_folder() == Path(expected)
 
 
 @pytest.mark.parametrize("damage", taken(["flipped", "text"], ["cut", "empty", "other"]))

@@ -16,7 +16,7 @@ from matrix import in_turn, taken, with_all_cases
 
 from fsdp_advisor.cli import main
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.rehearsal.build import find_installation
+from fsdp_advisor.rehearsal.build import Installation, find_installation, libraries_for
 from fsdp_advisor.rehearsal.launch import interpreter_of
 from fsdp_advisor.rehearsal.rehearse import Settings, rehearse
 from fsdp_advisor.rehearsal.report import Rehearsal
@@ -296,3 +296,15 @@ def test_the_interpreter_of_a_launcher_is_the_one_in_its_first_line(rehearsal_py
     launcher.chmod(0o755)
     assert interpreter_of([str(launcher), "train.py"]) == rehearsal_python
     assert find_installation(rehearsal_python).torch_version.startswith("2.")
+
+
+def test_libraries_are_kept_in_the_chosen_cache_folder(
+    rehearsal_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_ADVISOR_CACHE", str(tmp_path / "cache"))
+    packages, headers = tmp_path / "packages", find_installation(rehearsal_python).torch.with_name("nvidia")
+    (packages / "torch").mkdir(parents=True)
+    (packages / "torch" / "version.py").write_text("__version__ = '2.13.0'")
+    (packages / "nvidia").symlink_to(headers)
+    libraries = libraries_for(Installation(rehearsal_python, packages / "torch"))
+    assert libraries.parent == tmp_path / "cache" / "rehearsal" and (libraries / "libcuda.so.1").exists()
