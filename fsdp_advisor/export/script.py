@@ -20,14 +20,12 @@ from fsdp_advisor.export.losses import packages as loss_packages
 from fsdp_advisor.export.model_arguments import model_arguments
 from fsdp_advisor.export.rendering import render
 from fsdp_advisor.export.target import Target, with_environment
-from fsdp_advisor.job.choices import Backend
+from fsdp_advisor.job.choices import Backend, half_dtype
 from fsdp_advisor.job.frameworks import BACKEND_NAMES
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.tasks import AUTO_CLASSES
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Refusal
-
-COMPUTE = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
 
 
 def _unsupported(job: Job, backend: Backend) -> str | None:
@@ -76,7 +74,7 @@ def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         weights=weights(job),
         learning_rate=job.learning_rate,
         model_arguments=model_arguments(job),
-        compute=COMPUTE.get(plan.precision),
+        compute=half_dtype(plan.precision) if plan.mixed else None,
         scaled=plan.precision == "fp16-mixed",
         checkpointing=checkpointing_call(job),
         selective=plan.checkpointing == "selective",

@@ -24,7 +24,7 @@ from fsdp_advisor.export.losses import packages as loss_packages
 from fsdp_advisor.export.losses import script_call
 from fsdp_advisor.export.model_arguments import model_arguments
 from fsdp_advisor.export.rendering import render
-from fsdp_advisor.export.script import COMPUTE
+from fsdp_advisor.job.choices import half_dtype
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.tasks import AUTO_CLASSES
 from fsdp_advisor.policies.optimizers import optimizer_of
@@ -120,7 +120,7 @@ def _through_fsdp1(plan: Plan) -> dict[str, Any]:
     return {
         "sharding": torch_sharding_name(plan),
         "hybrid": plan.strategy == "hsdp",
-        "compute": COMPUTE.get(plan.precision),
+        "compute": half_dtype(plan.precision) if plan.mixed else None,
         "prefetch": "None" if prefetch == "none" else f"BackwardPrefetch.{PREFETCH_NAMES[prefetch]}",
         "offload": plan.offload == "parameters",
     }
