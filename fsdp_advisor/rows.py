@@ -43,7 +43,7 @@ from fsdp_advisor.step_figures import (
     StepInput,
     allocator_result,
     evaluation_bytes,
-    evaluation_of,
+    evaluation_step,
     peak_bytes_of_step,
     peak_of_step,
     step_input,
@@ -273,7 +273,7 @@ def _verdict(
 def _evaluation(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[StepInput | None, tuple[NotModelled, ...]]:
     """The input of the evaluation between two steps, None if there is none or it has no tape; and the note that it has no tape."""
     try:
-        return evaluation_of(model, plan, gpu), ()
+        return evaluation_step(model, plan, gpu), ()
     except AdvisorError as error:
         reason = f"the peak of evaluation, and whether the job fits: {error.message}"
         return None, (NotModelled(reason, hides_needed=True),)

@@ -181,7 +181,7 @@ def _operations(
 # Of an evaluation between two steps
 
 
-def evaluation_of(model: Resolved, plan: Plan, gpu: Gpu) -> StepInput | None:
+def evaluation_step(model: Resolved, plan: Plan, gpu: Gpu) -> StepInput | None:
     """The input of the Trainer's evaluation; None if the job has none. Raises AdvisorError if there is no tape."""
     own, profile = plan.evaluation_plan, model.profile
     if own is None or profile is None:
@@ -228,9 +228,8 @@ def _is_recorded_small(model: Resolved, plan: Plan, gpu: Gpu) -> bool:
 
 def _small_steps(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[StepInput, StepInput]:
     """The plan's steps with micro-batches of 2 and 3."""
-    return _searched_step(model, replace(plan, micro_batch_size=2), gpu), _searched_step(
-        model, replace(plan, micro_batch_size=3), gpu
-    )
+    two, three = (_searched_step(model, replace(plan, micro_batch_size=size), gpu) for size in (2, 3))
+    return two, three
 
 
 Number = TypeVar("Number", int, float)
@@ -274,9 +273,7 @@ def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
     return timeline(step.profile, step.program, plan, gpu, step.inter_node)
 
 
-def runs_in(
-    model: Resolved, row: StrategyEstimate, gpu: Gpu, memory_bytes: int, conf: AllocatorConf | None = None
-) -> bool:
+def runs_in(model: Resolved, row: StrategyEstimate, gpu: Gpu, memory_bytes: int, conf: AllocatorConf | None) -> bool:
     """Whether the job of `row` would complete on a GPU with only `memory_bytes`: each phase fits, and the allocator completes the steps."""
     plan, overhead, allocator, job = row.plan, row.overhead, row.allocator, row.job_peaks
     if model.profile is None or overhead is None or allocator is None or job is None:
@@ -284,10 +281,8 @@ def runs_in(
     left = memory_bytes - overhead.middle_bytes
     if max(allocator.allocated_peak_bytes, job.bytes_outside_steps) > left:
         return False
-    step, evaluation = (
-        step_input(model, _searched_step(model, plan, gpu).tape, plan, gpu),
-        evaluation_of(model, plan, gpu),
-    )
+    step = step_input(model, search_gpu_tape(model, plan, gpu), plan, gpu)
+    evaluation = evaluation_step(model, plan, gpu)
     return _completes(step, evaluation, job.load_method, conf, limit_bytes=left, device_bytes=memory_bytes)
 
 
