@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from fsdp_advisor.job.request import EstimateRequest
     from fsdp_advisor.job.search_request import RecommendRequest
     from fsdp_advisor.recording import record_module
-    from fsdp_advisor.report import Report, StrategyEstimate
+    from fsdp_advisor.report import Report
+    from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 __version__ = "0.1.0"
 __all__ = [

@@ -12,7 +12,8 @@ from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Report
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 _TOGETHER = (("gpus", "nnodes"), ("strategy", "backend", "offload", "offload_device"))
 """Options that make sense only together. Every other option is a difference of its own."""

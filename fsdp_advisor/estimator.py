@@ -36,8 +36,9 @@ from fsdp_advisor.model.multimodal import trained_on_text
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved, split_recorder
-from fsdp_advisor.report import Adapters, Report, Rows, StrategyEstimate
+from fsdp_advisor.report import Adapters, Report, Rows
 from fsdp_advisor.rows import estimate_plan
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -38,7 +38,6 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.program.storages import States
-from fsdp_advisor.report import NotModelled, StrategyEstimate
 from fsdp_advisor.step_figures import (
     StepInput,
     allocator_result,
@@ -50,6 +49,7 @@ from fsdp_advisor.step_figures import (
     time_of_step,
     timeline_of_step,
 )
+from fsdp_advisor.strategy_estimate import NotModelled, StrategyEstimate
 from fsdp_advisor.tape_keys import gpu_tape_key_of, tape_key_of
 from fsdp_advisor.tapes import (
     SelectedTape,

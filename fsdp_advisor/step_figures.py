@@ -38,7 +38,7 @@ from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.program.instructions import StepProgram
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.tapes import kept_gpu_tape, records_each_batch, row_tape, search_gpu_tape
 from fsdp_advisor.timing import Interval, StepTime, step_time, timeline
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Report
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.units import format_gib
 
 

@@ -16,7 +16,7 @@ from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.program.instructions import StepProgram
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.tape_keys import tape_key_of
 
 MODELS = (

@@ -18,8 +18,8 @@ from fsdp_advisor.memory.device import NON_TENSOR_PARTS
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.program.accounts import ACCOUNTS
 from fsdp_advisor.render.explanation import components
-from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.step_figures import allocator_result
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.verdict import verdict_text
 
 MODELS = st.sampled_from(

@@ -7,7 +7,8 @@ from matrix import taken
 from random_jobs import random_jobs
 
 from fsdp_advisor import estimate
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Report
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 JOBS = 1_000
 BATCHES = 10

@@ -14,7 +14,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.model import cache
 from fsdp_advisor.render.check_line import check_result
 from fsdp_advisor.render.view import report_view
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.verdict import verdict_text
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from tiny_llama import LLAMA, PARAMETERS
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.render.check_line import check_result
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 pytestmark = pytest.mark.slow
 

@@ -30,6 +30,7 @@ LAYERS = (
     "tapes",
     "timing",
     "configs",
+    "strategy_estimate",
     "report",
     "verdict",
     "assumptions",

@@ -15,7 +15,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.render.view import report_view
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.units import format_bytes
 
 pytestmark = pytest.mark.slow

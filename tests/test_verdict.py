@@ -14,7 +14,8 @@ from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.memory.allocator import AllocatorResult
 from fsdp_advisor.render.check_line import check_result
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Report
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.units import format_gib
 from fsdp_advisor.verdict import verdict_text
 

@@ -8,7 +8,7 @@ from typing import Any
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.job.losses import loss_option
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.units import format_gib
 
 

@@ -21,9 +21,10 @@ from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tasks import task_of
-from fsdp_advisor.report import Rows, StrategyEstimate
+from fsdp_advisor.report import Rows
 from fsdp_advisor.rows import estimate_plan
 from fsdp_advisor.step_figures import runs_in, step_seconds, tensor_bytes
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.tapes import search_gpu_tape
 from fsdp_advisor.units import format_speed
 

@@ -19,7 +19,8 @@ from fsdp_advisor.job.command_line import options_of
 from fsdp_advisor.job.losses import loss_option
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.json_fields import JsonFields
-from fsdp_advisor.report import Printable, Report, Rows, StrategyEstimate
+from fsdp_advisor.report import Printable, Report, Rows
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

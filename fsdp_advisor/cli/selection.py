@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.render.view import row_name
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Report
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 
 def select(report: Report, name: str) -> StrategyEstimate:

@@ -18,7 +18,8 @@ from fsdp_advisor.memory.live import step_moments
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.program.accounts import ACCOUNTS, Phase
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Report
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.tapes import kept_gpu_tape, row_tape
 from fsdp_advisor.units import GIB, format_gib, format_gpus
 

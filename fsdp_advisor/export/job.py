@@ -12,7 +12,8 @@ from fsdp_advisor.export.constants import ALLOCATOR_VARIABLE, REGIONS_VARIABLE
 from fsdp_advisor.job.adaptation import UNCHANGED, Adaptation, launched
 from fsdp_advisor.job.command_line import options_of
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Report
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.units import format_gpus
 
 PEAKS = {

@@ -123,7 +123,9 @@ def libraries_for(installation: Installation) -> Path:
     """
     cached = cache.folder()
     if cached is None:
-        raise RehearsalError("there is no home directory to cache libraries in", hint="set FSDP_ADVISOR_CACHE to a folder")
+        raise RehearsalError(
+            "there is no home directory to cache libraries in", hint="set FSDP_ADVISOR_CACHE to a folder"
+        )
     folder = cached / "rehearsal" / _key(installation)
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,8 @@ from fsdp_advisor.model.tasks import Task, task_of
 from fsdp_advisor.render.parts import PartBytes, bar_parts
 from fsdp_advisor.render.sizes import NONE, UNKNOWN, format_rate
 from fsdp_advisor.render.view import model_text, omitted_effects, why_unknown
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Report
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.units import format_count, format_gib
 
 _FIND_TITLES = {"batch": "micro-batch", "sequence": "sequence length", "gpus": "GPUs", "gpu-type": "GPU"}

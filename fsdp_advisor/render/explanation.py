@@ -13,7 +13,7 @@ from fsdp_advisor.program.accounts import ACCOUNTS, JobPhase
 from fsdp_advisor.render.parts import PARTS, MemoryPart
 from fsdp_advisor.render.sizes import Sizes, format_seconds
 from fsdp_advisor.render.view import ReportView, RowView
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.timing import StepTime
 
 MEANINGS = ACCOUNTS | NON_TENSOR_PARTS

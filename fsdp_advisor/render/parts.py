@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fsdp_advisor.memory.device import NON_TENSOR_PARTS
 from fsdp_advisor.program.accounts import GROUPS
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

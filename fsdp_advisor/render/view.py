@@ -16,7 +16,8 @@ from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.render.parts import PARTS, STATES, MemoryPart, PartBytes, bar_parts
 from fsdp_advisor.render.sizes import NONE, UNKNOWN, Sizes, format_rate
 from fsdp_advisor.render.way_out import way_out
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Report
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.units import format_count
 from fsdp_advisor.verdict import verdict_text
 

@@ -11,7 +11,8 @@ from fsdp_advisor.job.compatibility import OFFLOADS
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
 from fsdp_advisor.job.losses import losses_without_logits
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Report
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.units import format_gib
 from fsdp_advisor.verdict import missing_for_states
 

@@ -19,13 +19,14 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.render.advice_view import AdviceView, CandidateView, advice_view
 from fsdp_advisor.render.explanation import components
 from fsdp_advisor.render.view import RowView, model_text, report_view
-from fsdp_advisor.report import Report, Rows, StrategyEstimate
+from fsdp_advisor.report import Report, Rows
 from fsdp_advisor.server import page_drawings as drawings
 from fsdp_advisor.server.answers import advise
 from fsdp_advisor.server.page_exports import exports, launch_line, pinned
 from fsdp_advisor.server.page_figures import figure_groups
 from fsdp_advisor.server.page_what_if import Change, changes
 from fsdp_advisor.step_figures import streams_of
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.timing import Interval
 from fsdp_advisor.units import format_gib
 

@@ -17,13 +17,14 @@ from fsdp_advisor.render.advice_view import advice_view
 from fsdp_advisor.render.parts import PARTS
 from fsdp_advisor.render.svg import Bar, stacked_bars
 from fsdp_advisor.render.view import model_text, report_view
-from fsdp_advisor.report import Report, Rows, StrategyEstimate
+from fsdp_advisor.report import Report, Rows
 from fsdp_advisor.server.answers import Document, advise
 from fsdp_advisor.server.page_answer import name_of
 from fsdp_advisor.server.page_drawings import Drawing, drawing
 from fsdp_advisor.server.page_exports import pinned
 from fsdp_advisor.server.page_figures import figure_groups
 from fsdp_advisor.server.page_words import choice, label
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.units import format_gib
 
 

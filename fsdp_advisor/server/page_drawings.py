@@ -11,7 +11,7 @@ from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.render import charts, svg
 from fsdp_advisor.render.advice_view import AdviceView
 from fsdp_advisor.render.view import ReportView, RowView
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.timing import Interval
 
 WIDE, NARROW = 960, 350

@@ -12,7 +12,8 @@ from fsdp_advisor.job.choices import GPU_DEPENDENT
 from fsdp_advisor.job.fields import as_query, fields_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Report
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

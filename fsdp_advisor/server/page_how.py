@@ -10,9 +10,10 @@ from fsdp_advisor.memory.device import NON_TENSOR_PARTS
 from fsdp_advisor.program.accounts import GROUPS
 from fsdp_advisor.render.explanation import components, share_text
 from fsdp_advisor.render.view import report_view
-from fsdp_advisor.report import Report, StrategyEstimate
+from fsdp_advisor.report import Report
 from fsdp_advisor.server import page_drawings
 from fsdp_advisor.server.page_answer import TIMES
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.units import format_bytes, format_count, format_gib
 
 EXAMPLE: dict[str, Any] = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "gpu": "A100-40GB", "strategy": "zero3"}

@@ -17,8 +17,8 @@ from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tasks import task_of
-from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.server.answers import Document
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.units import format_gib
 
 _LADDER = ("T4", "A10", "A100-40GB", "A100-80GB", "H100-80GB", "H200", "B200")

@@ -26,9 +26,9 @@ from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.parallelism.mesh import Mesh
-from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.rows import estimate_plan
 from fsdp_advisor.step_figures import StepInput, allocator_result, peak_of_step, timeline_of_step
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.tapes import recorded_gpu_tape
 from fsdp_advisor.validation.choices import Mode
 

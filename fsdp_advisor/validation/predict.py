@@ -22,8 +22,8 @@ from fsdp_advisor.model.kernels import called_packages
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.parallelism.mesh import Mesh
-from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.step_figures import peak_of_step, timeline_of_step
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.tapes import cpu_tape
 from fsdp_advisor.validation import machine
 from fsdp_advisor.validation.case import Case

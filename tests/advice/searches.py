@@ -19,8 +19,8 @@ from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
-from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.rows import estimate_plan
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
 GPT2 = "openai-community/gpt2-large"

@@ -27,7 +27,7 @@ from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.policies.optimizers import optimizer_named, optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Refusal
-from fsdp_advisor.report import NotModelled
+from fsdp_advisor.strategy_estimate import NotModelled
 from fsdp_advisor.units import format_gib
 
 HOSTILE = (

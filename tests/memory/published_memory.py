@@ -32,8 +32,8 @@ from fsdp_advisor.model.gpu_tape_key import gpu_tape_key
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.recording import Recorder, TransformersSource
-from fsdp_advisor.report import StrategyEstimate
 from fsdp_advisor.step_figures import peak_of_step
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.tape_keys import tape_key_of
 from fsdp_advisor.tapes import recorded_gpu_tape
 

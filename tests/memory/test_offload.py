@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdp_advisor import estimate
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.units import parse_bytes
 
 BYTES = {"fp32": 4, "bf16": 2}

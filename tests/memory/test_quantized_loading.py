@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import fsdp_advisor
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 LARGEST = 128256 * 4096
 """Elements of the largest weight of Llama-3.1-8B. Its catalog entry has no dtype, so the weight counts as converted on the host."""

@@ -34,7 +34,7 @@ from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 RESULTS = Path(__file__).with_name("results.csv")
 NEEDS_EXPLANATION = 0.03

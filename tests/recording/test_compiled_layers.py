@@ -15,7 +15,7 @@ from fsdp_advisor.errors import NotRecordable, UsageError
 from fsdp_advisor.estimator import lazy_report
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.resolve import resolve
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "num_attention_heads": 8,

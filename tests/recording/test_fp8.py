@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "num_attention_heads": 8,

@@ -17,7 +17,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.losses import LossCode, loss_code
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model.liger import LIGER_KERNELS, LIGER_LOSSES
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 pytestmark = pytest.mark.slow
 

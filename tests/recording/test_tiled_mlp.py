@@ -19,7 +19,7 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.resolve import resolve
-from fsdp_advisor.report import StrategyEstimate
+from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 8,

@@ -353,9 +353,7 @@ def _has_trace(plan: Plan) -> bool:
     return plan.reference != "adapters-off" and not generates
 
 
-def _fetcher(
-    inventory: _Inventory, turns: list[Turn], plan: Plan, settings: Settings, *, holds_head: bool
-) -> _Fetcher:
+def _fetcher(inventory: _Inventory, turns: list[Turn], plan: Plan, settings: Settings, *, holds_head: bool) -> _Fetcher:
     """The coordinator before the first turn. Parameters below the persistence threshold stay on the GPU and are not fetched."""
     elements = inventory.elements
     hooks = [own for _, modules in turns for own in modules]
