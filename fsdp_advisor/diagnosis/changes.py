@@ -15,12 +15,13 @@ from fsdp_advisor.advice import recommend_resolved
 from fsdp_advisor.assumptions import stores_frozen_base_in_fp32
 from fsdp_advisor.diagnosis.attribution import EARLIER_STEP
 from fsdp_advisor.diagnosis.facts import Category, Change, Holding, Moment, OutOfMemory
-from fsdp_advisor.diagnosis.prediction import DiagnosedJob
+from fsdp_advisor.diagnosis.prediction import DiagnosedJob, requests_logits
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.choices import half_dtype
 from fsdp_advisor.job.fields import dashed, fields_of
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
+from fsdp_advisor.job.losses import losses_without_logits
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.program.accounts import GROUPS
@@ -30,6 +31,9 @@ _LARGE_SHARE = 0.1
 """No change is suggested for a category below this share of the memory."""
 _SHARDED = ("zero2", "zero3")
 _ENOUGH = ", which is enough"
+_FUSED_LOSS = "use a fused or chunked loss, such as Liger's fused linear cross-entropy"
+_LIKE_LOGITS = 2**30
+"""A request of a backward pass of at least this size may be for the gradient of all logits; few other tensors are as large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,26 @@ def changes(facts: Facts, job: DiagnosedJob | None) -> tuple[Change, ...]:
     if job is None:
         return tuple(general)
     enough = [change for change in general if change.because.endswith(_ENOUGH)]
-    return (*enough, *_of_job(job, facts), *(change for change in general if change not in enough))
+    loss = [*_fused_loss(job, facts)]
+    others = [change for change in general if change not in enough and not (loss and change.what == _FUSED_LOSS)]
+    return (*enough, *loss, *_of_job(job, facts), *others)
+
+
+def _fused_loss(job: DiagnosedJob, facts: Facts) -> Iterator[Change]:
+    """A loss that never has all logits, if the job ran out of memory for them."""
+    row, plan = job.row, job.plan
+    of_logits = requests_logits(job, facts.error)
+    losses = losses_without_logits(plan.loss_code, plan.framework, plan.task, job.report.task)
+    loss_bytes = (row.at_peak or {}).get("loss", 0)
+    if not losses or not loss_bytes or not (of_logits or facts.moment.phase == "loss"):
+        return
+    why = "the failed request has the size of all logits" if of_logits else "the error occurred in the loss"
+    yield Change(
+        what=f"--loss {' or '.join(losses)}",
+        because=f"{why}, which such a loss never has at once; they hold {format_gib(loss_bytes)} at the estimate's peak",
+        options={"loss": losses[0]},
+        saves_bytes=loss_bytes,
+    )
 
 
 def _freeing(facts: Facts) -> Iterator[Change]:
@@ -134,7 +157,7 @@ def _less(facts: Facts, job: DiagnosedJob | None) -> Iterator[Change]:
     loss, activations = memory.get("loss", 0), memory.get("activations", 0)
     if loss > limit:
         found.append((loss, Change(
-            what="use a fused or chunked loss, such as Liger's fused linear cross-entropy",
+            what=_FUSED_LOSS,
             because=f"logits and loss hold {format_bytes(loss)}{_enough(loss, lacking)}", saves_bytes=loss,
         )))  # fmt: skip
     if activations > limit and job is None:
@@ -175,11 +198,17 @@ def _without_categories(facts: Facts) -> Iterator[Change]:
             )
         case "loss":
             yield Change(
-                what="use a fused or chunked loss, such as Liger's fused linear cross-entropy",
+                what=_FUSED_LOSS,
                 because="the error occurred in the loss, which keeps several copies of the logits",
             )
             yield _smaller_batch()
         case "forward" | "backward":
+            error = facts.error
+            if facts.moment.phase == "backward" and error is not None and (error.requested_bytes or 0) >= _LIKE_LOGITS:
+                yield Change(
+                    what=f"if sequences x tokens x vocabulary x 2 or 4 bytes are the request, {_FUSED_LOSS}",
+                    because=f"{format_gib(error.requested_bytes or 0)} are then the gradient of all logits, with which backward begins",
+                )
             yield Change(
                 what="switch on activation checkpointing",
                 because=f"the error occurred in {facts.moment.phase}, where activations are largest",

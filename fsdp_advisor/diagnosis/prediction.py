@@ -39,6 +39,8 @@ _RISING = ("activations", "loss", "temporaries", "allocated")
 _NOT_COMPARED = ("free", "other_processes", "outside")
 _LOGITS_BYTES = (2, 4)
 """Bytes of one logit: bf16 or fp16, and fp32."""
+_ROUNDED = 0.005
+"""The largest relative error of a size of at least 1.00 with two decimals, as PyTorch's message has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +238,17 @@ def _tokens(job: DiagnosedJob, holdings: Sequence[Holding]) -> Iterator[str]:
             f"the largest tensor of the loss has {format_gib(largest)}, which is {tokens} tokens; the job has "
             f"{plan.micro_batch_size} x {plan.seq_len} = {expected} per micro-batch"
         )
+
+
+def requests_logits(job: DiagnosedJob, error: OutOfMemory | None) -> bool:
+    """Whether the failed request has the size of all logits of a micro-batch, to the precision of the error's message."""
+    vocabulary = _vocabulary(job)
+    if error is None or error.requested_bytes is None or vocabulary is None:
+        return False
+    plan, requested = job.plan, error.requested_bytes
+    tokens = (plan.sequences * plan.seq_len, plan.sequences * (plan.seq_len - 1))
+    sizes = [n * vocabulary * size for n in tokens for size in _LOGITS_BYTES]
+    return any(abs(requested - size) <= _ROUNDED * size for size in sizes)
 
 
 def _vocabulary(job: DiagnosedJob) -> int | None:

@@ -283,3 +283,44 @@ def test_a_moment_of_a_job_with_adapters_has_the_states_of_adapters(moment: Mome
     at_moment, at_peak = predicted(job, moment, {}, ()).at_moment, job.row.at_peak
     assert at_peak is not None
     assert all(at_moment[states] == at_peak[states] for states in ("parameters", "optimizer"))
+
+
+LOGITS = (
+    '  File "train.py", line 9, in step\n    loss.backward()\n  File "torch/_tensor.py", line 626, in backward\n'
+    "    torch.autograd.backward(\n"
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {} GiB. GPU 0 has a total capacity of 23.52 GiB of which 2.10 GiB is"
+    " free. Of the allocated memory 20.62 GiB is allocated by PyTorch, and 300.00 MiB is reserved by PyTorch but unallocated.\n"
+)
+
+
+@pytest.mark.parametrize(("requested", "is_loss"), [("4.64", True), ("2.32", True), ("1.50", False)])
+def test_a_loss_without_all_logits_comes_first_if_the_request_was_for_them(requested: str, is_loss: bool) -> None:
+    job = {"model": "Qwen/Qwen2.5-0.5B", "micro_batch_size": 8, "seq_len": 1024, "strategy": "ddp", "gpu": "4090"}
+    first = diagnose_text(
+        f"Traceback (most recent call last):\n{LOGITS.format(requested)}", job_of(make_request(job))
+    ).changes[0]
+    assert first.what.startswith("--loss liger") == is_loss
+
+
+def test_an_error_in_the_loss_of_a_known_job_advises_another_loss_first() -> None:
+    text = (
+        LOGITS.format("1.50")
+        .replace("train.py", "transformers/loss/loss_utils.py")
+        .replace("loss.backward()", "logits.float()")
+    )
+    text = "Traceback (most recent call last):\n" + text.replace("torch/_tensor.py", "torch/a.py").replace(
+        "backward", "forward"
+    )
+    options: dict[str, Any] = {"model": "gpt2", "micro_batch_size": 64, "strategy": "ddp", "gpu": "4090"}
+    changes = {
+        loss: diagnose_text(text, job_of(make_request(options | {"loss": loss}))).changes for loss in ("auto", "liger")
+    }
+    assert changes["auto"][0].options == {"loss": "liger"}
+    assert not any("loss" in change.options for change in changes["liger"])
+
+
+def test_a_large_request_of_backward_may_be_for_the_gradient_of_the_logits() -> None:
+    first, second, *_ = diagnose_text(f"Traceback (most recent call last):\n{LOGITS.format('4.64')}").changes
+    assert first.what.startswith("if sequences x tokens x vocabulary") and "checkpointing" in second.what
+    small = diagnose_text(f"Traceback (most recent call last):\n{LOGITS.format('0.40')}").changes
+    assert not any("loss" in change.what for change in small)
