@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from fsdp_advisor.engines.transfer import LoadMethod, checkpoint_element_bytes
+from fsdp_advisor.engines.transfer import LoadMethod, private_bytes
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
-from fsdp_advisor.policies.dtypes import HALF_BYTES, has_8_bit_weights, loaded_bytes
+from fsdp_advisor.policies.dtypes import HALF_BYTES, ITEM_BYTES, has_8_bit_weights
 from fsdp_advisor.program.storages import WeightTransfer
 
 
@@ -57,13 +57,8 @@ def on_host(
 
     Each rank has its own packed weights with their scales. Other weights are views of the file unless they are converted.
     """
-    stored = checkpoint_element_bytes(profile)
-
-    def private_bytes(p: Parameter) -> int:
-        n_bytes = loaded_bytes(plan, p)
-        return n_bytes if _is_packed(p) or n_bytes != stored else 0
-
-    loaded = profile.base.bytes_of(private_bytes) + profile.scales_bytes
+    loaded = sum(private_bytes(profile, plan, p) * count for p, count in profile.counted_parameters())
+    loaded += profile.scales_bytes
     host = max(loaded + _in_conversion_bytes(profile), shards_on_host)
     return LoadMethod(
         way="every_rank",
@@ -106,11 +101,12 @@ def _largest_matrix(profile: Profile) -> int:
 
 def _file_bytes(profile: Profile) -> int | None:
     """Bytes of the checkpoint's tensors, which are not quantized. None if its dtype is unknown."""
-    stored = checkpoint_element_bytes(profile)
-    if stored is None:
+    if profile.checkpoint_dtype is None:
         return None
     base = profile.base.counted_units()
-    return stored * sum(_unpacked_elements(p) * count for unit, count in base for p in unit.parameters)
+    return ITEM_BYTES[profile.checkpoint_dtype] * sum(
+        _unpacked_elements(p) * count for unit, count in base for p in unit.parameters
+    )
 
 
 def _in_conversion_bytes(profile: Profile) -> int:
@@ -122,7 +118,7 @@ def _in_conversion_bytes(profile: Profile) -> int:
     """
     if has_8_bit_weights(profile):
         return 2 * HALF_BYTES * _largest_matrix(profile)
-    if checkpoint_element_bytes(profile) == HALF_BYTES:
+    if profile.checkpoint_dtype in ("bfloat16", "float16"):
         return 0
     sizes = (_unpacked_elements(p) for p, _ in profile.base.counted_parameters())
     return HALF_BYTES * max(sizes)

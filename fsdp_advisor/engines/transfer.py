@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fsdp_advisor.job.choices import StateDictType
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.experts import are_copied
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
+from fsdp_advisor.policies.dtypes import ITEM_BYTES
 from fsdp_advisor.program.storages import WeightTransfer
 
-CHECKPOINT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_SHARD_BYTES = 50 * 10**9
 """Largest file of `save_pretrained` by default (`max_shard_size`). Source: transformers/modeling_utils.py (5.23): "50GB"; 5 GB before
 transformers 5.
@@ -20,6 +22,9 @@ CPU_RAM_EFFICIENT_LOADING = "fsdp_cpu_ram_efficient_loading: true (with transfor
 run with two ranks, both had the whole converted model.
 Source: transformers/modeling_utils.py, _load_pretrained_model (5.23); huggingface/transformers#43749.
 """
+
+MOST_KEPT_BYTES = 32 * 2**20
+"""The largest freed block that glibc's malloc keeps for the process. Source: malloc.c, DEFAULT_MMAP_THRESHOLD_MAX."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,28 +85,54 @@ class SaveMethod(TransferMethod):
 
 
 class LoadedCheckpoint(NamedTuple):
-    """Host memory of one process that loads a whole checkpoint in safetensors.
+    """Host memory of one process that loads a whole checkpoint in safetensors and adds its adapters.
 
-    `private_bytes`: a converted copy of the model. 0 if the weights keep the checkpoint's dtype: they are then views of the
-    mapped file, whose page cache all ranks of a node share. `mapped_bytes`: the file. None if the checkpoint's dtype is
-    unknown; the weights then count as converted.
+    `kept_bytes`: private memory after loading (`private_bytes`). `private_bytes`: its peak while experts are stacked. `mapped_bytes`: the
+    file, whose page cache all ranks of a node share. None if the checkpoint's dtype is unknown; the weights then count as converted.
+    `is_converted`: whether the weights are loaded in another dtype. `stacking_bytes`: the largest weight of stacked experts.
     """
 
+    kept_bytes: int
     private_bytes: int
     mapped_bytes: int | None
+    is_converted: bool
+    stacking_bytes: int
 
     @classmethod
-    def of(cls, profile: Profile, element_bytes: int) -> LoadedCheckpoint:
-        """Host memory for loading the base model's checkpoint, without adapters, as weights of `element_bytes` per element."""
-        stored = checkpoint_element_bytes(profile)
-        mapped = None if stored is None else stored * profile.base_parameters
-        return cls(0 if stored == element_bytes else element_bytes * profile.base_parameters, mapped)
+    def of(cls, profile: Profile, plan: Plan) -> LoadedCheckpoint:
+        """Host memory for loading the base model's checkpoint in the plan's dtype.
+
+        The experts' gate and up projections are stacked each, then concatenated, so their weight of one layer is there twice. Experts that
+        are converted too are read ahead, and malloc keeps the freed memory of each one of at most `MOST_KEPT_BYTES`.
+        Source: transformers/core_model_loading.py (5.23), Concatenate, spawn_materialize; glibc, malloc.c, DEFAULT_MMAP_THRESHOLD_MAX.
+        """
+        stored = profile.checkpoint_dtype
+        kept = sum(private_bytes(profile, plan, p) * count for p, count in profile.counted_parameters())
+        copied = [(p, count) for p, count in profile.counted_parameters() if are_copied(profile, p)]
+        element = ITEM_BYTES[plan.loaded_dtype]
+        stacking = max((element * p.elements for p, _ in copied), default=0)
+        read_ahead = sum(
+            element * p.elements * count for p, count in copied if element * p.elements // p.shape[0] <= MOST_KEPT_BYTES
+        )
+        is_converted = stored != plan.loaded_dtype
+        return cls(
+            kept_bytes=kept,
+            private_bytes=kept + max(stacking, read_ahead if is_converted else 0),
+            mapped_bytes=None if stored is None else ITEM_BYTES[stored] * profile.base_parameters,
+            is_converted=is_converted,
+            stacking_bytes=stacking,
+        )
 
 
-def checkpoint_element_bytes(profile: Profile) -> int | None:
-    """Bytes per element of the published checkpoint. None if the model's configuration does not state its dtype."""
-    dtype = profile.config.get("dtype") or profile.config.get("torch_dtype")
-    return CHECKPOINT_BYTES.get(str(dtype).removeprefix("torch."))
+def private_bytes(profile: Profile, plan: Plan, parameter: Parameter) -> int:
+    """Bytes of a parameter that a process keeps in private memory after loading.
+
+    A weight that keeps the checkpoint's dtype is a view of the mapped file. Adapters, packed weights, weights in another dtype and copied
+    experts are its own.
+    """
+    dtype = parameter.dtype or plan.loaded_dtype
+    is_new = parameter.role in ("adapter", "quantized") or are_copied(profile, parameter)
+    return ITEM_BYTES[dtype] * parameter.elements if is_new or dtype != profile.checkpoint_dtype else 0
 
 
 def units_in_order(profile: Profile) -> list[Unit]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_advisor.export.constants import WEIGHTS
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.adaptation import LORA_OPTIONS, LORA_USUAL, TASK_TYPES
 from fsdp_advisor.job.choices import half_dtype
@@ -17,10 +16,9 @@ from fsdp_advisor.model.quantization import Quantization
 
 def weights(job: Job) -> str:
     """The dtype in which a job loads its model."""
-    plan = job.plan
     if job.adaptation.quantization:
         return Quantization.from_keywords(quantization_of(job)).compute_dtype
-    return plan.dtype if plan.mixed and plan.dtype != "auto" else WEIGHTS[plan.precision]
+    return job.plan.loaded_dtype
 
 
 def quantization_of(job: Job) -> dict[str, Any]:

@@ -52,9 +52,6 @@ NVME_NOTE = f"nvme_path is {NVME_PATH}: replace it with the mount point of a loc
 
 # Settings as PyTorch, accelerate and transformers call them
 
-WEIGHTS = {"fp32": "float32", "bf16": "bfloat16", "bf16-mixed": "float32", "fp16-mixed": "float32"}
-"""The dtype of the weights when the model is passed to the engine, by precision."""
-
 MIXED = {"fp32": "no", "bf16": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 """accelerate's `mixed_precision`, by precision."""
 

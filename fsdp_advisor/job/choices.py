@@ -9,6 +9,7 @@ Backend = Literal["ddp", "fsdp2", "fsdp1", "deepspeed"]
 Offload = Literal["none", "optimizer", "parameters"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 HalfDtype = Literal["bfloat16", "float16"]
+WeightDtype = Literal["float32", "bfloat16", "float16"]
 OptimizerName = Literal[
     "adamw_torch_fused", "adamw_torch", "sgd", "sgd_momentum", "adafactor", "adamw_bnb_8bit",
     "paged_adamw_8bit", "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",

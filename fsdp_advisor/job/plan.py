@@ -27,7 +27,9 @@ from fsdp_advisor.job.choices import (
     StateDictType,
     Strategy,
     TrainingTask,
+    WeightDtype,
     Wrap,
+    half_dtype,
 )
 from fsdp_advisor.job.evaluation import Evaluation
 from fsdp_advisor.job.frameworks import FRAMEWORKS, FrameworkFacts
@@ -283,13 +285,33 @@ class Plan:
     @property
     def param_bytes(self) -> int:
         """Bytes per element of the parameters that the optimizer steps."""
-        return 2 if self.precision == "bf16" or self.stores_half else 4
+        return 4 if self.stored_dtype == "float32" else 2
+
+    @property
+    def stored_dtype(self) -> WeightDtype:
+        """The dtype of the parameters that the optimizer steps. DeepSpeed makes fp32 masters of weights in any dtype."""
+        if not self.mixed:
+            return self.loaded_dtype
+        if self.backend == "deepspeed":
+            return "float32"
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if self.facts.trains_half and self.precision == "bf16-mixed" else "float32"
+
+    @property
+    def loaded_dtype(self) -> WeightDtype:
+        """The dtype in which the job's script loads the weights. DeepSpeed casts them to the compute dtype, so they are loaded in it.
+
+        Source: deepspeed/runtime/engine.py (0.19.8), _configure_distributed_model.
+        """
+        if self.mixed and self.backend != "deepspeed":
+            return self.stored_dtype
+        return "float32" if self.precision == "fp32" else half_dtype(self.precision)
 
     @property
     def stores_half(self) -> bool:
-        """Whether mixed precision keeps weights in 16 bits. DeepSpeed makes fp32 masters of weights in any dtype."""
-        usual = self.facts.trains_half and self.dtype == "auto" and self.precision == "bf16-mixed"
-        return self.mixed and (usual or self.dtype in ("bfloat16", "float16")) and self.backend != "deepspeed"
+        """Whether mixed precision keeps weights in 16 bits."""
+        return self.mixed and self.stored_dtype != "float32"
 
     @property
     def compute_bytes(self) -> int:

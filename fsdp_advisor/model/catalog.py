@@ -10,12 +10,13 @@ import difflib
 import json
 import re
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import cast
 
+from fsdp_advisor.model.checkpoint_dtypes import dtype_of
 from fsdp_advisor.model.lacking import LACKING, Lacking
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.store import load
@@ -365,7 +366,7 @@ def _names(entry: Entry) -> tuple[str, ...]:
 @cache  # unbounded: other caches keep profiles alive, so evicting one would load it twice
 def profile(entry: Entry) -> Profile:
     """The profile of a model of the catalog."""
-    return load(stored(entry))
+    return replace(load(stored(entry)), checkpoint_dtype=dtype_of(entry.id))
 
 
 def configurations() -> dict[str, dict[str, dict[str, object]]]:

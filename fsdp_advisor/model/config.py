@@ -12,9 +12,10 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast, get_args
 
 from fsdp_advisor.errors import UnreadableConfig
+from fsdp_advisor.job.choices import WeightDtype
 from fsdp_advisor.model.multimodal import TRAINED_WHOLE, TRAINED_WITH_IMAGES, trained_on_images, trained_on_text
 from fsdp_advisor.model.quantization import IGNORED_NOTE, PACKED_NOTE, packed_checkpoint
 
@@ -125,6 +126,21 @@ def json_depth_exceeds(data: bytes, limit: int) -> bool:
         elif token[0] in (b"]", b"}"):
             depth -= 1
     return False
+
+
+def checkpoint_dtype(config: Config) -> WeightDtype | None:
+    """The dtype in which the model was saved. None if the configuration does not say, or if other code packs the weights.
+
+    Source: transformers 5.23, modeling_utils.py, `save_pretrained`; older versions write `torch_dtype`.
+    """
+    parts = (config, _language_part(config) or {})
+    if any(part.get("quantization_config") for part in parts):
+        return None
+    for part in parts:
+        stated = str(part.get("dtype") or part.get("torch_dtype")).removeprefix("torch.")
+        if stated in get_args(WeightDtype):
+            return cast("WeightDtype", stated)
+    return None
 
 
 def trained_part(config: Config, name: str) -> tuple[Config, tuple[str, ...]]:

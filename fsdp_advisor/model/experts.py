@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp_advisor.job.choices import ExpertsImplementation
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.profile import Parameter, Profile
 
 LOOPS = frozenset({"dbrx", "jetmoe", "longcat_flash", "step3p7"})
 """Model types whose only implementation of experts is a loop over the experts that tokens select.
@@ -14,6 +14,23 @@ Source: transformers 5.23, their modeling files, which do not use integrations/m
 
 MOST_ON_CPU = 128
 """The most experts of a loop of which a step on a CPU is recorded. With the 768 of LongCat-Flash a recording takes a minute."""
+
+COPIED = frozenset({
+    "afmoe", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "ernie4_5_moe",
+    "ernie4_5_vl_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm5_next", "glm5_next_text", "glm_moe_dsa",
+    "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_k25", "kimi_linear", "laguna", "lfm2_moe", "longcat_flash", "mellum", "mimo_v2_flash",
+    "minimax", "minimax_m2", "minimax_m3_vl", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text",
+    "qwen3_moe", "qwen3_next", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "solar_open", "step3p7",
+})  # fmt: skip
+"""Model types of whose experts transformers makes new tensors when it loads them: it stacks those of one expert each, or transposes them.
+
+Source: transformers 5.23, conversion_mapping.py, _build_checkpoint_conversion_mapping.
+"""
+
+
+def are_copied(profile: Profile, parameter: Parameter) -> bool:
+    """Whether a parameter holds all experts of a layer, as a tensor that the checkpoint does not have."""
+    return parameter.role == "expert" and len(parameter.shape) == 3 and profile.config.get("model_type") in COPIED
 
 
 def code_of(model_type: object, wanted: ExpertsImplementation) -> ExpertsImplementation:

@@ -15,6 +15,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from fsdp_advisor.errors import ErrorPayload
+from fsdp_advisor.job.choices import WeightDtype
 from fsdp_advisor.model.tape import Tape
 
 ParameterRole = Literal["embedding", "head", "final_norm", "norm", "expert", "adapter", "quantized", "other"]
@@ -161,7 +162,8 @@ class Profile:
 
     `Resolved.tape` adds tapes and refusals when a plan first needs them, so `tapes` and `refusals` grow while all other fields are
     constant. The keys of `tapes` and `refusals` are names of a `TapeKey`. `refusals`: the reasons why a tape cannot be recorded with
-    `versions`; it is not tried again.
+    `versions`; it is not tried again. `checkpoint_dtype`: the dtype of the published weights; None if unknown. It is not stored with the
+    profile, because it changes no tape.
     """
 
     name: str
@@ -174,6 +176,7 @@ class Profile:
     versions: dict[str, str]
     tapes: MutableMapping[str, Tape] = field(default_factory=dict)
     refusals: dict[str, ErrorPayload] = field(default_factory=dict)
+    checkpoint_dtype: WeightDtype | None = None
 
     def layers(self) -> Iterator[Unit]:
         for stack in self.stacks:

@@ -167,7 +167,7 @@ def resolve_config(data: bytes, name: str, source: Literal["config", "hub"], not
     Raises UnreadableConfig, NotRecordable or MissingExtra.
     """
     from fsdp_advisor.model import cache
-    from fsdp_advisor.model.config import parse_config, trained_part
+    from fsdp_advisor.model.config import checkpoint_dtype, parse_config, trained_part
     from fsdp_advisor.model.same_shapes import entry_of
 
     whole = parse_config(data, name)
@@ -178,7 +178,11 @@ def resolve_config(data: bytes, name: str, source: Literal["config", "hub"], not
     if cached is None and (entry := entry_of(config)) is not None:
         notes += (f"{name} has the shapes of {entry.id}, whose profile is used",)
         found = _catalogued(entry, name, recording_allowed=True)
-        return replace(found, name=name, source=source, has_catalogued_shapes=True, notes=notes, packed=packed)
+        assert found.profile is not None
+        profile = replace(found.profile, checkpoint_dtype=checkpoint_dtype(whole))
+        return replace(
+            found, profile=profile, name=name, source=source, has_catalogued_shapes=True, notes=notes, packed=packed
+        )
     if cached is not None:
         profile = renamed(cached, name)
         if cache.installed_versions() is None:
@@ -190,6 +194,7 @@ def resolve_config(data: bytes, name: str, source: Literal["config", "hub"], not
             notes += (
                 f"the cache folder {cache.profile_folder() or ''} cannot be written: the model will be recorded again each time",
             )
+    profile = replace(profile, checkpoint_dtype=checkpoint_dtype(whole))
     named = [str(kind) for kind in config.get("architectures") or ()]
     if profile.task in ("causal-lm", "masked-lm") and any(re.fullmatch(r"(?!.*Head).*Model", kind) for kind in named):
         notes += (_embeds(name, profile.task),)

@@ -255,7 +255,7 @@ def _adapted(model: Resolved, adaptation: Adaptation) -> Resolved:
             profile = recorder_for(
                 config, model.name, task, f"{model.name} {what} is not recorded yet", extra=ADAPTERS_EXTRA
             ).profile
-    profile = renamed(profile, model.name)
+    profile = replace(renamed(profile, model.name), checkpoint_dtype=model.profile.checkpoint_dtype)
     return replace(
         model,
         profile=profile,

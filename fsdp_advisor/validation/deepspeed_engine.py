@@ -21,7 +21,7 @@ from fsdp_advisor.recording.source import Source
 from fsdp_advisor.validation import weights
 from fsdp_advisor.validation.choices import Mode
 from fsdp_advisor.validation.deepspeed_on_cpu import skip_shm_operator
-from fsdp_advisor.validation.engines import half, optimizer_for
+from fsdp_advisor.validation.engines import optimizer_for, weight_dtype
 from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.steps import batch_of
 
@@ -90,8 +90,8 @@ def deepspeed_trainer(source: Source, plan: Plan, device: str, mode: Mode) -> De
     if device == "cpu":
         skip_shm_operator()
     deepspeed.init_distributed(dist_backend="gloo" if device == "cpu" else "nccl", verbose=False)
-    dtype = torch.float32 if plan.precision == "fp32" else half(plan)
-    model = source.build(torch.float32 if plan.mixed else dtype)
+    dtype = weight_dtype(plan)
+    model = source.build(dtype)
     source.configure(model, attention=plan.attention, checkpointing=plan.checkpointing)
     if plan.offload_code == "inputs":
         save_inputs_on_host(model, functools.partial(save_on_cpu, pin_memory=device == "cuda"))

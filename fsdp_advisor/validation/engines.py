@@ -77,9 +77,8 @@ def half(plan: Plan) -> torch.dtype:
 
 def weight_dtype(plan: Plan) -> torch.dtype:
     """The dtype of the model's weights before an engine wraps them."""
-    if plan.dtype == "float16":
-        return torch.float16
-    return torch.bfloat16 if plan.precision == "bf16" or plan.stores_half else torch.float32
+    dtype: torch.dtype = getattr(torch, plan.loaded_dtype)
+    return dtype
 
 
 def wrap(

@@ -26,7 +26,8 @@ from export_jobs import RANKS, job, jobs, plan
 
 from fsdp_advisor.engines.deepspeed.settings import DEFAULTS
 from fsdp_advisor.export import export
-from fsdp_advisor.job.choices import Offload, OptimizerName
+from fsdp_advisor.export.model_arguments import model_arguments
+from fsdp_advisor.job.choices import Backend, Offload, OptimizerName, Precision
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Refusal
 
@@ -54,6 +55,21 @@ class RecordingDict(dict[str, Any]):
 def _eight_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: RANKS)
     monkeypatch.setattr(deepspeed.runtime.config, "dist", world)
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision", "dtype"),
+    [
+        ("deepspeed", "bf16-mixed", "bfloat16"),
+        ("deepspeed", "fp16-mixed", "float16"),
+        ("fsdp2", "bf16-mixed", "float32"),
+    ],
+)
+def test_scripts_load_weights_in_the_dtype_in_which_deepspeed_keeps_them(
+    backend: Backend, precision: Precision, dtype: str
+) -> None:
+    """DeepSpeed casts weights before it copies fp32 masters of them, so loading them in fp32 would only take memory of the host."""
+    assert model_arguments(job(plan("zero3", backend, precision=precision)))["dtype"] == dtype
 
 
 def test_deepspeed_reads_every_key_of_every_file() -> None:

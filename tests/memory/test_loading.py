@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +16,11 @@ from ranks import RANKS, llama
 
 from fsdp_advisor.engines.loading import choose_load_method, load_methods, one_copy_bytes
 from fsdp_advisor.engines.registry import states_of
-from fsdp_advisor.engines.transfer import LoadMethod, checkpoint_element_bytes
+from fsdp_advisor.engines.transfer import LoadedCheckpoint, LoadMethod
+from fsdp_advisor.job.choices import WeightDtype
 from fsdp_advisor.job.compatibility import OFFLOADS, mesh_of
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.profile import Parameter, Profile, Run, Stack, Unit
 
 pytestmark = pytest.mark.slow
 measures = in_turn(0, of=5)  # two processes load a model in every way
@@ -48,12 +54,30 @@ def test_from_pretrained_holds_a_converted_copy_on_every_rank(measured: list[dic
 
 @measures
 def test_from_pretrained_maps_the_file_if_the_dtype_is_kept(measured: list[dict[str, Any]]) -> None:
-    profile = llama(*SMALL, config={"dtype": "bfloat16"})
+    profile = replace(llama(*SMALL), checkpoint_dtype="bfloat16")
     predicted = load_method(profile, plan("fsdp2", precision="bf16"), "every_rank")
     assert predicted.host_bytes_per_node == 0
     for rank in measured:
         assert rank["every_rank_mapped"]["high_bytes"] < 0.01 * one_copy_bytes(profile, plan("fsdp2"))
         assert rank["every_rank_mapped"]["file_bytes"] == near(predicted.mapped_bytes or 0)
+
+
+@in_turn(2, of=5)
+def test_experts_are_copied_while_other_weights_are_mapped(tmp_path: Path) -> None:
+    """transformers stacks the experts of a layer, which the file has one by one. Two copies of a layer's gate and up projections exist."""
+    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
+    worker = [sys.executable, str(Path(__file__).with_name("experts_worker.py")), str(tmp_path)]
+    printed = subprocess.run(worker, env=environment, check=True, capture_output=True, text=True).stdout
+    found = json.loads(printed.splitlines()[-1])
+    gate_up = Parameter("mlp.experts.gate_up_proj", (16, 2304, 1024), role="expert")
+    down = Parameter("mlp.experts.down_proj", (16, 1024, 1152), role="expert")
+    layer = Unit("Qwen3MoeDecoderLayer", (Parameter("self_attn.q_proj.weight", (512, 1024)), gate_up, down))
+    layers = (Stack("model.layers", (layer,), (Run((0,), 3),)),)
+    root, config = Unit("Qwen3MoeForCausalLM", ()), {"model_type": "qwen3_moe"}
+    profile = Profile("experts", "causal-lm", root, layers, (0,), None, {**config}, {}, checkpoint_dtype="bfloat16")
+    checkpoint = LoadedCheckpoint.of(profile, plan("ddp", "ddp", precision="bf16"))
+    assert found["left_bytes"] == near(checkpoint.kept_bytes)
+    assert found["high_bytes"] == near(checkpoint.private_bytes)
 
 
 @measures
@@ -170,16 +194,39 @@ def test_the_load_method_with_least_host_memory_is_chosen_if_the_hosts_is_unknow
     assert choose_load_method(load_methods(LLAMA_7B, plan("fsdp1", ranks=8))).way == "rank0"
 
 
-def test_the_checkpoints_dtype_is_read_from_the_configuration() -> None:
-    assert checkpoint_element_bytes(llama(*SMALL, config={"torch_dtype": "float16"})) == 2
-    assert checkpoint_element_bytes(llama(*SMALL, config={"dtype": "float32"})) == 4
-
-
 def test_a_checkpoint_of_unknown_dtype_counts_as_converted() -> None:
-    assert checkpoint_element_bytes(llama(*SMALL)) is None
     unknown = load_method(llama(*SMALL), plan("fsdp2"), "every_rank")
     assert unknown.mapped_bytes is None
     assert unknown.first_rank_host_bytes == one_copy_bytes(llama(*SMALL), plan("fsdp2"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision", "stored", "copies"),
+    [
+        ("deepspeed", "bf16-mixed", "bfloat16", 0),  # loaded in the compute dtype, of which DeepSpeed makes masters
+        ("deepspeed", "fp16-mixed", "bfloat16", 2),
+        ("fsdp2", "bf16-mixed", "bfloat16", 4),
+        ("ddp", "bf16", "bfloat16", 0),
+        ("ddp", "bf16", "float16", 2),
+        ("fsdp1", "fp32", "float32", 0),
+    ],
+)
+def test_only_weights_in_the_checkpoints_dtype_are_mapped(
+    backend: str, precision: str, stored: WeightDtype, copies: int
+) -> None:
+    """`copies`: bytes per element of private memory."""
+    profile = replace(llama(*SMALL), checkpoint_dtype=stored)
+    strategy = {"ddp": "ddp", "deepspeed": "zero2"}.get(backend, "zero3")
+    method = load_methods(profile, plan(backend, strategy, precision=precision))[0]
+    assert method.first_rank_host_bytes == copies * profile.parameters
+
+
+def test_adapters_are_in_private_memory_of_every_rank() -> None:
+    base = replace(llama(*SMALL), checkpoint_dtype="bfloat16")
+    copy = Parameter("lm_head.modules_to_save.default.weight", (16001, 512), role="adapter", dtype="float32")
+    adapted = replace(base, root=replace(base.root, parameters=(*base.root.parameters, copy)))
+    method = load_method(adapted, plan("ddp", "ddp", dtype="bfloat16"), "every_rank")
+    assert method.host_bytes_per_node == RANKS * 4 * 16001 * 512
 
 
 def test_zero3_without_zero_init_moves_the_whole_model() -> None:

@@ -9,8 +9,6 @@ import pytest
 import fsdp_advisor
 from fsdp_advisor.strategy_estimate import StrategyEstimate
 
-LARGEST = 128256 * 4096
-"""Elements of the largest weight of Llama-3.1-8B. Its catalog entry has no dtype, so the weight counts as converted on the host."""
 WHOLE = 5_604_000_000
 """Bytes of Llama-3.1-8B on a GPU: weights of 4 bits, scales, embedding and head in bf16, adapters."""
 
@@ -30,7 +28,13 @@ def test_every_rank_quantizes_the_whole_base_on_its_gpu(backend: str, storage: s
     load = row.job_peaks.load_method
     assert load.way == "device_map"
     assert load.gpu_bytes > WHOLE
-    assert load.host_bytes_per_node == 8 * 2 * LARGEST
+    assert load.host_bytes_per_node == 0
+
+
+def test_a_weight_of_unknown_dtype_counts_as_converted_before_it_is_quantized() -> None:
+    row = qlora(8, model="meta-llama/Llama-3.2-1B", strategy="ddp")
+    assert row.job_peaks is not None
+    assert row.job_peaks.load_method.host_bytes_per_node == 8 * 2 * 128256 * 2048
 
 
 def test_accelerate_keeps_the_whole_base_until_fsdp2_has_sharded_all_units() -> None:
@@ -86,5 +90,5 @@ def test_offload_keeps_unsharded_packed_weights_on_the_gpu_only(gpus: int) -> No
     """The host has shards of the other weights, and of the adapters with gradients and two moments."""
     row = qlora(gpus, offload="parameters")
     assert row.states["parameters"] == 3_489_660_928
-    others, adapters = 2 * (2 * LARGEST + 65 * 4096), 2 * 6_815_744
+    others, adapters = 2 * (2 * 128256 * 4096 + 65 * 4096), 2 * 6_815_744
     assert row.host_bytes_per_node == pytest.approx(others + 4 * adapters, rel=1e-6)

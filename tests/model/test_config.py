@@ -16,7 +16,7 @@ from tiny_llama import CONFIG_HINT, LLAMA, PARAMETERS, SHIPPED, write, written
 from fsdp_advisor.errors import UnreadableConfig
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model import recorders as module
-from fsdp_advisor.model.config import json_depth_exceeds, parse_config, trained_part
+from fsdp_advisor.model.config import checkpoint_dtype, json_depth_exceeds, parse_config, trained_part
 from fsdp_advisor.model.quantization import IGNORED_NOTE
 from fsdp_advisor.model.resolve import resolve
 
@@ -248,3 +248,18 @@ def test_any_bytes_are_a_configuration_or_raise(data: bytes) -> None:
         assert isinstance(parse_config(data, "x"), dict)
     except UnreadableConfig as error:
         assert "\n" not in error.message
+
+
+@pytest.mark.parametrize(
+    ("stated", "dtype"),
+    [
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"text_config": {"dtype": "bfloat16"}}, "bfloat16"),
+        ({"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}, None),
+        ({"dtype": "float8_e4m3fn"}, None),
+        ({}, None),
+    ],
+)
+def test_dtype_of_the_checkpoint_is_read_from_the_configuration(stated: dict[str, object], dtype: str | None) -> None:
+    assert checkpoint_dtype(stated) == dtype

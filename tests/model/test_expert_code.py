@@ -13,7 +13,7 @@ from fsdp_advisor.assumption_notes import adapted_expert_notes
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.experts import LOOPS, expert_notes
+from fsdp_advisor.model.experts import COPIED, LOOPS, expert_notes
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.tape_keys import tape_key_of
 
@@ -111,3 +111,16 @@ def test_models_with_a_loop_alone_do_not_use_transformers_other_code(model_type:
         pytest.skip("transformers is not installed")
     code = (Path(found.origin).parent / "models" / model_type / f"modeling_{model_type}.py").read_text()
     assert "topk" in code and "use_experts_implementation" not in code
+
+
+def test_experts_are_copied_where_transformers_converts_them_when_it_loads_them() -> None:
+    """Compared for all model types of the catalog, with transformers' own table."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    def copies(model_type: str) -> bool:
+        entries = get_checkpoint_conversion_mapping(model_type) or ()
+        return any(isinstance(e, WeightConverter) and "experts" in "".join(e.target_patterns) for e in entries)
+
+    types = {entry.model_type for entry in catalog.entries()}
+    assert {t for t in types if copies(t) or copies(f"{t}_text")} == COPIED & types

@@ -98,6 +98,16 @@ def test_published_configuration_is_answered_without_torch(tmp_path: Path, monke
     assert [row.as_dict() for row in ours.estimates] == [row.as_dict() for row in named.estimates]
 
 
+@pytest.mark.parametrize(("dtype", "copies"), [("bfloat16", 0), ("float32", 8)])
+def test_weights_in_the_dtype_of_the_file_take_no_memory_of_the_host(tmp_path: Path, dtype: str, copies: int) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**PUBLISHED, "torch_dtype": dtype}))
+    (row,) = estimate(model=str(path), gpus=8, gpu="H100", strategy="ddp", precision="bf16").estimates
+    assert row.job_peaks is not None
+    ways = {method.way: method.host_bytes_per_node for method in row.job_peaks.load_methods}
+    assert ways["every_rank"] == copies * 2 * 8_030_261_248
+
+
 def test_model_without_tapes_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_ADVISOR_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "installed_versions", lambda: None)

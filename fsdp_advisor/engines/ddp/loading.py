@@ -23,7 +23,7 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     The GPU holds the model and, one after the other, the buckets of DDP's broadcast from rank 0 and DDP's gradient buckets.
     Source: torch/nn/parallel/distributed.py, _sync_module_states, _ddp_init_helper; reducer.cpp, initialize_buckets.
     """
-    checkpoint = LoadedCheckpoint.of(profile, plan.param_bytes)
+    checkpoint = LoadedCheckpoint.of(profile, plan)
     weights, largest, gradient_buckets = NO_STORAGES, 0, 0
     for p, count in profile.counted_parameters():
         n_bytes = p.elements * stored_bytes(plan, p)

@@ -35,7 +35,7 @@ def _stages_1_and_2(profile: Profile, plan: Plan, gpu_memory_bytes: int | None) 
 
     Source: zero/stage_1_and_2.py, __init__.
     """
-    c, checkpoint = plan.compute_bytes, LoadedCheckpoint.of(profile, plan.compute_bytes)
+    c, checkpoint = plan.compute_bytes, LoadedCheckpoint.of(profile, plan)
     in_groups = groups(profile, plan)
     flats = [c * partitions.flat_elements(group.elements, plan.shard_degree) for group in in_groups]
     whole, flat = _whole_model_bytes(profile, plan), max(flats)
@@ -70,7 +70,7 @@ def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
 
     Source: zero/partition_parameters.py, Init; transformers/integrations/deepspeed.py, _load_state_dict_into_zero3_model.
     """
-    c, checkpoint = plan.compute_bytes, LoadedCheckpoint.of(profile, plan.compute_bytes)
+    c, checkpoint = plan.compute_bytes, LoadedCheckpoint.of(profile, plan)
     initialized_gpu, initialized_host = _bytes_after_initialize(profile, plan)
     shards = sum(
         round_up(cast_bytes(plan, p) * partitions.shard_elements(p.elements, plan.shard_degree)) * count
@@ -78,7 +78,7 @@ def _stage_3(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     )
     shards_on_gpu, shards_on_host = (0, shards) if offloads_parameters(plan) else (shards, 0)
     module = c * max(_largest_module_elements(unit) for unit, _ in profile.counted_units())
-    converted_module = module if checkpoint.private_bytes else 0
+    converted_module = max(module if checkpoint.is_converted else 0, 2 * checkpoint.stacking_bytes)
     # the cache of freed weights is emptied before the shards are copied into one buffer (zero/utils.py, defragment)
     engine = (WeightTransfer(kept=partitions.shards(profile, plan)), *_engine_transfers(profile, plan))
     every_rank_host = max(checkpoint.private_bytes, shards_on_host, initialized_host)

@@ -17,6 +17,7 @@ from fsdp_advisor.engines.transfer import (
     LoadedCheckpoint,
     LoadMethod,
     peak_bytes,
+    private_bytes,
 )
 from fsdp_advisor.engines.units import buffers
 from fsdp_advisor.engines.wrapping import wrapping_for
@@ -27,11 +28,15 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer
 
 
 class FlattenedUnit(NamedTuple):
-    """One unit's storages while it is flattened: its original parameters, its flat parameter, and rank 0's shard."""
+    """One unit's storages while it is flattened: its original parameters, its flat parameter, and rank 0's shard.
+
+    `private_bytes`: bytes of the original parameters that are no views of the checkpoint's file.
+    """
 
     parameters: Storages
     flat: Storages
     shard: Storages
+    private_bytes: int
 
 
 def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
@@ -52,7 +57,7 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     if is_quantized_on_load(profile):
         host = on_host(profile, plan, gpu_bytes=gpu, shards_on_host=shards_on_host, transfers=transfers)
         return usual_first(plan, _on_gpu(profile, plan, units, shards_on_host), host)
-    checkpoint = LoadedCheckpoint.of(profile, plan.param_bytes)
+    checkpoint = LoadedCheckpoint.of(profile, plan)
     loaded = max(checkpoint.private_bytes, shards_on_host)
 
     def unit_by_unit(way: str, how: str, other_ranks_host_bytes: int) -> LoadMethod:
@@ -106,10 +111,10 @@ def _without_device_id(
     profile: Profile, plan: Plan, units: Sequence[FlattenedUnit], checkpoint: LoadedCheckpoint
 ) -> LoadMethod:
     """`FSDP(model)` flattens and shards one unit at a time on the CPU. Only the shards move to the GPU."""
-    remaining, shards, host = checkpoint.private_bytes, 0, 0
+    remaining, shards, host = checkpoint.kept_bytes, 0, checkpoint.private_bytes
     for unit in units:
         host = max(host, remaining + shards + unit.flat.rounded + unit.shard.rounded)
-        remaining = max(0, remaining - unit.parameters.rounded)
+        remaining -= unit.private_bytes
         shards += unit.shard.rounded
     return LoadMethod(
         way="every_rank_without_device_id",
@@ -131,6 +136,11 @@ def _flattened_units(profile: Profile, plan: Plan) -> list[FlattenedUnit]:
         k = max((loaded_bytes(plan, p) for p in unit.parameters), default=plan.param_bytes)
         parameters = sum((Storages.of(p.elements * loaded_bytes(plan, p)) for p in unit.parameters), NO_STORAGES)
         # accelerate makes the shard fp32 once all units are shards; it is counted as fp32 from the start
-        return FlattenedUnit(parameters, Storages.of(elements * k), Storages.of(elements // n * flat_bytes(unit, plan)))
+        return FlattenedUnit(
+            parameters,
+            Storages.of(elements * k),
+            Storages.of(elements // n * flat_bytes(unit, plan)),
+            sum(private_bytes(profile, plan, p) for p in unit.parameters),
+        )
 
     return [flattened(unit) for unit in wrapping_for(profile, plan).in_order(profile)]

@@ -61,7 +61,7 @@ def load_methods(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
     """
     if is_quantized_on_load(profile):
         return _quantized(profile, plan)
-    checkpoint, units = LoadedCheckpoint.of(profile, plan.param_bytes), _sharded_units(profile, plan)
+    checkpoint, units = LoadedCheckpoint.of(profile, plan), _sharded_units(profile, plan)
     loaded = max(checkpoint.private_bytes, _shards_bytes(units) if plan.offload == "parameters" else 0)
     by_unit, scattered = _unit_transfers(profile, plan), _scatter_transfers(units, plan)
     every_rank = LoadMethod(
@@ -136,7 +136,7 @@ def _from_meta_device(
     offload, shards = plan.offload == "parameters", _shards_bytes(units)
     shards_on_host, shards_on_gpu = (shards, 0) if offload else (0, shards)
     largest_shard = max(p.shard.rounded for unit in units for p in unit.parameters)
-    converted_shard = largest_shard if checkpoint.private_bytes and not offload else 0
+    converted_shard = largest_shard if checkpoint.is_converted and not offload else 0
     broadcast = _broadcast_transfers(units, offload=offload)
     broadcast_on_host = peak_bytes(broadcast) if offload else 0
     sharded = LoadMethod(
@@ -153,7 +153,7 @@ def _from_meta_device(
         how="only rank 0 loads, all build on the meta device, fully_shard, to_empty; "
         "set_model_state_dict(full_state_dict=True, broadcast_from_rank0=True)",
         gpu_bytes=peak_bytes(broadcast) + buffers(profile, plan.param_bytes).rounded,
-        first_rank_host_bytes=checkpoint.private_bytes + shards_on_host + broadcast_on_host,
+        first_rank_host_bytes=max(checkpoint.private_bytes, checkpoint.kept_bytes + shards_on_host + broadcast_on_host),
         other_ranks_host_bytes=shards_on_host + broadcast_on_host,
         ranks_per_node=plan.ranks_per_node,
         mapped_bytes=checkpoint.mapped_bytes,
