@@ -24,6 +24,7 @@ from fsdp_advisor.configs import (
 )  # fmt: skip
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.merge import Configuration, merge
+from fsdp_advisor.configs.shipped import shipped
 from fsdp_advisor.errors import UsageError
 
 MAX_BYTES = 1_000_000
@@ -122,10 +123,13 @@ def _combined(texts: Mapping[str, str], find: Find) -> Configuration:
                     continue
                 seen.add(_base(reference))
                 other = find(reference)
-                if other is None:
-                    part.missing.append(reference)
-                else:
+                if other is not None:
                     pending.append(other)
+                elif (known := shipped(reference)) is not None:
+                    part.assume(f"{reference} as LLaMA-Factory ships it, because it was not given")
+                    pending.append((reference, known))
+                else:
+                    part.missing.append(reference)
     named = {_base(reference) for part in parts for reference in part.references}
     # a file overrides the files that it names
     return merge(sorted(parts, key=lambda part: _base(part.file) not in named))

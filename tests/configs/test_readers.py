@@ -224,6 +224,29 @@ def test_reentrant_checkpoints_of_some_layers_are_refused() -> None:
     assert refusal.value.hint == "set use_reentrant: false, or leave every_n_layers out"
 
 
+@pytest.mark.parametrize(
+    ("name", "strategy", "offload"),
+    [
+        ("z3", "zero3", "none"),
+        ("z3_offload", "zero3", "parameters"),
+        ("z2", "zero2", "none"),
+        ("z2_offload", "zero2", "optimizer"),
+    ],
+)
+def test_configurations_that_llamafactory_ships_are_known(name: str, strategy: str, offload: str) -> None:
+    path = f"examples/deepspeed/ds_{name}_config.json"
+    text = (
+        f"{{model_name_or_path: gpt2, stage: sft, finetuning_type: full, template: x, bf16: true, deepspeed: {path}}}"
+    )
+    found = from_texts({"llama.yaml": text})
+    options = {"backend": "deepspeed", "strategy": strategy, "offload": offload, "precision": "bf16-mixed"}
+    assert found.options.items() >= options.items()
+    readings = {reading.file: reading for reading in found.readings}
+    assert f"{path} as LLaMA-Factory ships it, because it was not given" in readings["llama.yaml"].assumed
+    own = from_texts({"llama.yaml": text, path: '{"zero_optimization": {"stage": 1}}'})
+    assert own.options["strategy"] == "zero1"
+
+
 def test_a_named_file_that_is_missing_is_reported() -> None:
     found = read("args.json", '{"per_device_train_batch_size": 4, "deepspeed": "ds.json"}')
     assert found.readings[0].missing == ("ds.json",)
