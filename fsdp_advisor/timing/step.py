@@ -27,7 +27,7 @@ from fsdp_advisor.timing.timeline import (
     rates_of,
     step_intervals,
 )
-from fsdp_advisor.timing.work import COMPUTE_CLASSES, TapeWork, Work, WorkOptions, tape_work
+from fsdp_advisor.timing.work import COMPUTE_CLASSES, SegmentTime, TapeWork, WorkOptions, tape_work
 
 UNCERTAINTY: dict[str, float] = {
     "matmul": 0.15, "attention": 0.25, "pointwise": 0.25, "loss": 0.25, "recomputation": 0.15, "launch": 0.50,
@@ -252,7 +252,9 @@ def timeline(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, betwe
     return step_intervals(program, rates, work_of(profile, program, plan, device, gpu).by_segment)
 
 
-def _micro_batch_parts(micro_batch: MicroBatch, time: MicroBatchTime, work: tuple[Work, ...]) -> dict[str, float]:
+def _micro_batch_parts(
+    micro_batch: MicroBatch, time: MicroBatchTime, work: tuple[SegmentTime, ...]
+) -> dict[str, float]:
     """A micro-batch's seconds by cause."""
     runs = Counter(visit.segment for visit in micro_batch.visits if visit.segment is not None)
     share = time.host_share

@@ -35,7 +35,7 @@ from fsdp_advisor.program.instructions import (
 from fsdp_advisor.timing.achieved import HOOKS_S, HOST_UPDATES_PER_S, host_bytes_per_s
 from fsdp_advisor.timing.collectives import Group, all_gather_s, all_reduce_s
 from fsdp_advisor.timing.operators import Device
-from fsdp_advisor.timing.work import Work
+from fsdp_advisor.timing.work import SegmentTime
 
 Timed = AllGather | AllReduce | Compute | Copy | HostTransfer | OptimizerStep | PythonHooks | ReduceScatter | WaitFor
 """The instructions that take time."""
@@ -147,7 +147,7 @@ class MicroBatchTime:
 
 
 def micro_batch_time(
-    micro_batch: MicroBatch, rates: Rates, work: tuple[Work, ...], *, keep_intervals: bool = False
+    micro_batch: MicroBatch, rates: Rates, work: tuple[SegmentTime, ...], *, keep_intervals: bool = False
 ) -> MicroBatchTime:
     """The time of one micro-batch on both streams. At its end each stream waits for the other."""
     time = MicroBatchTime(intervals=[] if keep_intervals else None)
@@ -203,7 +203,7 @@ class _Walk:
 
     time: MicroBatchTime
     rates: Rates
-    work: tuple[Work, ...]
+    work: tuple[SegmentTime, ...]
     ready: dict[UnitId, float] = field(default_factory=dict)
     needed: float = 0.0  # the time at which all inputs of the visit's compute have arrived
     prefetched: list[tuple[AllGather | HostTransfer, str]] = field(default_factory=list)  # sent with the next compute
@@ -244,7 +244,7 @@ class _Walk:
 
     def _run(self, visit: Visit, instructions: tuple[Timed, ...], share: float) -> None:
         """Run a share of the visit's compute and copies. The GPU waits if the CPU takes longer to launch them, which a CUDA graph saves."""
-        work = Work() if visit.segment is None else self.work[visit.segment]
+        work = SegmentTime() if visit.segment is None else self.work[visit.segment]
         copied = sum(i.n_bytes for i in instructions if isinstance(i, Copy))
         copies = copied / self.rates.device.eager_bytes_per_s
         hooks = sum(isinstance(i, PythonHooks) for i in instructions)
@@ -346,7 +346,7 @@ def _collectives_s(step: OptimizerStep, group: Group) -> float:
     return seconds
 
 
-def step_intervals(program: StepProgram, rates: Rates, work: tuple[Work, ...]) -> tuple[Interval, ...]:
+def step_intervals(program: StepProgram, rates: Rates, work: tuple[SegmentTime, ...]) -> tuple[Interval, ...]:
     """The intervals of the last micro-batch and the optimizer's step, in the order in which the host issues them.
 
     Not shown: the slowdown of compute by hidden collectives (`contention` in the breakdown).

@@ -32,7 +32,7 @@ from fsdp_advisor.timing.operators import Device, attention_s, batched_s, head_d
 COMPUTE_CLASSES = ("matmul", "attention", "pointwise", "loss", "recomputation")
 
 
-class Work(NamedTuple):
+class SegmentTime(NamedTuple):
     """Seconds of one segment. `recomputation` is the part that repeats a forward, `copies` the copies to and from the host, `cpu` the
     CPU's time to launch its operators.
     """
@@ -52,12 +52,12 @@ class Work(NamedTuple):
 
 
 class TapeWork(NamedTuple):
-    """The work of a tape. `by_segment`: the work of each segment. `trained_flops`: the FLOPs of one micro-batch without recomputation:
+    """The work of a tape. `by_segment`: the time of each segment. `trained_flops`: the FLOPs of one micro-batch without recomputation:
     those of forward, again as many for the gradients of inputs and for the gradients of trained weights. `scored_flops`: those of the
     forwards without gradients that one visit of them stands for.
     """
 
-    by_segment: tuple[Work, ...]
+    by_segment: tuple[SegmentTime, ...]
     trained_flops: float
     scored_flops: float
 
@@ -71,6 +71,9 @@ class _Rates(NamedTuple):
     backward: float
     flops_in_8_bits: float = 0.0
     s_in_8_bits: float = 0.0
+
+
+_UnitRates = dict[UnitId, _Rates]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,50 +110,85 @@ def tape_work(
     profile: Profile, tape: Tape, b: int, t: int, device: Device, options: WorkOptions = WorkOptions()
 ) -> TapeWork:
     """The tape's work at micro-batch `b` and `t` tokens."""
-    head, decodes = head_dim(profile), profile.task in ("causal-lm", "image-text-to-text")
     rates = _rates(profile, tape, b, t, device, options)
-    last_root = max((s.layer for s in _root_forwards(tape)), default=0)
-    forward: dict[UnitId, Work] = {}
-    by_segment = []
-    times = dict(options.runs)
-    for segment in tape.segments:
-        backward = segment.phase == "backward"
-        causal = decodes and not options.masked and not _is_tower(profile, segment)
-        is_loss = segment.stack == ROOT and segment.layer == (0 if backward else last_root)
-        unit = rates[_unit_of(segment)]
+    timer = _SegmentTimer(profile, tape, b, t, device, options, rates)
+    return TapeWork(tuple(map(timer.time, tape.segments)), *_flops(profile, tape, b, t, options, rates))
+
+
+class _SegmentTimer:
+    """Times the segments of a tape, in their order, at micro-batch `b` and `t` tokens."""
+
+    def __init__(
+        self, profile: Profile, tape: Tape, b: int, t: int, device: Device, options: WorkOptions, rates: _UnitRates
+    ) -> None:
+        self._profile, self._b, self._t, self._device, self._options = profile, b, t, device, options
+        self._rates, self._runs = rates, dict(options.runs)
+        self._head = head_dim(profile)  # the width of a head of attention
+        self._last_root = max((s.layer for s in _root_forwards(tape)), default=0)
+        self._forwards: dict[UnitId, SegmentTime] = {}  # of the layers whose forward has run
+
+    def time(self, segment: Segment) -> SegmentTime:
+        """The time of a segment, with all its repetitions."""
+        options, unit = self._options, _unit_of(segment)
+        backward, is_layer = segment.phase == "backward", segment.stack != ROOT
         repeats = options.checkpointing if segment.recomputed is None else bool(segment.recomputed.operators)
         multiplies = repeats if backward else segment.phase != "routers"
-        s_in_8_bits = unit.s_in_8_bits if multiplies else 0.0
-        s_per_flop = unit.backward if backward else unit.forward
-        work = _work(segment, b, t, device, s_per_flop, head, causal=causal, is_loss=is_loss)
-        work = work._replace(matmul=work.matmul + s_in_8_bits)
-        if segment.stack != ROOT and segment.phase == "forward":
-            forward[_unit_of(segment)] = work
+        s_in_8_bits = self._rates[unit].s_in_8_bits if multiplies else 0.0
+        found = self._recorded(segment, s_in_8_bits, backward=backward)
+        if is_layer and segment.phase == "forward":
+            self._forwards[unit] = found
         elif segment.recomputed is not None:
             again = replace(segment, **segment.recomputed._asdict())
-            forward_again = _work(again, b, t, device, unit.forward, head, causal=causal)
-            work = _split(work, forward_again._replace(matmul=forward_again.matmul + s_in_8_bits))
-        elif segment.stack != ROOT and backward and options.checkpointing:
-            work = _split(work, forward[_unit_of(segment)])
+            found = _split(found, self._recorded(again, s_in_8_bits, backward=False))
+        elif is_layer and backward and options.checkpointing:
+            found = _split(found, self._forwards[unit])
         if segment.host_copies:
-            work = work._replace(copies=_copies(segment, b, t, work, options))
-        if is_loss and not backward:
-            work = work._replace(loss=work.loss + options.loss_bytes / device.eager_bytes_per_s)
-        if segment.phase in times:
-            work = Work(*(times[segment.phase] * seconds for seconds in work))
-        by_segment.append(work)
-    return TapeWork(tuple(by_segment), *_flops(profile, tape, b, t, options, rates))
+            found = found._replace(copies=self._copies(segment, found))
+        if self._is_loss(segment) and not backward:
+            found = found._replace(loss=found.loss + options.loss_bytes / self._device.eager_bytes_per_s)
+        if segment.phase in self._runs:
+            found = SegmentTime(*(self._runs[segment.phase] * seconds for seconds in found))
+        return found
 
+    def _recorded(self, segment: Segment, s_in_8_bits: float, *, backward: bool) -> SegmentTime:
+        """The time of a segment's recorded operators, and of its products in 8 bits. `backward`: whether its products are those of
+        backward.
+        """
+        b, t, device, rates = self._b, self._t, self._device, self._rates[_unit_of(segment)]
+        own = value_at(segment.matmul_flops, b, t)
+        batched = min(own, _batched_flops(segment.matmul_flops, b, t))
+        moved = value_at(segment.traffic_bytes, b, t) / device.eager_bytes_per_s + segment.operators * KERNEL_GAP_S
+        flash = attention_s(
+            value_at(segment.attention_flops, b, t), device, self._head, t, causal=self._is_causal(segment),
+            backward=segment.phase == "backward",
+        )  # fmt: skip
+        is_loss = self._is_loss(segment)
+        return SegmentTime(
+            matmul=(own - batched) * (rates.backward if backward else rates.forward) + s_in_8_bits,
+            attention=batched_s(batched, device, self._head) + flash,
+            pointwise=0.0 if is_loss else moved,
+            loss=moved if is_loss else 0.0,
+            cpu=segment.operators * LAUNCH_S,
+        )
 
-def _copies(segment: Segment, b: int, t: int, work: Work, options: WorkOptions) -> float:
-    """Seconds of the segment's copies to and from the host that its kernels do not hide."""
-    copied = sum(value_at(n_bytes, b, t) for n_bytes in segment.host_copies)
-    hidden = work.gpu if options.overlaps_host else 0.0
-    return max(copied / options.host_bytes_per_s - hidden, 0.0)
+    def _is_loss(self, segment: Segment) -> bool:
+        """Whether the segment contains the loss: the last of the root in forward, the first in backward."""
+        return segment.stack == ROOT and segment.layer == (0 if segment.phase == "backward" else self._last_root)
+
+    def _is_causal(self, segment: Segment) -> bool:
+        """Whether the kernel of attention skips the half that is masked."""
+        decodes = self._profile.task in ("causal-lm", "image-text-to-text")
+        return decodes and not self._options.masked and not _is_tower(self._profile, segment)
+
+    def _copies(self, segment: Segment, time: SegmentTime) -> float:
+        """Seconds of the segment's copies to and from the host that its kernels do not hide."""
+        copied = sum(value_at(n_bytes, self._b, self._t) for n_bytes in segment.host_copies)
+        hidden = time.gpu if self._options.overlaps_host else 0.0
+        return max(copied / self._options.host_bytes_per_s - hidden, 0.0)
 
 
 def _flops(
-    profile: Profile, tape: Tape, b: int, t: int, options: WorkOptions, rates: dict[UnitId, _Rates]
+    profile: Profile, tape: Tape, b: int, t: int, options: WorkOptions, rates: _UnitRates
 ) -> tuple[float, float]:
     """(`TapeWork.trained_flops`, `TapeWork.scored_flops`)."""
     layers = list(profile.layers()) or [profile.root]
@@ -186,7 +224,7 @@ def _root_forwards(tape: Tape) -> list[Segment]:
     return [s for s in tape.segments if s.phase == "forward" and s.stack == ROOT]
 
 
-def _rates(profile: Profile, tape: Tape, b: int, t: int, device: Device, options: WorkOptions) -> dict[UnitId, _Rates]:
+def _rates(profile: Profile, tape: Tape, b: int, t: int, device: Device, options: WorkOptions) -> _UnitRates:
     """The rates of each unit's matrix products."""
     tokens, unpacked = (options.sequences or b) * t, _unpacked_in_backward(profile, tape)
 
@@ -220,32 +258,6 @@ def _unpacked_in_backward(profile: Profile, tape: Tape) -> dict[UnitId, tuple[in
     }
 
 
-def _work(
-    segment: Segment,
-    b: int,
-    t: int,
-    device: Device,
-    s_per_flop: float,
-    head: int,
-    *,
-    causal: bool,
-    is_loss: bool = False,
-) -> Work:
-    """The work of a segment. `head`: the width of a head of attention. `causal`: its kernel skips the half that is masked."""
-    own = value_at(segment.matmul_flops, b, t)
-    batched = min(own, _batched_flops(segment.matmul_flops, b, t))
-    attention = value_at(segment.attention_flops, b, t)
-    moved = value_at(segment.traffic_bytes, b, t) / device.eager_bytes_per_s + segment.operators * KERNEL_GAP_S
-    flash = attention_s(attention, device, head, t, causal=causal, backward=segment.phase == "backward")
-    return Work(
-        matmul=(own - batched) * s_per_flop,
-        attention=batched_s(batched, device, head) + flash,
-        pointwise=0.0 if is_loss else moved,
-        loss=moved if is_loss else 0.0,
-        cpu=segment.operators * LAUNCH_S,
-    )
-
-
 def _batched_flops(flops: Quantity, b: int, t: int) -> int:
     """FLOPs of products of two activations. Such products in attention grow with B T^2, and those within chunks grow with the number of
     chunks; products with weights grow with B T and are not counted.
@@ -255,15 +267,15 @@ def _batched_flops(flops: Quantity, b: int, t: int) -> int:
     return value_at((0, 0, 0, 0, *flops[4:]), b, t)
 
 
-def _split(work: Work, forward: Work) -> Work:
-    """The work of a checkpointed layer's backward, divided into the repeated part of its forward (`recomputation`) and the rest."""
-    matmul = min(work.matmul, forward.matmul)
-    attention = min(work.attention, forward.attention)
-    pointwise = min(work.pointwise, forward.pointwise)
-    return Work(
-        matmul=work.matmul - matmul,
-        attention=work.attention - attention,
-        pointwise=work.pointwise - pointwise,
+def _split(backward: SegmentTime, forward: SegmentTime) -> SegmentTime:
+    """The time of a checkpointed layer's backward, divided into the repeated part of its forward (`recomputation`) and the rest."""
+    matmul = min(backward.matmul, forward.matmul)
+    attention = min(backward.attention, forward.attention)
+    pointwise = min(backward.pointwise, forward.pointwise)
+    return SegmentTime(
+        matmul=backward.matmul - matmul,
+        attention=backward.attention - attention,
+        pointwise=backward.pointwise - pointwise,
         recomputation=matmul + attention + pointwise,
-        cpu=work.cpu,
+        cpu=backward.cpu,
     )
