@@ -58,7 +58,9 @@ OVERVIEW: tuple[tuple[Strategy, Offload], ...] = (
     ("zero2", "optimizer"),
     ("zero3", "optimizer"),
     ("zero3", "parameters"),
+    ("hsdp", "none"),
 )
+"""The rows of an answer about all strategies."""
 
 
 def label(strategy: Strategy, offload: Offload = "none") -> str:
@@ -113,39 +115,35 @@ def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[
         micro_batch_size=request.micro_batch_size,
         accumulation=request.gradient_accumulation_steps,
     )
-    check_compile(request)
-    check_graphs(request)
-    check_fp8(request)
-    check_tiled_mlp(request)
-    check_lora_kernels(request)
-    if request.strategy != "all":
-        plan = plan_of_row(request, request.strategy, request.offload, seq_len)
-        if (refused := row_refusal(plan)) is not None:
-            raise refused
-        return [plan], []
-    if request.offload == "none":
-        rows = [*OVERVIEW, ("hsdp", "none")] if request.nnodes > 1 else list(OVERVIEW)
-    else:
-        rows = [(s, request.offload) for s in OFFLOADS[request.offload] if s != "hsdp" or request.nnodes > 1]
-    known = _able_backends(request, request.offload) if request.backend == "auto" else (request.backend,)
-    possible = [(s, o) for s, o in rows if any(_offers(request, s, o, b) for b in known)]
-    if FRAMEWORKS[request.framework].fsdp1_shards_fully and request.backend == "fsdp1":
-        possible = [(s, o) for s, o in possible if s == "zero3"]
-    if not possible:
-        unable = unable_backends(request.optim, request.framework)
-        tried = (*known, *(b for b in FRAMEWORKS[request.framework].backends if b in unable))
-        unable_to_step = (optimizer_refusal(request.optim, b, o, request.framework) for b in tried for s, o in rows)
-        if (error := next(filter(None, unable_to_step), None)) is not None:
-            raise error
-        raise UsageError(
-            f"backend {request.backend} has no strategy with offload {request.offload}",
-            hint="offload optimizer: deepspeed; offload parameters: fsdp2, fsdp1 or deepspeed",
-        )
-    refusals = {plan: row_refusal(plan) for plan in (plan_of_row(request, s, o, seq_len) for s, o in possible)}
+    for check in (check_compile, check_graphs, check_fp8, check_tiled_mlp, check_lora_kernels):
+        check(request)
+    refusals = {plan: row_refusal(plan) for plan in (plan_of_row(request, s, o, seq_len) for s, o in _rows(request))}
     left_out = [(label(plan.strategy, plan.offload), error) for plan, error in refusals.items() if error is not None]
     if len(left_out) == len(refusals):
         raise left_out[0][1]
     return [plan for plan, error in refusals.items() if error is None], left_out
+
+
+def _rows(request: EstimateRequest) -> list[tuple[Strategy, Offload]]:
+    """The requested row; or, for all strategies, the rows that a backend offers. Raises UsageError if there is none."""
+    if request.strategy != "all":
+        return [(request.strategy, request.offload)]
+    rows = OVERVIEW if request.offload == "none" else tuple((s, request.offload) for s in OFFLOADS[request.offload])
+    rows = tuple(row for row in rows if row[0] != "hsdp" or request.nnodes > 1)
+    facts = FRAMEWORKS[request.framework]
+    known = _able_backends(request, request.offload) if request.backend == "auto" else (request.backend,)
+    offered = [(s, o) for s, o in rows if any(_offers(request, s, o, b) for b in known)]
+    if facts.fsdp1_shards_fully and request.backend == "fsdp1":
+        offered = [row for row in offered if row[0] == "zero3"]
+    if not offered:
+        unable = unable_backends(request.optim, request.framework)
+        tried = (*known, *(b for b in facts.backends if b in unable))
+        refusals = (optimizer_refusal(request.optim, b, o, request.framework) for b in tried for s, o in rows)
+        raise next(filter(None, refusals), None) or UsageError(
+            f"backend {request.backend} has no strategy with offload {request.offload}",
+            hint="offload optimizer: deepspeed; offload parameters: fsdp2, fsdp1 or deepspeed",
+        )
+    return offered
 
 
 def row_refusal(plan: Plan) -> UsageError | None:
