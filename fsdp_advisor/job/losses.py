@@ -10,7 +10,9 @@ from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.request import EstimateRequest
 
 LossCode = Literal["full", "trl", "liger", "cce", "torchtitan"]
-"""The implementation that computes the loss; ``full``: the model's own, from whole logits."""
+"""The implementation that computes the loss. ``full``: the model's own, from all logits. ``trl``: TRL's, in tiles of tokens, which
+``--loss chunked`` selects except under torchtitan. ``torchtitan``: its own, in chunks of each sequence.
+"""
 
 
 def loss_code(request: EstimateRequest) -> LossCode:
