@@ -211,4 +211,4 @@ def adapted_expert_notes(profile: Profile | None) -> list[str]:
 
 
 _WRAPPED = ".base_layer."
-"""In the name of a parameter that PEFT adapts."""
+"""The part that PEFT adds to the name of a parameter that it adapts."""

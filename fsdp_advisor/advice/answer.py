@@ -181,7 +181,7 @@ def _first_possible_world(request: RecommendRequest) -> int:
 def _recording_errors(
     every: Search, search: Search, allowed: Callable[[Plan], bool]
 ) -> Iterator[tuple[StrategyChoice, AdvisorError]]:
-    """(allowed choice that cannot be evaluated, the error that says why)."""
+    """The allowed choices that cannot be evaluated, each with the error that says why."""
     for choice in every.choices:
         if choice in search.choices or not allowed(every.plan(choice, every.batches.smallest)):
             continue

@@ -106,14 +106,14 @@ class Evaluator:
         return states_of(self.model.profile, plan).total.exact
 
     def states_exceed(self, plan: Plan) -> bool:
-        """Whether the plan's states alone are too much. Its lower bound then is, too. Raises AdvisorError without a tape."""
+        """Whether the plan's states alone exceed the memory that the margin leaves. Raises AdvisorError without a tape."""
         assert self.model.profile is not None
         profile = learned(self.model.profile, search_gpu_tape(self.model, plan, self.gpu), plan)
         states = states_of(profile, plan).total.exact
         return states + device_overhead(self.gpu, plan).middle_bytes > self.available_bytes
 
     def exceeds(self, plan: Plan) -> bool:
-        """Whether the plan's lower bound is too much. Raises AdvisorError without a tape."""
+        """Whether the plan's lower bound exceeds the memory that the margin leaves. Raises AdvisorError without a tape."""
         return self.lower_bound(plan) > self.available_bytes
 
     def recording_error(self, plan: Plan) -> AdvisorError | None:

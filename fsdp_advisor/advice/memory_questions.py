@@ -122,8 +122,8 @@ def _most_saving(
     offload: str = "none",
     device: str = "cpu",
 ) -> tuple[ActivationChoice, tuple[StrategyChoice, ...]]:
-    """(the last activation choice of the ladder for which there are strategy choices, these choices); (the last one, ()) if there are
-    none.
+    """The last activation choice of the ladder that can be combined with the strategy and offload, and the strategy choices with it. None
+    of the latter if no activation choice can.
     """
     for activations in reversed(ladder):
         if found := _choices(search, strategy, activations, offload, device):

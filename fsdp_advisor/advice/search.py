@@ -328,7 +328,7 @@ class Search:
         return 0 if size is None else sizes.index(size)
 
     def _without_accumulation(self, prospect: Prospect, failing: Candidate) -> Candidate:
-        """The largest micro-batch, if only this one needs no accumulation (which would keep gradients); else the failing candidate."""
+        """The candidate with the largest micro-batch if it alone needs no accumulation, which keeps gradients; else the failing one."""
         steps, last = self.batches.accumulation, prospect.sizes[-1]
         if steps(last) == 1 and steps(prospect.sizes[0]) > 1:
             return self.candidate(prospect.choice, last)
@@ -355,7 +355,9 @@ class Search:
         return not self._exceeds(plan)
 
     def _exceeds(self, plan: Plan) -> bool:
-        """Whether the plan's states alone are too much, or else its lower bound, which takes ten times longer to compute."""
+        """Whether the plan's states alone, or else its lower bound, exceed the memory that the margin leaves. The states are compared
+        first, because the lower bound takes ten times longer to compute.
+        """
         states_exceed = self.evaluator.states_exceed(replace(plan, micro_batch_size=self.batches.smallest))
         return states_exceed or self.evaluator.exceeds(plan)
 

@@ -102,7 +102,7 @@ class Collector:
         return found
 
     def number(self, key: str, option: str | None = None) -> int | None:
-        """As `peek_number`; a number counts as read and is set as `option` if that is given."""
+        """The number at `key`, as `peek_number` returns it. The key counts as read. The number is set as `option` if that is given."""
         found = self.peek_number(key)
         if found is not None:
             self.take(key)

@@ -130,7 +130,7 @@ class _Attribution:
                 self._sizes[category].add(item.n_bytes)
 
     def of(self, item: Live) -> tuple[Category, str, str]:
-        """(category, module, place)"""
+        """The category of a storage, and the module and the place in the code that allocated it."""
         if item.event is None and item.stack == NO_STACK:
             if item.freed == NEVER and self._optimizer_recorded:  # made before the first step and never freed
                 return "parameters", "", "allocated before recording began"

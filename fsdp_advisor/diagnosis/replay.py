@@ -103,7 +103,7 @@ def alive_at(trace: Trace, segments: Sequence[SnapshotSegment], moment: int) -> 
 
 
 def _earlier(trace: Trace, segments: Sequence[SnapshotSegment]) -> tuple[list[Live], array[int]]:
-    """(the storages that were alive before the trace began, `lifetimes`)."""
+    """The storages that were alive before the trace began, and the `lifetimes` of those in it."""
     earlier: list[Live] = []
     current: dict[int, int] = {}
     freed = array("q", [NEVER]) * len(trace)

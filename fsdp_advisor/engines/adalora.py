@@ -1,4 +1,4 @@
-"""What PEFT's AdaLoRA needs of an engine: it reads its matrices a second time after the model's forward, for a regularization.
+"""AdaLoRA's regularization, which reads the adapters' matrices a second time after the model's forward.
 
 Source: peft 0.21, tuners/adalora/model.py, `forward`.
 """

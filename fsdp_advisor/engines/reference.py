@@ -38,7 +38,7 @@ EngineStep = DdpStep | Fsdp1Step | Fsdp2Step | DeepspeedStep
 
 
 def precomputation_refusal(profile: Profile, plan: Plan) -> UsageError | None:
-    """Why TRL cannot compute the reference's log-probabilities before training. None if it can, or does not.
+    """Why TRL cannot compute the reference's log-probabilities before training. None if it can, or need not.
 
     With adapters the reference is the trained model, which FSDP leaves on the CPU until training begins. Source: trl 1.16,
     trainer/dpo_trainer.py and kto_trainer.py, `_precompute_ref_logps`: it fails in rehearsals of three jobs.

@@ -152,7 +152,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _same_series(key: str, other: str) -> bool:
-    """Whether one name begins with the other, or both begin with the same four letters or more: TPU v5p and TPU v6e, but not RTX."""
+    """Whether the names are of one series: one begins with the other, or both begin with the same four letters or more."""
     if min(len(key), len(other)) < 3:
         return False
     letters, others = (re.sub(r"[0-9].*", "", one) for one in (key, other))

@@ -34,7 +34,7 @@ def modelled_kernels(plan: Plan, adaptation: Adaptation) -> tuple[str, ...]:
 
 
 def kernels_not_modelled(plan: Plan, adaptation: Adaptation) -> str | None:
-    """What is not modelled with the kernels that axolotl runs, so that the estimate has PEFT's code; None if it has the kernels."""
+    """Why the estimate has PEFT's code instead of axolotl's kernels: what is not modelled with them. None if it has the kernels."""
     if not chosen_kernels(plan, adaptation):
         return None
     if adaptation.peft.get("use_dora"):

@@ -163,7 +163,7 @@ class _Reader:
         raise AssertionError("the visit is not part of the program")
 
     def _visits(self) -> Iterator[tuple[Visit, MicroBatch | None]]:
-        """Every visit, with the micro-batch before its own; None if there is none."""
+        """Every visit, with the micro-batch before the one that it belongs to; None in the first micro-batch."""
         before = None
         for micro_batch in self._program.micro_batches:
             for visit in micro_batch.visits:

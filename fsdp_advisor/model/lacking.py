@@ -13,7 +13,7 @@ class Lacking(NamedTuple):
     why: str
     """What it is, and why the catalog lacks it."""
     instead: str
-    """What to do."""
+    """What to use instead."""
 
 
 _GIVE = "give its hub id or config.json, which is then recorded once"

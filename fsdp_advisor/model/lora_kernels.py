@@ -44,7 +44,7 @@ def stops_in_attention(config: Mapping[str, Any]) -> bool:
 
 
 def kernels_of_model(plan: Plan, config: Mapping[str, Any], parameters: Iterable[str]) -> tuple[str, ...]:
-    """As `modelled_kernels`, for a model that may be adapted: its configuration and the names of its parameters.
+    """`modelled_kernels` for the model with this configuration and these names of parameters; none without adapters.
 
     Where axolotl's own choice stops, this is what works: the kernel for feed-forward networks alone, or none if it has no effect.
     """
@@ -57,7 +57,7 @@ def kernels_of_model(plan: Plan, config: Mapping[str, Any], parameters: Iterable
 
 
 def _missing(kernel: str, parameters: Sequence[str]) -> str:
-    """What a kernel lacks in a model with these parameters; empty if it has an effect."""
+    """Why a kernel has no effect in a model with these parameters; empty if it has one."""
     names = [f".{name}" for name in parameters]
 
     def lacking(suffix: str) -> str:

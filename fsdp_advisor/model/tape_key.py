@@ -31,9 +31,11 @@ half precision on Hopper and Blackwell.
 """
 
 TapeCheckpointing = Literal["none", "full", "full-accelerate", "reentrant", "every", "selective", "selective-trl"]
-"""What a plan's `CheckpointingCode` records, and one more: with ``full-accelerate``, which depends on the model, the layers are wrapped by
-accelerate's FSDP2 and not checkpointed by the model, which would make the output of a frozen embedding require a gradient; they are
-not compiled then. ``every``: some layers, of a model that was built so (`Adaptation.checkpoint_every`); ``selective``: torchtitan's policy.
+"""The code that checkpoints the layers in a recording: a plan's `CheckpointingCode`, or ``full-accelerate``.
+
+With ``full-accelerate`` accelerate's FSDP2 wraps the layers, which are then not compiled. The model does not checkpoint them itself, so the
+output of a frozen embedding requires no gradient. ``every``: some layers, of a model that was built so (`Adaptation.checkpoint_every`).
+``selective``: torchtitan's policy.
 """
 
 
@@ -89,8 +91,8 @@ class TapeKey:
     ignored_labels: float = 0.0
     """The fraction of the labels that a loss other than ``full`` leaves out."""
     task: TrainingTask = "sft"
-    """The trainer of TRL, or with the loss ``full`` of LLaMA-Factory, whose batch and loss the step has; ``sft`` also stands for all other
-    loops.
+    """The task of the trainer whose batch and loss the step has: one of TRL's, or with the loss ``full`` of LLaMA-Factory's. ``sft`` also
+    stands for all other training loops.
     """
     reference: Reference = "none"
     """The model whose log-probabilities the loss also reads. Its forward runs without gradients (`ScoringPhase`)."""

@@ -202,7 +202,7 @@ class StepBuilder:
         return self._owned.pop(unit, [])
 
     def take_new_gradients(self) -> list[BufferId]:
-        """The gradients since the last call."""
+        """The gradients that were allocated since the last call."""
         taken, self._fresh = self._fresh, []
         return taken
 
@@ -211,7 +211,7 @@ class StepBuilder:
         return self._latest.get((parameter, at_root), NO_BUFFER)
 
     def take_gradient(self, parameter: int, *, at_root: bool) -> BufferId:
-        """As `gradient`, but NO_BUFFER from the second call for a gradient on."""
+        """The same as `gradient` at the first call for a gradient; NO_BUFFER at later calls."""
         found = self.gradient(parameter, at_root=at_root)
         if found in self._complete:
             return NO_BUFFER

@@ -230,8 +230,8 @@ class _LayoutReader:
         yield self._spans[-1]
 
     def _real_storages(self, freed: Freed) -> int:
-        """How many real storages one recorded free frees: 1, or, if the storage was allocated in a layer that is not adjacent, one for each
-        real layer that the recorded layer stands for.
+        """The number of real storages that a recorded free stands for. It is 1; or, if the storage was allocated in a layer that is not
+        adjacent, the number of real layers that the recorded layer stands for.
         """
         born = self._tape.segments[freed.segment]
         return 1 if freed.is_near or born.stack == ROOT else self._profile.stacks[born.stack].counts[born.layer]

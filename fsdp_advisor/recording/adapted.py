@@ -165,7 +165,7 @@ _REFUSED_WITH_MAMBA = ("out_proj", "conv1d")
 
 
 def _hint(refusal: str, linear: list[str]) -> str:
-    """What to change about an adapter that PEFT refuses with these words. `linear`: names of the model's linear layers."""
+    """What to change in the job if PEFT refuses its adapter with the message `refusal`. `linear`: names of the model's linear layers."""
     if "ParamWrapper" in refusal:  # of the weights of experts, which all-linear includes
         return "leave it out, or name modules other than the experts with --lora-target-modules"
     if "Mamba-based" in refusal:

@@ -239,7 +239,7 @@ class _PadInput(torch.autograd.Function):
 def _with_rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
 ) -> torch.Tensor:
-    """transformers' `_flash_attention_forward` on a batch of `Rows`. Of steps that read values, only the tensors are allocated.
+    """transformers' `_flash_attention_forward` on a batch of `Rows`. Where it reads values of tensors, only the results are allocated.
 
     Source: transformers 5.23, modeling_flash_attention_utils.py. Not counted: the sort in the backward of indexing on CUDA, about 32
     bytes per token.

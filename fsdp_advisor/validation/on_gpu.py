@@ -188,7 +188,7 @@ def simulate_allocator_over_run(run: GpuRun, *, limited: bool) -> tuple[PhasePea
 
 
 def _run(allocator: CachingAllocator, operations: tuple[int, ...]) -> dict[str, int]:
-    """The peaks over `operations`, as after `reset_peak_memory_stats`."""
+    """The allocator's peaks while `operations` run. Earlier peaks do not count, as after `reset_peak_memory_stats`."""
     allocator.allocated_peak, allocator.requested_peak = allocator.allocated, allocator.requested
     allocator.driver.peak = allocator.driver.reserved
     allocator.run(operations)

@@ -51,7 +51,7 @@ class Batch(NamedTuple):
 
 
 class Updates(NamedTuple):
-    """What the updates of a plan have in common.
+    """The updates of a plan's optimizer step, in batches, and what they have in common.
 
     `gathered_bytes`: per element of what is gathered. `host_bytes`: per element of the gradients on the host. `loss_scaled`: whether
     the updates are multiplied by a loss scale. `sharded`: stage 3, which copies its part of the gradients to the GPU first, and what it

@@ -132,7 +132,7 @@ class MuonUpdates:
 
 
 class Exchanged(NamedTuple):
-    """What the updates of a step take: bytes and number of all-gathers, FLOPs of the slowest rank, bytes of the copies between buffers."""
+    """The cost of a step's updates: bytes and number of all-gathers, FLOPs of the slowest rank, bytes of the copies between buffers."""
 
     gathered_bytes: int
     gathers: int

@@ -19,7 +19,7 @@ _STRATEGIES: dict[str, tuple[Strategy, bool]] = {
 """accelerate's name -> (strategy, whether parameters are resharded after forward), in the order of the numbers 1 to 5."""
 _NAMES = {shards: name for name, shards in _STRATEGIES.items()}
 NAMES = tuple(_STRATEGIES)
-"""accelerate's names."""
+"""accelerate's names of the sharding strategies."""
 PREFETCH_NAMES = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
 """Backward prefetch of a plan -> accelerate's name. transformers expects it in lower case. PyTorch has None instead of the last one."""
 

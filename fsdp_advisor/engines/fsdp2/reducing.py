@@ -56,7 +56,7 @@ class Reducing:
         self._deferred: defaultdict[UnitId, deque[list[BufferId]]] = defaultdict(deque)
         self._all_reduced: list[tuple[UnitId, BufferId]] = []
         self._later: defaultdict[UnitId, list[OwnedGradient]] = defaultdict(list)
-        """The gradients in further layers of units that the model's code has gathered."""
+        """Gradients of units that the model's code has gathered, in layers after the first one whose backward has ended."""
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         self._is_first = is_first

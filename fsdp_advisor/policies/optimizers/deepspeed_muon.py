@@ -30,7 +30,7 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 # s = the smaller, l = the larger of the last two dimensions of a matrix; further dimensions count matrices, such as experts
 
 ITERATIONS = 5
-"""Of Newton-Schulz, which runs in fp16 (`ns_compute_dtype`)."""
+"""The iterations of Newton-Schulz. They run in fp16 (`ns_compute_dtype`)."""
 FINITE_BYTES = 1
 """The flag whether a gradient is finite."""
 
