@@ -63,8 +63,8 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
         )
     if FRAMEWORKS[request.framework].captures_graphs and not request.cuda_graphs:
         notes.append(
-            f"no CUDA graph is assumed, as with --training.disable_cuda_graphs; {FRAMEWORK_NAMES[request.framework]} 0.3 captures forward"
-            " and backward as one by default, and gradients then stay from step to step: cuda_graphs"
+            f"no CUDA graph is assumed, as with --training.disable_cuda_graphs. By default {FRAMEWORK_NAMES[request.framework]} 0.3"
+            " captures forward and backward in one and keeps gradients from step to step; cuda_graphs estimates this"
         )
     if "bnb_4bit_quant_storage" in request.assumed:
         notes.append(

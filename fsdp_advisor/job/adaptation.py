@@ -216,7 +216,7 @@ def _peft_config(request: EstimateRequest) -> dict[str, Any]:
             raise UsageError(
                 "autocast_adapter_dtype is no key of an adapter_config.json but an argument of get_peft_model: PEFT leaves it out with a "
                 "warning, and adapters stay in fp32. Adapters in the base's dtype are not modelled",
-                hint="leave it out; the estimate then has adapters in fp32, which PEFT's default makes of them",
+                hint="leave it out; PEFT then keeps adapters in fp32, as the estimate does",
             )
         dropped = (*_WITHOUT_EFFECT, *_INITIALIZATIONS)
         return {k: v for k, v in values.items() if k not in dropped and v is not None}

@@ -17,7 +17,7 @@ NOT_RECORDABLE = {
     "CPT": "weighs the loss by the type of each token, which only the data says, and reads values of its own weights in each step",
     "XLORA": "mixes LoRA adapters that were trained before, which it loads from their checkpoints",
     "ADAMSS": "divides decomposed weights into clusters, whose sizes depend on the weights' values",
-    "MULTITASK_PROMPT_TUNING": "multiplies its prompts by matrices of the task of each example, which only the data says",
+    "MULTITASK_PROMPT_TUNING": "multiplies its prompts by matrices of the task of each example, and only the data says which task that is",
     "POLY": "selects its matrices by the task of each example, which only the data says",
 }
 """Why the layers or the step of a method cannot be recorded. Source: peft 0.21, tuners/{shira,frod}/layer.py, `forward`; frod/model.py,
