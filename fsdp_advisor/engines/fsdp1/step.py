@@ -216,7 +216,7 @@ class Fsdp1Step(StepHooks):
                 self._unreduced[unit].append(gradients)
             else:
                 step.free(*gradients)  # autograd adds them to the earlier gradients
-                added = self._units[unit].trainable_elements * self._units[unit].gathered_bytes
+                added = self._units[unit].trainable_elements * self._units[unit].gathered_element_bytes
                 step.add(Copy(unit, ADDED_TENSORS * added))
             if not self._reduces:
                 return
@@ -315,8 +315,10 @@ class Fsdp1Step(StepHooks):
     def _send_parameters(self, step: StepBuilder, unit: UnitId, sizes: UnitBytes, start: Start) -> None:
         plan = self._plan
         if self._offload:
-            step.add(HostTransfer(unit, sizes.elements / plan.shard_degree * sizes.stored_bytes, "parameters", start))
-        step.add(AllGather(unit, sizes.elements * sizes.gathered_bytes, start))
+            step.add(
+                HostTransfer(unit, sizes.elements / plan.shard_degree * sizes.stored_element_bytes, "parameters", start)
+            )
+        step.add(AllGather(unit, sizes.elements * sizes.gathered_element_bytes, start))
 
     def _wait(self, step: StepBuilder, unit: UnitId) -> None:
         """Make compute wait for the all-gather, and count the cast of the shard into the compute dtype before it."""
@@ -325,17 +327,17 @@ class Fsdp1Step(StepHooks):
         if plan.mixed:
             sizes = self._units[unit]
             own = sizes.elements / plan.shard_degree
-            step.add(Copy(unit, own * (sizes.stored_bytes + sizes.gathered_bytes)))
+            step.add(Copy(unit, own * (sizes.stored_element_bytes + sizes.gathered_element_bytes)))
 
     def _send_gradients(self, step: StepBuilder, unit: UnitId) -> None:
         plan, n = self._plan, self._plan.shard_degree
         sizes = self._units[unit]
         trainable = sizes.trainable_elements
-        reduced = trainable * sizes.reduced_bytes
+        reduced = trainable * sizes.reduced_element_bytes
         if n > 1:
-            step.add(Copy(unit, trainable * sizes.gathered_bytes + 2 * reduced))
+            step.add(Copy(unit, trainable * sizes.gathered_element_bytes + 2 * reduced))
         step.add(ReduceScatter(unit, reduced))
         if plan.replica_degree > 1:
             step.add(AllReduce(unit, reduced / n, "replica"))
         if self._offload:
-            step.add(HostTransfer(unit, trainable / n * sizes.stored_bytes, "gradients"))
+            step.add(HostTransfer(unit, trainable / n * sizes.stored_element_bytes, "gradients"))

@@ -59,19 +59,19 @@ def unit_elements(unit: Unit, plan: Plan) -> int:
     return flat_elements([p.elements for p in unit.parameters], _alignment(unit, plan), plan.shard_degree)
 
 
-def gathered_bytes(unit: Unit, plan: Plan) -> int:
+def gathered_element_bytes(unit: Unit, plan: Plan) -> int:
     """Bytes per element of a unit's gathered flat parameter: mixed precision casts it, else it has the dtype of the shard."""
     return plan.compute_bytes if plan.mixed else flat_bytes(unit, plan)
 
 
-def reduced_bytes(unit: Unit, plan: Plan) -> int:
+def reduced_element_bytes(unit: Unit, plan: Plan) -> int:
     """Bytes per element of a unit's gradient when it is reduced: as mixed precision says, else those of the gathered flat parameter."""
     return plan.reduce_bytes or flat_bytes(unit, plan)
 
 
 def _alignment(unit: Unit, plan: Plan) -> int:
     """The elements to a multiple of which FSDP1 aligns each parameter of a unit."""
-    return ALIGNMENT_BYTES // gathered_bytes(unit, plan) if plan.use_orig_params else 1
+    return ALIGNMENT_BYTES // gathered_element_bytes(unit, plan) if plan.use_orig_params else 1
 
 
 def stepped_in(unit: Unit, plan: Plan, shard_elements: int) -> list[tuple[Parameter, int]]:
@@ -100,9 +100,9 @@ class UnitBytes(NamedTuple):
     has_trained_piece: bool  # whether rank 0's shard has elements of a trained parameter
     elements: int  # of the unit, without padding
     trainable_elements: int
-    stored_bytes: int  # per element of the shard
-    gathered_bytes: int  # per element of the gathered flat parameter
-    reduced_bytes: int  # per element of the gradient when it is reduced
+    stored_element_bytes: int  # of the shard
+    gathered_element_bytes: int  # of the gathered flat parameter
+    reduced_element_bytes: int  # of the gradient when it is reduced
     initial: Storages  # allocated before the first forward and freed immediately (`init_flat_param_attributes`)
 
 
@@ -110,7 +110,11 @@ def _unit_bytes(unit: Unit, plan: Plan) -> UnitBytes:
     alone = plan.shard_degree == 1
     trains = unit.trainable_elements > 0
     stepping = optimizer_of(plan)
-    stored, gathered, reduced = flat_bytes(unit, plan), gathered_bytes(unit, plan), reduced_bytes(unit, plan)
+    stored, gathered, reduced = (
+        flat_bytes(unit, plan),
+        gathered_element_bytes(unit, plan),
+        reduced_element_bytes(unit, plan),
+    )
     elements = unit_elements(unit, plan)
     local = elements // plan.shard_degree
     stepped = stepped_in(unit, plan, local)
@@ -146,9 +150,9 @@ def _unit_bytes(unit: Unit, plan: Plan) -> UnitBytes:
         gradients=Storages.of(local * stored) if trains else NO_STORAGES,
         has_trained_piece=any(parameter.trainable and piece for parameter, piece in stepped),
         elements=unit.elements,
-        stored_bytes=stored,
-        gathered_bytes=gathered,
-        reduced_bytes=reduced,
+        stored_element_bytes=stored,
+        gathered_element_bytes=gathered,
+        reduced_element_bytes=reduced,
         trainable_elements=unit.trainable_elements,
         initial=initial,
     )
@@ -158,11 +162,11 @@ def _reduce_input(unit: Unit, plan: Plan) -> Storages:
     """What reduction makes of a unit's gradient: a cast to the reduce dtype, and a copy that is padded to a multiple of the ranks."""
     if plan.shard_degree == 1:
         return NO_STORAGES
-    reduced = reduced_bytes(unit, plan)
+    reduced = reduced_element_bytes(unit, plan)
     padded = unit_elements(unit, plan)
     elements = padded if plan.use_orig_params else unit.elements  # of the flat parameter's gradient
     result = NO_STORAGES
-    if reduced != gathered_bytes(unit, plan):
+    if reduced != gathered_element_bytes(unit, plan):
         result += Storages.of(elements * reduced)
     if elements < padded:
         result += Storages.of(padded * reduced)
