@@ -11,9 +11,11 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.render.check_line import check_result
 from fsdp_advisor.render.comparison_text import comparison_text
+from fsdp_advisor.render.terminal import Screen
 from fsdp_advisor.units import format_gib
 
 BASE = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 8, "gpu": "A100-40GB", "strategy": "zero3", "backend": "fsdp2"}
+WIDE = Screen(width=300)
 CHECKPOINTED = {**BASE, "activation_checkpointing": "full"}
 
 
@@ -54,9 +56,9 @@ def test_options_that_only_together_make_the_other_job_fit_are_named() -> None:
 
     assert "gpus" not in found.cure and len(found.cure) == 2
     assert estimate(b.but(**{name: getattr(a, name) for name in found.cure})).estimates[0].fits
-    assert "B fits with A's --activation-checkpointing and --micro-batch-size together." in comparison_text(found) or (
-        "B fits with A's --micro-batch-size and --activation-checkpointing together." in comparison_text(found)
-    )
+    assert "B fits with A's --activation-checkpointing and --micro-batch-size together." in comparison_text(
+        found, WIDE
+    ) or ("B fits with A's --micro-batch-size and --activation-checkpointing together." in comparison_text(found, WIDE))
 
 
 def test_another_gpu_is_the_difference_between_fitting_and_not() -> None:
@@ -68,7 +70,7 @@ def test_another_gpu_is_the_difference_between_fitting_and_not() -> None:
         ("24GiB",),
         True,
     )
-    text = comparison_text(found)
+    text = comparison_text(found, WIDE)
     assert "A fits H100-80GB" in text and "B does not fit 24GiB" in text and "B fits with A's --gpu." in text
 
 
@@ -77,13 +79,13 @@ def test_a_difference_that_is_impossible_alone_says_why() -> None:
     by_name = {d.options[0]: d for d in found.differences}
     assert by_name["framework"].needed_bytes is None
     assert "framework deepspeed has no backend fsdp2" in (by_name["framework"].reason or "")
-    assert "impossible alone" in comparison_text(found)
+    assert "impossible alone" in comparison_text(found, WIDE)
     assert by_name["strategy"].needed_bytes
 
 
 def test_equal_jobs_have_no_difference() -> None:
     found = compare(request(**BASE), request(**{**BASE, "seq_len": 2048, "gpu": "a100 40gb"}))
-    assert found.differences == () and "The two jobs are the same." in comparison_text(found)
+    assert found.differences == () and "The two jobs are the same." in comparison_text(found, WIDE)
 
 
 def test_a_job_without_a_strategy_is_compared_with_one_strategy() -> None:
@@ -93,7 +95,7 @@ def test_a_job_without_a_strategy_is_compared_with_one_strategy() -> None:
 
 def test_a_comparison_says_why_a_peak_is_unknown_and_nothing_about_options_not_given() -> None:
     found = compare(*(request(model="7e9", gpus=4, gpu=gpu, strategy="zero3") for gpu in ("H100", "A100-40GB")))
-    text = comparison_text(found)
+    text = comparison_text(found, WIDE)
     assert "which has 39.39 GiB: peak unknown (a bare parameter count does not tell the sizes of activations" in text
     assert not any("experts" in note for side in (found.a, found.b) for note in side.report.notes)
 

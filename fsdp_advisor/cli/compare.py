@@ -56,8 +56,9 @@ def compare(given: Mapping[str, Any], options: CompareOptions) -> int:
     else:
         from fsdp_advisor.render.comparison_text import comparison_text
 
-        text = comparison_text(found)
-        readings, width = (*a.configs, *b.configs), destination.screen().width
+        screen = destination.screen()
+        text = comparison_text(found, screen)
+        readings, width = (*a.configs, *b.configs), screen.width
         markdown = form == "markdown"
         text = f"```text\n{text}\n```" if markdown else text
         destination.write(with_readings(text, readings, width, markdown=markdown))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 from fsdp_advisor.comparison import Comparison, Difference, Side
 from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.render.sizes import UNKNOWN, Sizes, format_rate
+from fsdp_advisor.render.terminal import Screen, wrap
 from fsdp_advisor.render.view import model_text, report_view, why_unknown
 from fsdp_advisor.units import format_gib
 from fsdp_advisor.verdict import verdict_text
@@ -18,11 +21,19 @@ _PLAN = (
     "gradient_accumulation_steps", "seq_len", "activation_checkpointing", "attention", "wrap", "allocator_conf",
 )  # fmt: skip
 """The options that the columns show even if they are equal."""
+UNSET = "-"
+_GAP = "  "
+_LEAST = 12
+"""The fewest characters of a column."""
 
 
-def comparison_text(found: Comparison) -> str:
-    """The answer in one sentence, both plans, and a line per difference."""
-    return "\n".join([answer(found), "", *_columns(found), "", *_differences(found)])
+def comparison_text(found: Comparison, screen: Screen) -> str:
+    """The answer in one sentence, both plans, and a line per difference, at the screen's width."""
+    lines = [wrap(answer(found), screen), "", *_columns(found, screen.width), ""]
+    for line in _differences(found):
+        start = line[: len(line) - len(line.lstrip())]
+        lines.append(wrap(line.lstrip(), screen, indent=start * 2, first=start))
+    return "\n".join(lines)
 
 
 def answer(found: Comparison) -> str:
@@ -49,19 +60,27 @@ def _fit(side: Side) -> str:
     return f"{fits} {report.gpu_name}, which has {memory}: {verdict_text(report, row)} ({why_unknown(row)})"
 
 
-def _columns(found: Comparison) -> Iterator[str]:
+def _columns(found: Comparison, width: int) -> Iterator[str]:
+    """The rows of both plans. Options that neither job has are left out; cells are wrapped where the lines would be wider than `width`."""
     a, b = found.a, found.b
     differing = {name for d in found.differences for name, x, y in zip(d.options, d.a, d.b, strict=True) if x != y}
     rows = [("", "A", "B"), ("model", model_text(a.report), model_text(b.report))]
     names = dict.fromkeys((*_PLAN, *(n for d in found.differences for n in d.options if n != "model")))
     for name in names:
         values = _shown(getattr(a.request, name)), _shown(getattr(b.request, name))
+        if values == (UNSET, UNSET):
+            continue
         mark = "* " if name in differing else "  "
         rows.append((mark + name.replace("_", " "), *values))
-    rows += [(f"  {name}", x, y) for (name, x), (_, y) in zip(_figures(a), _figures(b), strict=True)]
-    first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
+    figures = [(f"  {name}", x, y) for (name, x), (_, y) in zip(_figures(a), _figures(b), strict=True)]
+    rows += [row for row in figures if row[1:] != (UNSET, UNSET)]
+    first = max(len(name) for name, _, _ in rows)
+    room = max((width - first - 2 * len(_GAP)) // 2, _LEAST)
+    second = min(max(len(left) for _, left, _ in rows), room)
     for name, left, right in rows:
-        yield f"{name:<{first}}  {left:<{second}}  {right}".rstrip()
+        cells = (textwrap.wrap(left, second) or [""], textwrap.wrap(right, room) or [""])
+        for number, (x, y) in enumerate(zip_longest(*cells, fillvalue="")):
+            yield f"{'' if number else name:<{first}}{_GAP}{x:<{second}}{_GAP}{y}".rstrip()
 
 
 def _figures(side: Side) -> list[tuple[str, str]]:
@@ -94,7 +113,7 @@ def _differences(found: Comparison) -> Iterator[str]:
 
 def _effect(d: Difference) -> str:
     if d.reason is not None:
-        return f"impossible alone ({d.reason})"
+        return f"impossible alone ({'; '.join(d.reason.splitlines())})"
     if d.needed_bytes is None and d.step_time is None:
         return "unknown"
     memory = "memory unknown" if d.needed_bytes is None else _memory(d.needed_bytes)
@@ -120,4 +139,4 @@ def _names(d: Difference) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "-" if value is None else str(value)
+    return UNSET if value is None else str(value)

@@ -188,6 +188,14 @@ def test_compare_takes_files_and_options(cli: Cli, config: Path) -> None:
     assert document["differences"][0]["options"] == {"gpu": {"a": "H100-80GB", "b": "24GiB"}}
 
 
+@pytest.mark.parametrize("columns", [60, 100])
+def test_compare_keeps_to_the_width_and_leaves_out_what_neither_job_has(columns: int, cli: Cli) -> None:
+    ran = cli("compare", "--gpu H100", "--gpu A100", "--model", LLAMA, "--gpus", "8", "-q", columns=columns)
+    assert max(map(len, ran.out.splitlines())) <= columns
+    assert "(6.74B" in ran.out and "* gpu" in ran.out
+    assert not any(name in ran.out for name in ("optim args", "allocator conf", "host per node"))
+
+
 def test_compare_over_rest_equals_the_command_line(cli: Cli, client: TestClient) -> None:
     job = {"model": LLAMA, "gpus": 8, "strategy": "zero3"}
     got = client.post("/api/v1/compare", json={"a": job | {"gpu": "H100"}, "b": job | {"gpu": "24GiB"}}).json()
