@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdp_advisor.engines.wrapping import head_gathered_by_loss, takes_root_apart, tape_wrap
+from fsdp_advisor.engines.wrapping import (
+    head_gathered_by_generation,
+    head_gathered_by_loss,
+    takes_root_apart,
+    tape_wrap,
+)
 from fsdp_advisor.errors import NotPolynomial, UsageError
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.adaptation import CONFIG_KEY, may_adapt
@@ -212,10 +217,12 @@ def _with_loss(key: TapeKey, plan: Plan, profile: Profile | None) -> TapeKey:
 
 
 def _gathered_head(plan: Plan, profile: Profile | None) -> GatheredHead:
-    """The dtype in which TRL's loss gathers the head's weight, which is the one in which it is stored; empty if FSDP2 gathers it."""
-    index = None if profile is None else head_gathered_by_loss(profile, plan)
-    if profile is None or index is None:
+    """Who gathers the head's weight for TRL's loss: see `TapeKey`. The loss gathers it in the dtype in which it is stored."""
+    if profile is None:
         return ""
+    index = head_gathered_by_loss(profile, plan)
+    if index is None:
+        return "generation" if head_gathered_by_generation(profile, plan) else ""
     return "bfloat16" if stored_bytes(plan, profile.root.parameters[index]) == 2 else "float32"
 
 

@@ -87,13 +87,21 @@ def head_is_alone(profile: Profile, plan: Plan) -> bool:
     return is_apart and bool(profile.adapter_parameters) and "head" in roles and "final_norm" not in roles
 
 
+def head_gathered_by_generation(profile: Profile, plan: Plan) -> bool:
+    """Whether each micro-batch generates completions with a head that is a unit by itself. Generation calls the head, which gathers its
+    weight until backward ends, so TRL's loss finds it gathered.
+    """
+    return head_is_alone(profile, plan) and plan.generates_each_micro_batch
+
+
 def head_gathered_by_loss(profile: Profile, plan: Plan) -> int | None:
     """The index among the root's parameters of the weight that TRL's loss gathers itself: the head's, or that of its trained copy.
 
-    None if FSDP2 gathers it. The loss never calls the head, so no module's forward gathers one that is a unit by itself.
+    None if FSDP2 gathers it. The loss never calls the head, so no module's forward gathers one that is a unit by itself, but generation.
+    If a generation is for several micro-batches, the loss gathers it in all but the first, which need more memory.
     Source: trl 1.16, trainer/utils.py, `_fused_forward`; peft 0.21, utils/other.py, `ModulesToSaveWrapper`.
     """
-    if plan.loss_code != "trl" or not head_is_alone(profile, plan):
+    if plan.loss_code != "trl" or not head_is_alone(profile, plan) or plan.generates_each_micro_batch:
         return None
     found = in_module(profile, "head")
     copies = (i for i in found if ".modules_to_save." in profile.root.parameters[i].name)

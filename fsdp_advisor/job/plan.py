@@ -144,6 +144,14 @@ class Plan:
         return self.generation is not None and self.generation.micro_batches(accumulation) >= accumulation
 
     @property
+    def generates_each_micro_batch(self) -> bool:
+        """Whether the trained model generates completions before each micro-batch, and all batches of an evaluation do."""
+        found = self.generation
+        if found is None or found.generator != "transformers":
+            return False
+        return self.evaluates or found.micro_batches(self.gradient_accumulation_steps) * found.iterations == 1
+
+    @property
     def sequences(self) -> int:
         """Sequences per forward pass of a rank."""
         return self.micro_batch_size * sequences_per_example(self.task)

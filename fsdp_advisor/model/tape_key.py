@@ -19,7 +19,7 @@ model whose weights have several dtypes. ``fsdp1+autocast``: FSDP1's mixed preci
 (accelerator.py, `prepare_model`), which the Trainer uses too.
 """
 
-GatheredHead = Literal["", "bfloat16", "float32"]
+GatheredHead = Literal["", "bfloat16", "float32", "generation"]
 TapePrecision = Literal["bf16", "bf16-mixed", "bf16-weights-mixed", "fp32"]
 """``bf16-mixed``: autocast, or FSDP's casts, of fp32 weights; ``bf16-weights-mixed``: autocast with weights in bf16."""
 TapeDevice = Literal["cpu", "gpu"]
@@ -99,7 +99,9 @@ class TapeKey:
     activation_offload: OffloadCode = "none"
     """The implementation that offloads activations to host memory."""
     gathered_head: GatheredHead = ""
-    """The dtype in which the loss gathers the head's weight by itself, because FSDP2 does not; empty if it does."""
+    """The dtype in which the loss gathers the head's weight by itself, because FSDP2 does not; ``generation`` if only generation calls the
+    head, whose weight then stays gathered for the loss; empty if FSDP2 gathers it in each forward.
+    """
     router_loss: bool = False
     """Whether TRL adds the load-balancing loss of the routers, if the model's configuration has one."""
     completion_length: int = 0

@@ -73,7 +73,8 @@ class PreferenceSource(FusedLossSource):
         if key.task != "grpo":
             disable_dropout(model)
         head = model.get_output_embeddings()
-        fused = FusedLoss(head, self._scored, key.ignored_labels, key.gathered_head, key.completion_length)
+        gathers = key.gathered_head if key.gathered_head != "generation" else ""
+        fused = FusedLoss(head, self._scored, key.ignored_labels, gathers, key.completion_length)
         set_loss(model, fused, _forward)
 
     def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from fsdp_advisor.errors import NotRecordable
-from fsdp_advisor.recording.losses.fused import causal_model
+from fsdp_advisor.recording.losses.fused import causal_model, fused_loss_of
 from fsdp_advisor.recording.scoring import scoring, without_checkpointing
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def generate(module: nn.Module, batch: dict[str, torch.Tensor], name: str) -> No
     cache = _GrowingCache(config, prompts.shape[1] + last)
     with _generating(module), scoring("prefill"):
         positions = _positions(module, batch["prompt_mask"], name)
-        _sample(module(input_ids=prompts.clone(), past_key_values=cache, **positions))
+        sampled = _sample(module(input_ids=prompts.clone(), past_key_values=cache, **positions))
         torch.clear_autocast_cache()
         del positions
     cache.grow()
@@ -66,9 +66,9 @@ def generate(module: nn.Module, batch: dict[str, torch.Tensor], name: str) -> No
         ids = torch.cat([prompts, batch["completion_ids"]], dim=1)
         positions = _positions(module, torch.ones_like(ids), name)
         of_last = {key: x[..., -1:].clone() for key, x in positions.items()}
-        _sample(module(input_ids=ids[:, -1:].clone(), past_key_values=cache, **of_last))
+        sampled = _sample(module(input_ids=ids[:, -1:].clone(), past_key_values=cache, **of_last))
         torch.clear_autocast_cache()
-        del ids, positions, of_last, cache
+        del ids, positions, of_last, cache, sampled
 
 
 @contextlib.contextmanager
@@ -96,10 +96,14 @@ def _positions(module: nn.Module, mask: torch.Tensor, name: str) -> dict[str, to
     return {"position_ids": model._prepare_position_ids_for_generation(mask, {"attention_mask": mask})}
 
 
-def _sample(logits: torch.Tensor) -> torch.Tensor:
-    """The next tokens. Source: transformers 5.23, generation/utils.py, `_sample`."""
-    probabilities = nn.functional.softmax(logits[:, -1, :].to(copy=True, dtype=torch.float32), dim=-1)
-    return torch.multinomial(probabilities, num_samples=1).squeeze(1)
+def _sample(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The next tokens' logits, their probabilities and the tokens, which live until those of the next forward replace them.
+
+    Source: transformers 5.23, generation/utils.py, `_sample`.
+    """
+    of_last = logits[:, -1, :].to(copy=True, dtype=torch.float32)
+    probabilities = nn.functional.softmax(of_last, dim=-1)
+    return of_last, probabilities, torch.multinomial(probabilities, num_samples=1).squeeze(1)
 
 
 class _GrowingCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
@@ -156,12 +160,17 @@ def loss_of_grpo(source: PreferenceSource, module: nn.Module, batch: dict[str, t
     size = batch["advantages"].shape[0] // key.generated
     if key.generates:
         generate(module, batch, source.name)
+    fused = fused_loss_of(causal_model(module, source.name))
+    gathers = fused.gathered_head
+    if key.generates:
+        fused.gathered_head = ""  # generation leaves the head's weight gathered
     if key.scores_policy:
         with source.as_scored_policy():
             score(source, module, batch, "policy", size)
     if key.reference != "none":
         with source.as_reference(module):
             score(source, module, batch, "reference", size)
+    fused.gathered_head = gathers
     part = {name: x[:size] if x.dim() else x for name, x in batch.items()}
     ids, mask = sequences(part)
     logps, entropies, of_routers = log_probs(module, ids, mask, key.completion_length, with_entropies=True)

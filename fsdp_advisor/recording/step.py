@@ -76,7 +76,9 @@ class Step:
         if modules.head is not None and not key.compiles_whole:
             modules.head.register_forward_pre_hook(self._head_begins, with_kwargs=True)
         if key.marks_root_units and task_of(source.task).has_root_units:
-            marked = replace(modules, head=None) if key.gathered_head else modules
+            marked = modules
+            if key.gathered_head:  # only generation calls the head itself, not the loss in its place
+                marked = replace(modules, head=getattr(modules.head, "head", None))
             mark_root_units(
                 marked,
                 self._mark_root_unit,

@@ -44,6 +44,10 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
             ("no scores", ({}, {})),
         ],
         [
+            (
+                "adapters that FSDP2 shards",
+                ({**LORA_SETTINGS, **FSDP2_SETTINGS, "beta": 0.1}, {**LORA_OPTIONS, **FSDP2_OPTIONS, "beta": 0.1}),
+            ),
             ("half precision, accumulated", ({"precision": "bf16", **ACCUMULATED}, {"precision": "bf16", **ACCUMULATED})),
             (
                 "adapters",

@@ -16,7 +16,7 @@ from fsdp_advisor.engines.fsdp2.units import fsdp2_units
 from fsdp_advisor.engines.fsdp_shards import shard_shape
 from fsdp_advisor.engines.optimizer_work import gpu_step, gradient_norms, host_step, optimizer_temporaries, shards_of
 from fsdp_advisor.engines.policy_walk import OneUnitPerLayer, PolicyWalk
-from fsdp_advisor.engines.wrapping import HEAD, head_gathered_by_loss, marked_units
+from fsdp_advisor.engines.wrapping import HEAD, head_gathered_by_loss, head_is_alone, marked_units
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.fsdp_units import AT_ROOT, WHOLE, UnitId
 from fsdp_advisor.model.profile import Profile
@@ -44,11 +44,18 @@ class Fsdp2Step(StepHooks):
         self._chunked_loss = loss_in_chunks(profile, plan, self._wrapping)
         gathered = head_gathered_by_loss(profile, plan)
         self._head_of_loss = gathered if gathered is not None and profile.root.parameters[gathered].trainable else None
+        self._loss_gathers_head = gathered is not None
+        self._only_generation_calls_head = plan.generation is not None and head_is_alone(profile, plan)
         self.gradient_hooks = plan.defers_reduction or self._chunked_loss is not None or self._head_of_loss is not None
         self._gathering = Gathering(plan, self._units)
         self._reducing = Reducing(profile, plan, self._wrapping, self._units, self._gathering, self._chunked_loss)
         # State within one micro-batch
         self._repeated = False  # a forward of this micro-batch has run before
+        self._with_gradients = True  # so has the forward that runs
+        self._generation_gathered_head = False
+        """Whether the last gathered unit is a head that only generation calls. PEFT's `generate` calls the model inside the root, so no
+        hook of the root frees the output of the last all-gather.
+        """
         self._runs_head = self._loss_ended = False
         self._forward_order = ForwardOrder()
         self._ran_in_layer: set[UnitId] = set()  # units within the current layer whose forward has run
@@ -74,7 +81,7 @@ class Fsdp2Step(StepHooks):
         self._reducing.begin_micro_batch(is_first=is_first, is_last=is_last)
 
     def begin_forward(self, *, with_gradients: bool, repeated: bool) -> None:
-        self._repeated = repeated
+        self._repeated, self._with_gradients = repeated, with_gradients
 
     def unsharded(self, unit: UnitId) -> Storages:
         """A unit's parameters when they are gathered."""
@@ -84,6 +91,10 @@ class Fsdp2Step(StepHooks):
         if unit.part == WHOLE:  # a layer begins, which need not be a unit
             self._ran_in_layer.clear()
         unit = self._walk.pre_forward(unit)
+        if unit == AT_ROOT:
+            self._runs_head = False
+            if self._loss_gathers_head and self._with_gradients and self._gathering.is_unsharded(HEAD):
+                self._gathering.free(step, HEAD)  # as in a micro-batch without a generation, which needs more
         if self._is_empty(unit):
             return
         self._runs_head = self._runs_head or unit == HEAD
@@ -93,6 +104,7 @@ class Fsdp2Step(StepHooks):
         if has_run and not self._reshards(unit):
             return  # it is still gathered since its previous forward
         self._gathering.unshard(step, unit, "forward")
+        self._generation_gathered_head = unit == HEAD and self._only_generation_calls_head
         if self._plan.forward_prefetch and unit != AT_ROOT and step.following is not None:
             self._gathering.request(step, step.following, "forward")
 
@@ -111,7 +123,7 @@ class Fsdp2Step(StepHooks):
             self._forward_order.record(unit)
             if self._reshards(unit):
                 self._gathering.reshard_after_forward(step, unit)
-        if unit == AT_ROOT:
+        if unit == AT_ROOT and not self._generation_gathered_head:
             self._gathering.free_previous_output(step)
 
     def before_recomputation(self, step: StepBuilder, unit: UnitId) -> None:
