@@ -17,7 +17,8 @@ SCALAR_BYTES = 4
 class SavedState(NamedTuple):
     """Bytes of optimizer state in a checkpoint; all 0 if the plan saves only the weights.
 
-    `total`: all tensors, also those on the host. `scalars`: the step counts among them. `largest`: the largest tensor.
+    `total`: all tensors, also those on the host. `scalars`: step counts and a group's learning rate among them. `largest`: the largest
+    tensor.
     """
 
     total: int = 0
@@ -26,11 +27,15 @@ class SavedState(NamedTuple):
 
 
 def saved_state(profile: Profile, plan: Plan, shape_of: Callable[[Parameter], Sequence[int]]) -> SavedState:
-    """The optimizer state of tensors of the shapes that `shape_of` returns for each trainable parameter."""
+    """The optimizer state of tensors of the shapes that `shape_of` returns for each trainable parameter.
+
+    The Trainer makes two groups of parameters, with weight decay and without. Source: transformers 5.23, trainer.py, `create_optimizer`.
+    """
     if plan.save_only_model:
         return SavedState()
     optimizer = optimizer_of(plan)
-    total, scalars, largest = optimizer.shared_state.exact, 0, 0
+    scalars, largest = optimizer.group_state_bytes * (2 if plan.facts.uses_trainer else 1), 0
+    total = optimizer.shared_state.exact + scalars
     for p, count in profile.counted_parameters():
         if optimizer.keeps_state_of(p):
             state = optimizer.all_state_storages(p, shape_of(p), stored_bytes(plan, p))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_advisor.errors import assert_never
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.job.checkpointing import CheckpointingCode, OffloadCode, every_nth_layer
 
@@ -49,25 +48,10 @@ def checkpointing_note(job: Job) -> str:
 
 
 def is_of_model(job: Job) -> bool:
-    """Whether transformers has to checkpoint the layers, because accelerate's FSDP plugin cannot: it checkpoints only all layers fully.
-
-    The plugin would also checkpoint each of FSDP1's units of adapters, which fails: "Recomputed values for the following tensors have
-    different metadata". With FSDP2 and frozen parameters or compiled code, only the estimate for accelerate has the plugin's checkpoints
-    (`tape_key_of`); the others have transformers'.
-    """
-    plan = job.plan
-    plain = plan.checkpointing == "full" and plan.offload_code != "inputs"
-    differs = bool(job.adaptation.peft or job.adaptation.freeze) or plan.compile != "none"
-    match plan.backend:
-        case "fsdp1":
-            by_plugin = not job.adaptation.peft
-        case "fsdp2":
-            by_plugin = plan.framework == "accelerate" or not differs
-        case "ddp" | "deepspeed":
-            by_plugin = False
-        case _:
-            assert_never(plan.backend)
-    return plan.checkpointing != "none" and not (plain and by_plugin)
+    """Whether transformers has to checkpoint the layers, because accelerate's FSDP plugin does not."""
+    adapters = bool(job.adaptation.peft)
+    by_plugin = job.plan.plugin_checkpoints(adapters=adapters, partly_frozen=adapters or bool(job.adaptation.freeze))
+    return job.plan.checkpointing != "none" and not by_plugin
 
 
 def keywords(job: Job) -> dict[str, Any]:

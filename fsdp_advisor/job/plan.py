@@ -248,6 +248,26 @@ class Plan:
         assert policy is not None, self.activation_checkpointing
         return "selective-trl" if policy.kind == "selective" and self.facts.keeps_attention_alone else policy.kind
 
+    def plugin_checkpoints(self, *, adapters: bool, partly_frozen: bool) -> bool:
+        """Whether accelerate's FSDP plugin checkpoints the layers in files for accelerate and its Trainers, not transformers. The plugin
+        checkpoints only all layers fully. `partly_frozen`: with adapters too.
+
+        It would also checkpoint each of FSDP1's units of adapters, which fails: "Recomputed values for the following tensors have
+        different metadata". With FSDP2 and frozen parameters or compiled code, only the estimate for accelerate has the plugin's
+        checkpoints (`tape_key_of`); the others have transformers'.
+        """
+        if self.checkpointing != "full" or self.offload_code == "inputs":
+            return False
+        match self.backend:
+            case "fsdp1":
+                return not adapters
+            case "fsdp2":
+                return self.framework == "accelerate" or not (partly_frozen or self.compile != "none")
+            case "ddp" | "deepspeed":
+                return False
+            case _:
+                assert_never(self.backend)
+
     @property
     def offload_code(self) -> OffloadCode:
         """The code that keeps activations in host memory."""

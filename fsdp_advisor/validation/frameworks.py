@@ -311,16 +311,11 @@ def _fsdp_config(plan: Plan, classes: list[str], *, checkpointing: bool) -> dict
 
 
 def plugin_checkpoints(model: nn.Module, plan: Plan) -> bool:
-    """Whether accelerate's FSDP plugin, not the model, checkpoints the layers, as in exported files (`export.checkpointing`)."""
-    if plan.facts.uses_trainer and plan.backend == "fsdp1" and hasattr(model, "peft_config"):
-        return False
-    if (
-        plan.framework in ("trainer", "trl", "llamafactory")
-        and plan.backend == "fsdp2"
-        and not all(p.requires_grad for p in model.parameters())
-    ):
-        return False
-    return plan.uses_accelerate and plan.backend != "ddp" and plan.checkpointing == "full"
+    """Whether accelerate's FSDP plugin, not the model, checkpoints the layers, as in exported files."""
+    partly_frozen = not all(p.requires_grad for p in model.parameters())
+    return plan.uses_accelerate and plan.plugin_checkpoints(
+        adapters=hasattr(model, "peft_config"), partly_frozen=partly_frozen
+    )
 
 
 def transformers_trainer(

@@ -22,10 +22,11 @@ from fsdp_advisor.engines.saving import choose_save_method, save_methods
 from fsdp_advisor.engines.transfer import Files, SaveMethod, pretrained_files
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.choices import Framework, OptimizerName
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.parallelism.mesh import Mesh
 from fsdp_advisor.policies.optimizers import optimizer_named
@@ -334,6 +335,18 @@ def test_ddp_saves_tied_weights_once() -> None:
     job, head_bytes = plan("ddp", "ddp", **WEIGHTS), 1000 * 64 * 4
     sizes = [only_files(save_method(profile, job, "full")).tensor_bytes for profile in (tied, untied)]
     assert sizes[1] - sizes[0] == head_bytes
+
+
+@pytest.mark.parametrize(("optim", "framework", "n_bytes"), [
+    ("adamw_torch_8bit", "torch", 18_696), ("adamw_torch_8bit", "trainer", 18_700), ("adamw_torch_4bit", "torch", 8_584),
+])  # fmt: skip
+def test_torchaos_optimizers_save_the_learning_rate_of_each_group(
+    optim: OptimizerName, framework: Framework, n_bytes: int
+) -> None:
+    """Bytes of tensors in `torch.save` of AdamW8bit's and AdamW4bit's state after a step of a 64 x 128 matrix, in one group or two."""
+    profile = Profile("matrix", "causal-lm", Unit("Linear", (Parameter("weight", (64, 128)),)), (), (), None, {}, {})
+    method = save_method(profile, plan("ddp", "ddp", optim=optim, framework=framework), "save_pretrained")
+    assert [f.tensor_bytes for f in method.files if f.name == "optimizer.pt"] == [n_bytes]
 
 
 def test_hsdp_replicas_share_the_writing() -> None:

@@ -167,6 +167,8 @@ class Optimizer(ABC):
     """State on the GPU that exists once per process, independent of the number of parameters."""
     host_state_bytes: int = 0
     """State of one tensor on the host while the tensor is on the GPU. Checkpoints contain it."""
+    group_state_bytes: int = 0
+    """Tensors on the host among the settings of one group of parameters. Checkpoints contain them."""
     measured_zero1: Refusal | None = None
     """Why `validate` cannot build it inside torch's ZeroRedundancyOptimizer. None: it does so wherever it builds it."""
     measured_on_cpu: Refusal | None = None

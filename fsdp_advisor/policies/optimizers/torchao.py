@@ -111,6 +111,7 @@ def _torchao(name: OptimizerName, cls: str, bits: int, *, fp8: bool = False) -> 
         deepspeed_host_kernel="one_pass",
         is_cpu_adam=True,
         host_state_bytes=STEP_COUNT_BYTES,
+        group_state_bytes=FP32_BYTES,  # the learning rate
         deepspeed_notes=(
             "the states of torchao under DeepSpeed are counted from its source code and have not been run",
         ),
