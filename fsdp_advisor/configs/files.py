@@ -18,6 +18,7 @@ from fsdp_advisor.configs import (
     llamafactory,
     python_code,
     shell,
+    swift,
     torchtitan,
     torchtune,
     trainer,
@@ -37,6 +38,7 @@ _FORMATS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[str, Mappin
     (axolotl.is_axolotl, axolotl.read),
     (torchtune.is_torchtune, torchtune.read),
     (torchtitan.is_torchtitan, torchtitan.read),
+    (swift.is_swift, swift.read),
     (llamafactory.is_llamafactory, llamafactory.read),
     (trainer.is_trainer, trainer.read),
 )
@@ -178,7 +180,9 @@ def _structured(name: str, suffix: str, text: str) -> Collector:
     for recognizes, read in _FORMATS:
         if recognizes(keys):
             return read(name, keys)
-    known = "accelerate, DeepSpeed, axolotl, LLaMA-Factory, TRL, Trainer arguments, torchtune, torchtitan, PEFT"
+    known = (
+        "accelerate, DeepSpeed, axolotl, LLaMA-Factory, ms-swift, TRL, Trainer arguments, torchtune, torchtitan, PEFT"
+    )
     raise UsageError(f"{name} is of no known format", hint=f"known are {known}")
 
 

@@ -34,6 +34,7 @@ _VERBS = {
     "llamafactory-cli": ("train",),
     "tune": ("run",),
     "lmf": ("train",),
+    "swift": ("sft", "pt"),
 }
 _METHODS = ("sft", "dpo", "kto", "grpo", "reward", "rloo", "orpo", "cpo", "gkd", "online_dpo", "ppo")
 """The commands of `trl` that train."""
@@ -56,7 +57,10 @@ _NAMED = ("-n", "-p", "--name", "-J", "--job-name", "--comment", "-p", "--partit
 """Options of wrappers whose value may be the name of a launcher."""
 _SHELL = re.compile(r"(?:ba|z|da)?sh")
 _PYTHON = re.compile(r"python(?:\d(?:\.\d+)?)?")
-_LISTS = {"lora_target_modules", "lora_target_parameters", "lora_modules_to_save"}
+_LISTS = {
+    "lora_target_modules", "lora_target_parameters", "lora_modules_to_save", "target_modules", "target_parameters", "modules_to_save",
+    "dataset", "val_dataset",
+}  # fmt: skip
 """Options whose value is all the words up to the next option."""
 _NUMBER = re.compile(r"-\.?\d")
 
@@ -155,6 +159,8 @@ def _launch(program: str, words: Sequence[str], environment: Mapping[str, str]) 
                 return None
             options, arguments = _of_accelerate(rest[1:])
             return launch(options=options, script=f"trl.scripts.{rest[0]}", arguments=arguments)
+        case "swift":
+            return launch(options={}, script=program, arguments=rest)
         case "axolotl" | "llamafactory-cli":
             split = rest.index("--") if "--" in rest else len(rest)
             options = dict(named_values(rest[split + 1 :], FLAGS["torchrun"]))

@@ -13,14 +13,15 @@ _NODES = ("nnodes", "num_nodes")
 _VARIABLES = {
     "torchrun": {"PET_NPROC_PER_NODE": "nproc_per_node", "PET_NNODES": "nnodes"},
     "llamafactory-cli": {"NPROC_PER_NODE": "nproc_per_node", "NNODES": "nnodes"},
+    "swift": {"NPROC_PER_NODE": "nproc_per_node", "NNODES": "nnodes"},
     "run_train.sh": {"NGPU": "nproc_per_node"},
 }
 """Environment variable -> option of a launcher. Source: torch/distributed/argparse_util.py; LLaMA-Factory 0.9.5, launcher.py;
-torchtitan, run_train.sh.
+ms-swift 4.6.0, cli/main.py; torchtitan, run_train.sh.
 """
 _EVERY = ("gpu", "auto")
 """Values with which torchrun starts a rank on every GPU of a node."""
-_ONE_RANK = ("torchrun", "tune")
+_ONE_RANK = ("torchrun", "tune", "swift")
 """Launchers that start one rank unless a number is given. Others start one on every GPU."""
 
 
@@ -54,7 +55,7 @@ def set_ranks(found: Collector, launch: Launch, allocation: Allocation | None) -
         found.guess(
             "gpus", per_node, f"{per_node} GPUs of one node, because the number of nodes is not known: give --gpus"
         )
-    elif launch.program == "torchrun":
+    elif launch.program in ("torchrun", "swift"):
         found.options |= {"gpus": per_node, "nnodes": 1}
     else:
         found.default("gpus", per_node, f"{per_node} GPUs on one node")

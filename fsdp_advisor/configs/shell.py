@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_advisor.configs import accelerate, axolotl, llamafactory, slurm, torchtitan, torchtune, trainer
+from fsdp_advisor.configs import accelerate, axolotl, llamafactory, slurm, swift, torchtitan, torchtune, trainer
 from fsdp_advisor.configs.collect import UNRESOLVED, Collector
 from fsdp_advisor.configs.launchers import Launch, inner_script, launch_of, named_values, other_script
 from fsdp_advisor.configs.ranks import set_ranks
@@ -163,6 +163,8 @@ def _arguments(
     if launch.program == "llamafactory-cli" or llamafactory.is_llamafactory(keys):
         keys |= overrides
         return llamafactory.read(file, keys, replaces=bool(launcher.references)) if keys else None
+    if launch.program == "swift":
+        return swift.read(file, keys, gpus=launcher.options.get("gpus", 1)) if keys else None
     script = _SCRIPT.search(launch.script)
     method = script[1] if script else None
     if trainer.is_trainer(keys) or (keys and launcher.references):
