@@ -134,6 +134,9 @@ _MEANT: dict[str, str] = {
     for name in names.split()
 }  # fmt: skip
 
+_MEANT_JOINED = {name.replace("_", ""): option for name, option in _MEANT.items()}
+"""The same names without underscores, as some tools and users write them: batchsize."""
+
 
 def unknown_option(
     name: str, known: Iterable[str], spell: Callable[[str], str] = str, *, see: str = "see fsdp-advisor estimate --help"
@@ -175,8 +178,9 @@ def topic_of(name: str) -> str | None:
 
 def _close(name: str, known: list[str]) -> list[str]:
     """The options that `name` may stand for: it is a synonym of theirs, their beginning or a misspelling."""
-    if _MEANT.get(name) in known:
-        return [_MEANT[name]]
+    meant = _MEANT.get(name) or _MEANT_JOINED.get(name)
+    if meant in known:
+        return [meant]
     if len(name) < 3:
         return []
     return [option for option in known if option.startswith(name)][:2] or get_close_matches(

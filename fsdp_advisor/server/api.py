@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.responses import Response
 
-from fsdp_advisor.errors import UsageError
+from fsdp_advisor.errors import InvalidOption, UsageError
 from fsdp_advisor.export import TARGETS, find
 from fsdp_advisor.export.choice import needs_recording_for
 from fsdp_advisor.hardware import Gpu, list_gpus
@@ -166,9 +166,17 @@ async def _export(request: Request, target: str, source: ModelSource, asked: Est
     return await _answer(request, source, export_document, asked, name, whole)
 
 
+def _refuse_other_than_pattern(request: Request) -> None:
+    """Raises InvalidOption for a parameter that a list does not have: it would be ignored, and the list would be whole."""
+    for name in request.query_params:
+        if name != "pattern":
+            raise InvalidOption(name, f"no such option: {shown(name)}", hint="did you mean pattern?")
+
+
 @router.get("/models", summary="Models known without looking any up", tags=["lists"],
             response_model=list[schema.ModelRow], responses=_NOT_MODIFIED)  # fmt: skip
 async def models(request: Request, pattern: Pattern = None) -> Response:
+    _refuse_other_than_pattern(request)
     rows = [entry.as_row() for entry in catalog.search(pattern)]
     return body_response(request, json.dumps(rows, separators=(",", ":")).encode())
 
@@ -176,5 +184,6 @@ async def models(request: Request, pattern: Pattern = None) -> Response:
 @router.get("/gpus", summary="GPUs known by name", tags=["lists"],
             response_model=list[Gpu], responses=_NOT_MODIFIED)  # fmt: skip
 async def gpus(request: Request, pattern: Pattern = None) -> Response:
+    _refuse_other_than_pattern(request)
     rows = [asdict(gpu) for gpu in list_gpus(pattern)]
     return body_response(request, json.dumps(rows, separators=(",", ":")).encode())

@@ -97,6 +97,11 @@ def read_query(query: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     return options, [name for name in query if name not in known]
 
 
+def offered() -> list[str]:
+    """The names of the options that the page offers."""
+    return [name for name, field in fields_of(RecommendRequest).items() if not field.rule.hidden]
+
+
 def controls(values: Mapping[str, str], *, invalid: str = "") -> tuple[list[Control], dict[str, list[Control]]]:
     """The visible controls, and the folded ones by group, with `values` filled in. `invalid` names the field with the error."""
     fields = fields_of(RecommendRequest)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlencode
 
 from fsdp_advisor.errors import AdvisorError, UnknownGpu, UnknownModel
 from fsdp_advisor.hardware import GPUS
 from fsdp_advisor.job.adapter_fields import GROUP
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.job.unknown_options import unknown_option
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.server import page_answer, page_form
 from fsdp_advisor.server.answers import Document
@@ -29,8 +30,17 @@ def home_page(
     """The page with its answer. `options` and `unknown` are from `page_form.read_query`, `query` is the query string."""
     values = dict(options)
     view = page_answer.view(page_answer.answer(model, request), model, values)
-    view["notes"] = (*view["notes"], *(f"{name[:40]} is no option and was ignored" for name in unknown[:5]))
+    for name in unknown[:5]:
+        place, text = _ignored(name)
+        view[place] = (*view[place], text)
     return Document.of(_render(values, view, root, query), media_type=HTML, lasting=view["lasting"])
+
+
+def _ignored(name: str) -> tuple[Literal["cautions", "notes"], str]:
+    """(the place on the page, a sentence) about a name in the query that is no option: a caution if an option was probably meant."""
+    error = unknown_option(name, page_form.offered(), see="")
+    said = f"{name[:40]} is no option and was ignored"
+    return ("cautions", f"{said}: {error.hint}") if error.hint else ("notes", said)
 
 
 def error_page(error: AdvisorError, options: Mapping[str, str], root: str, query: str) -> bytes:

@@ -159,6 +159,19 @@ def test_a_post_refuses_options_in_its_query_string(client: TestClient, route: s
     assert "gpus, bogus" in posted.json()["error"] and "body" in posted.json()["hint"]
 
 
+@pytest.mark.parametrize("path", ["/api/v1/models", "/api/v1/gpus"])
+def test_a_parameter_that_a_list_does_not_have_is_refused(path: str, client: TestClient) -> None:
+    refused = client.get(path, params={"patern": "h100"})
+    assert (refused.status_code, refused.json()["error"]) == (422, "no such option: patern")
+    assert refused.json()["hint"] == "did you mean pattern?"
+    assert client.get(path, params={"pattern": "llama"}).status_code == 200
+
+
+def test_an_option_without_its_underscores_is_recognized(client: TestClient) -> None:
+    refused = client.get("/api/v1/estimate", params={"model": "gpt2", "batchsize": 4})
+    assert (refused.status_code, refused.json()["hint"]) == (422, "did you mean micro_batch_size?")
+
+
 def test_the_hint_for_an_unknown_model_mentions_no_path(client: TestClient) -> None:
     hint = client.get("/api/v1/estimate?model=nothing-like-it").json()["hint"]
     assert "paste" in hint and "/api/v1/models" in hint and "directory" not in hint

@@ -63,6 +63,12 @@ def test_a_link_with_a_tracker_in_it_still_answers(client: TestClient) -> None:
     assert "utm_source is no option and was ignored" in reply.text
 
 
+def test_a_misspelt_option_in_an_address_is_named_beside_the_verdict(client: TestClient) -> None:
+    reply = client.get("/", params={"model": "gpt2", "gpus": 1, "micro_batch": 4})
+    verdict = reply.text.partition('aria-labelledby="verdict-title"')[2].partition("</section>")[0]
+    assert "micro_batch is no option and was ignored: did you mean “Micro-batch”?" in unescape(verdict)
+
+
 def test_every_option_of_a_recommendation_has_a_control() -> None:
     main, more = controls({})
     folded = [control for group in more.values() for control in group]
