@@ -112,10 +112,6 @@ class Evaluator:
         states = states_of(profile, plan).total.exact
         return states + device_overhead(self.gpu, plan).middle_bytes > self.available_bytes
 
-    def exceeds(self, plan: Plan) -> bool:
-        """Whether the plan's lower bound exceeds the memory that the margin leaves. Raises AdvisorError without a tape."""
-        return self.lower_bound(plan) > self.available_bytes
-
     def recording_error(self, plan: Plan) -> AdvisorError | None:
         """Why the GPU or the engine refuses the plan, or why no tape of the plan exists; None if one does."""
         if self.model.profile is None:

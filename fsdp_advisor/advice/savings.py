@@ -49,7 +49,7 @@ def savings(search: Search, winner: Candidate) -> tuple[Saving, ...]:
 def _savings(search: Search, winner: Candidate) -> Iterator[Saving]:
     evaluator, plain = search.evaluator, search.activation_choices[0]
     known = {c.activations: c for c in search.choices if _is_same_strategy(c, winner.choice)}
-    if plain not in known or search.why_not_recorded(known[plain]) is not None:
+    if plain not in known or search.recording_error(known[plain]) is not None:
         return
     size = winner.plan.micro_batch_size
     plain_plan = search.plan(known[plain], size)
@@ -61,7 +61,7 @@ def _savings(search: Search, winner: Candidate) -> Iterator[Saving]:
             yield Saving(activations=activations, saved_bytes=saved, is_bound=True)
     for activations in search.activation_choices[1:]:
         choice = known.get(activations)
-        if choice is None or search.why_not_recorded(choice) is not None:
+        if choice is None or search.recording_error(choice) is not None:
             continue
         plan = search.plan(choice, size)
         own = evaluator.seconds(plan)

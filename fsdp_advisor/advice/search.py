@@ -132,7 +132,7 @@ class Search:
                 c
                 for c in self.on(self.evaluator).choices
                 if allowed(plan := self.plan(c, self.batches.smallest))
-                and (self.why_not_recorded(c) is None or self.evaluator.candidate(plan).fits is False)
+                and (self.recording_error(c) is None or self.evaluator.candidate(plan).fits is False)
             ),
         )
 
@@ -151,21 +151,17 @@ class Search:
         """
         sizes = self.batches.sizes
         smallest = self.plan(choice, sizes[0])
-        if self.host_lacks(smallest) or self.why_not_recorded(choice) is not None:
+        if self.host_lacks(smallest) or self.recording_error(choice) is not None:
             return None
         if self.evaluator.model.profile is None:  # only the states are known
             return None if self.evaluator.candidate(smallest).fits is False else sizes[0]
-        if self.evaluator.states_exceed(choice.plan(self.base, sizes[0])):
+        without_accumulation = choice.plan(self.base, sizes[0])
+        if self.evaluator.states_exceed(without_accumulation):
             return None
-        once = self.evaluator.max_micro_batch(choice.plan(self.base, sizes[0]), sizes)
+        once = self.evaluator.max_micro_batch(without_accumulation, sizes)
         if once is None or self.batches.accumulation(once) == 1:
             return once
         return self.evaluator.max_micro_batch(smallest, sizes[: sizes.index(once) + 1])
-
-    def why_not_recorded(self, choice: StrategyChoice) -> str | None:
-        """The message of `recording_error`; None if there is none."""
-        error = self.recording_error(choice)
-        return None if error is None else error.message
 
     def recording_error(self, choice: StrategyChoice) -> AdvisorError | None:
         """Why the choice is refused with its accumulation, or why a tape that it needs cannot be obtained; None if all can. A choice needs
@@ -338,7 +334,7 @@ class Search:
         """A plan that leaves the margin, found among those with the smallest lower bound; None if none does."""
         # the largest one may need no accumulation
         sizes = dict.fromkeys((self.batches.smallest, self.batches.preferred))
-        recorded = [choice for choice in self.choices if self.why_not_recorded(choice) is None]
+        recorded = [choice for choice in self.choices if self.recording_error(choice) is None]
         plans = [self.plan(choice, size) for choice in recorded for size in sizes if self.may_fit(choice, size)]
         if self.evaluator.model.profile is not None:
             plans.sort(key=self.evaluator.lower_bound)
@@ -350,7 +346,7 @@ class Search:
         plan = self.plan(choice, micro_batch_size)
         if self.host_lacks(plan):
             return False
-        if self.evaluator.model.profile is None or self.why_not_recorded(choice) is not None:
+        if self.evaluator.model.profile is None or self.recording_error(choice) is not None:
             return self.evaluator.candidate(plan).fits is not False
         return not self._exceeds(plan)
 
@@ -358,8 +354,9 @@ class Search:
         """Whether the plan's states alone, or else its lower bound, exceed the memory that the margin leaves. The states are compared
         first, because the lower bound takes ten times longer to compute.
         """
-        states_exceed = self.evaluator.states_exceed(replace(plan, micro_batch_size=self.batches.smallest))
-        return states_exceed or self.evaluator.exceeds(plan)
+        evaluator = self.evaluator
+        states_exceed = evaluator.states_exceed(replace(plan, micro_batch_size=self.batches.smallest))
+        return states_exceed or evaluator.lower_bound(plan) > evaluator.available_bytes
 
     def smallest_footprint(self, micro_batch_size: int | None = None) -> Candidate:
         """The candidate that needs least at this micro-batch (or else the smallest), by its lower bound, or by its states if no choice has
@@ -367,7 +364,7 @@ class Search:
         """
         size = micro_batch_size or self.batches.smallest
         plans = [self.plan(choice, size) for choice in self.choices]
-        recorded = [self.plan(c, size) for c in self.choices if self.why_not_recorded(c) is None]
+        recorded = [self.plan(c, size) for c in self.choices if self.recording_error(c) is None]
         if self.evaluator.model.profile is None or not recorded:
             by_states = map(self.evaluator.candidate, plans)
             return min(by_states, key=lambda c: (c.host_fits is False, c.known_bytes, c.order))
@@ -406,7 +403,7 @@ class Search:
             needed, usually = evaluator.host_bytes(plan), "" if evaluator.host_memory_bytes else "usually "
             limit = format_gib(evaluator.host_limit_bytes or 0)
             reason = f"needs {format_gib(needed)} of host memory per node, which {usually}has {limit}"
-        elif evaluator.model.profile is None or self.why_not_recorded(choice) is not None:
+        elif evaluator.model.profile is None or self.recording_error(choice) is not None:
             states = evaluator.estimate(plan).kept_bytes
             reason = (
                 f"its states alone need {format_gib(states)}, and {format_gib(evaluator.available_bytes)} are available"

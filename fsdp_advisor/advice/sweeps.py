@@ -131,7 +131,7 @@ class Sweep:
         lower_bound = self._lower_bound_of(self._plan_of_length)
         bounds: dict[StrategyChoice, int] = {}
         for choice in search.choices:
-            if search.why_not_recorded(choice) is not None or search.host_lacks(self._plan_of_length(choice, sizes[0])):
+            if search.recording_error(choice) is not None or search.host_lacks(self._plan_of_length(choice, sizes[0])):
                 continue
             tokens = lower_bound(choice).largest_within(sizes, search.evaluator.available_bytes)
             if tokens is not None:
@@ -262,7 +262,7 @@ class Sweep:
         if search.evaluator.model.profile is None:
             return False
         size = search.batches.smallest
-        plans = [search.plan(c, size) for c in search.choices if search.why_not_recorded(c) is None]
+        plans = [search.plan(c, size) for c in search.choices if search.recording_error(c) is None]
         return all(
             search.evaluator.lower_bound(plan) - search.evaluator.state_bytes(plan) > search.evaluator.available_bytes
             for plan in plans
