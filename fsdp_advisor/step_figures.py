@@ -31,7 +31,7 @@ from fsdp_advisor.memory.allocator import (
     with_first_step,
     with_graph,
 )
-from fsdp_advisor.memory.device import DeviceOverhead, device_overhead
+from fsdp_advisor.memory.device import DeviceOverhead
 from fsdp_advisor.memory.libraries import cublas_workspace_bytes
 from fsdp_advisor.memory.live import StepPeak, TimelinePoint, peak_bytes, step_peak, step_timeline
 from fsdp_advisor.model.profile import Profile
@@ -116,8 +116,8 @@ def allocator_result(
     step: StepInput,
     *,
     evaluation: StepInput | None = None,
-    conf: AllocatorConf | None = None,
-    overhead: DeviceOverhead | None = None,
+    conf: AllocatorConf | None,
+    overhead: DeviceOverhead,
     workspace_bytes: int | None = None,
     loading: LoadMethod | None = None,
 ) -> AllocatorResult:
@@ -125,7 +125,6 @@ def allocator_result(
 
     `evaluation`: the input of an evaluation between two steps. `workspace_bytes`: of cuBLAS; by default those of the GPU.
     """
-    overhead = overhead or device_overhead(step.gpu, step.plan)
     result = simulate_allocator(
         _operations(step, evaluation, loading, workspace_bytes),
         conf=conf,

@@ -204,7 +204,7 @@ class Sweep:
             frontier=_frontier(self.on_world(least), winner),
         )
 
-    def min_gpus(self, most: int = MAX_GPUS) -> int | None:
+    def min_gpus(self, most: int) -> int | None:
         """The smallest number of GPUs on which something fits; None if nothing does on up to `most`.
 
         Starts where the lower bound fits first, then doubles the step and bisects.

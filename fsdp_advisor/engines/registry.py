@@ -37,14 +37,8 @@ PAGED = (
 )
 
 
-def step_of_engine(profile: Profile, plan: Plan, tape: Tape | None = None) -> EngineStep:
-    """The hooks of the plan's backend, and of a reference model that is a copy. `tape`: of the step; None if only states are read."""
-    hooks = _step_of_backend(profile, plan, tape)
-    hooks.reference = _reference_of(profile, plan)
-    return hooks
-
-
 def _reference_of(profile: Profile, plan: Plan) -> ReferenceStep | None:
+    """The step of a copy of the model that is the reference; None if the reference is not a copy."""
     if plan.reference != "copy":
         return None
     copied = reference_plan(plan)
@@ -54,6 +48,7 @@ def _reference_of(profile: Profile, plan: Plan) -> ReferenceStep | None:
 
 
 def _step_of_backend(profile: Profile, plan: Plan, tape: Tape | None = None) -> EngineStep:
+    """The hooks of the plan's backend. `tape`: of the step; None if only states are read, or for a copy that is the reference."""
     match plan.backend:
         case "ddp":
             return DdpStep(with_cast_biases(profile) if plan.mixed else profile, plan, tape)
@@ -75,7 +70,8 @@ def step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
 
 @lru_cache(maxsize=64)
 def _step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
-    hooks = step_of_engine(profile, plan, tape)
+    hooks = _step_of_backend(profile, plan, tape)
+    hooks.reference = _reference_of(profile, plan)
     once = frozenset(ROLLOUT_PHASES if plan.generates_once else ())
     return build_program(
         profile,

@@ -48,7 +48,7 @@ def consumer_of(plan: Plan) -> Consumer:
             assert_never(plan.framework)
 
 
-def program(consumer: Consumer, task: TrainingTask = "sft") -> str:
+def program(consumer: Consumer, task: TrainingTask) -> str:
     """The words of a torchrun command after torchrun's own options: the program of the consumer. TRL has a script for each task."""
     match consumer:
         case "torch" | "trainer" | "accelerate":

@@ -106,9 +106,7 @@ class WorkOptions:
 
 
 @lru_cache(maxsize=64)
-def tape_work(
-    profile: Profile, tape: Tape, b: int, t: int, device: Device, options: WorkOptions = WorkOptions()
-) -> TapeWork:
+def tape_work(profile: Profile, tape: Tape, b: int, t: int, device: Device, options: WorkOptions) -> TapeWork:
     """The tape's work at micro-batch `b` and `t` tokens."""
     rates = _rates(profile, tape, b, t, device, options)
     timer = _SegmentTimer(profile, tape, b, t, device, options, rates)

@@ -129,7 +129,7 @@ def ddp_states(profile: Profile, plan: Plan) -> States:
 class DdpStep(StepHooks):
     """DDP's hooks. Gradients are all-reduced in the last micro-batch only (`no_sync`)."""
 
-    def __init__(self, profile: Profile, plan: Plan, tape: Tape | None = None) -> None:
+    def __init__(self, profile: Profile, plan: Plan, tape: Tape | None) -> None:
         self._profile, self._plan, self._tape = profile, plan, tape
         self.marked_units = marked_units(profile, plan) | ({OUTPUTS.mark} if searches_unused(profile, plan) else set())
         self._optimizer = optimizer_of(plan)
