@@ -94,7 +94,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
     plans(request, seq_len=sequence_length(request, model.profile)[0])
     _check_layer_classes(request, model.profile)
     model = model.adapted(adaptation)
-    conf = AllocatorConf.parse(request.allocator_conf) if request.allocator_conf else None
+    conf = AllocatorConf.parse(request.allocator_conf)
     seq_len, length_notes = sequence_length(request, model.profile)
     profile = model.profile
     wanted, refused = plans_and_refusals(request, seq_len=seq_len)

@@ -29,7 +29,7 @@ from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, Usage
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorResult
+from fsdp_advisor.memory.allocator import DEFAULT_CONF, AllocatorConf, AllocatorResult
 from fsdp_advisor.memory.device import device_overhead
 from fsdp_advisor.model.kernels import missing_packages
 from fsdp_advisor.model.lora_kernels import kernels_of_model
@@ -89,7 +89,7 @@ def estimate_plan(
     gpu: Gpu,
     *,
     explain: bool = False,
-    conf: AllocatorConf | None = None,
+    conf: AllocatorConf = DEFAULT_CONF,
     host_memory_bytes: int | None = None,
     searched: bool = False,
 ) -> StrategyEstimate:
@@ -198,7 +198,7 @@ def _with_step(
     model: Resolved,
     selected: SelectedTape,
     step: StepInput,
-    conf: AllocatorConf | None,
+    conf: AllocatorConf,
     limits: Limits,
     *,
     searched: bool,
@@ -253,7 +253,7 @@ def _with_step(
 
 def _verdict(
     limits: Limits,
-    conf: AllocatorConf | None,
+    conf: AllocatorConf,
     job: JobPeaks,
     reserved_bytes: int,
     *,
@@ -263,7 +263,7 @@ def _verdict(
     """The verdict on a job whose steps reserve `reserved_bytes`."""
     gpu, overhead = limits.gpu, limits.overhead
     needed = overhead.middle_bytes + max(reserved_bytes, job.bytes_outside_steps)
-    available = min(gpu.memory_bytes, overhead.middle_bytes + (conf or AllocatorConf()).allowed_bytes(gpu.memory_bytes))
+    available = min(gpu.memory_bytes, overhead.middle_bytes + conf.allowed_bytes(gpu.memory_bytes))
     fits = needed <= available and job.fails is None
     if fits and evaluation_unknown:  # what does not fit without evaluation does not fit with it
         return _Verdict(None, None, None)

@@ -116,7 +116,7 @@ def allocator_result(
     step: StepInput,
     *,
     evaluation: StepInput | None = None,
-    conf: AllocatorConf | None,
+    conf: AllocatorConf,
     overhead: DeviceOverhead,
     workspace_bytes: int | None = None,
     loading: LoadMethod | None = None,
@@ -140,7 +140,7 @@ def _completes(
     step: StepInput,
     evaluation: StepInput | None,
     loading: LoadMethod,
-    conf: AllocatorConf | None,
+    conf: AllocatorConf,
     *,
     limit_bytes: int,
     device_bytes: int,
@@ -272,7 +272,7 @@ def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
     return timeline(step.profile, step.program, plan, gpu, step.inter_node)
 
 
-def runs_in(model: Resolved, row: StrategyEstimate, gpu: Gpu, memory_bytes: int, conf: AllocatorConf | None) -> bool:
+def runs_in(model: Resolved, row: StrategyEstimate, gpu: Gpu, memory_bytes: int, conf: AllocatorConf) -> bool:
     """Whether the job of `row` would complete on a GPU with only `memory_bytes`: each phase fits, and the allocator completes the steps."""
     plan, overhead, allocator, job = row.plan, row.overhead, row.allocator, row.job_peaks
     if model.profile is None or overhead is None or allocator is None or job is None:

@@ -150,7 +150,7 @@ class Evaluator:
                 self.model,
                 plan,
                 self.gpu,
-                conf=AllocatorConf.parse(text) if text else None,
+                conf=AllocatorConf.parse(text),
                 host_memory_bytes=self.host_memory_bytes,
                 searched=True,
             )
@@ -214,7 +214,7 @@ class Evaluator:
         """Whether a plan that fits the GPU also completes in the memory that the margin leaves, with a smaller cache."""
         if not found.estimate.fits or found.host_fits is False:
             return False
-        conf = AllocatorConf.parse(found.allocator_conf) if found.allocator_conf else None
+        conf = AllocatorConf.parse(found.allocator_conf)
         return runs_in(self.model, found.estimate, self.gpu, self.available_bytes, conf)
 
     @property

@@ -127,8 +127,8 @@ def predict(
     if on_gpu:
         gpu = gpu or _attached_or_requested_gpu(request)
         conf = effective_conf(request)
-        settings = AllocatorConf.parse(conf) if conf else AllocatorConf()
-        run = replace(gpu_run_of(model, row.plan, gpu, mode, settings), gpu_keeps_up=gpu_keeps_up)
+        run = gpu_run_of(model, row.plan, gpu, mode, AllocatorConf.parse(conf))
+        run = replace(run, gpu_keeps_up=gpu_keeps_up)
         found = predict_on_gpu(model, run)
         gpu_name, gpu_memory_bytes = gpu.name if request.gpu is None else report.gpu_name, gpu.memory_bytes
     else:

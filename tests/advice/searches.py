@@ -68,6 +68,6 @@ def advise(timer: Timer | None = clock, **options: Any) -> Recommendation:
 
 def estimate_of(candidate: Candidate, model: str) -> StrategyEstimate:
     """A new estimate of a candidate's plan, under its allocator settings."""
-    conf = AllocatorConf.parse(candidate.allocator_conf) if candidate.allocator_conf else None
+    conf = AllocatorConf.parse(candidate.allocator_conf)
     host = candidate.host_available_bytes
     return estimate_plan(resolve(model), candidate.plan, find_gpu(candidate.gpu), conf=conf, host_memory_bytes=host)

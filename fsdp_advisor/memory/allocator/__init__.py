@@ -5,7 +5,7 @@ reads `PYTORCH_ALLOC_CONF`. May import `program`, `model` and `errors`.
 """
 
 from fsdp_advisor.memory.allocator.caching import AllocatorSegment, CachingAllocator, OutOfMemory
-from fsdp_advisor.memory.allocator.conf import AllocatorConf
+from fsdp_advisor.memory.allocator.conf import DEFAULT_CONF, AllocatorConf
 from fsdp_advisor.memory.allocator.job_operations import (
     StepOperations,
     with_evaluation,
@@ -16,6 +16,7 @@ from fsdp_advisor.memory.allocator.operations import step_operations
 from fsdp_advisor.memory.allocator.simulation import AllocatorResult, Verdict, completes, simulate_allocator
 
 __all__ = [
+    "DEFAULT_CONF",
     "AllocatorConf",
     "AllocatorResult",
     "AllocatorSegment",

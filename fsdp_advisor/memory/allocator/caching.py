@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from fsdp_advisor.memory.allocator.blocks import ADDRESS, NO_KEY, SHIFT, Driver, FreeBlocks
 from fsdp_advisor.memory.allocator.conf import (
+    DEFAULT_CONF,
     MIN_LARGE_ALLOC,
     ROUND_LARGE,
     SMALL_BUFFER,
@@ -120,13 +121,13 @@ class CachingAllocator:
     def __init__(
         self,
         requests: Sequence[int],
-        conf: AllocatorConf | None = None,
+        conf: AllocatorConf = DEFAULT_CONF,
         *,
         limit_bytes: int | None = None,
         device_bytes: int | None = None,
         gpu_keeps_up: bool = False,
     ) -> None:
-        self.conf = conf = conf or AllocatorConf()
+        self.conf = conf
         device = device_bytes if device_bytes is not None else limit_bytes
         allowed = UNLIMITED if device is None else conf.allowed_bytes(device)
         self.driver = Driver(limit_bytes, allowed)

@@ -57,14 +57,14 @@ class AllocatorConf:
         return self.max_non_split_rounding_bytes or self.large_segment_bytes
 
     @classmethod
-    def parse(cls, text: str) -> AllocatorConf:
-        """Parse the syntax of `PYTORCH_ALLOC_CONF`. Raises UsageError.
+    def parse(cls, text: str | None) -> AllocatorConf:
+        """Parse the syntax of `PYTORCH_ALLOC_CONF`; None or an empty text is PyTorch's default. Raises UsageError.
 
         >>> conf = AllocatorConf.parse("expandable_segments:True,max_split_size_mb:64")
         >>> conf.expandable_segments, conf.max_split_bytes // 2**20
         (True, 64)
         """
-        pairs = _pairs(text)
+        pairs = _pairs(text or "")
         large = _megabytes(pairs, "large_segment_size_mb", 11, "more than 10") or 20 * MIB
         least = large // MIB
         return cls(
@@ -98,6 +98,9 @@ class AllocatorConf:
         index = n_bytes.bit_length() - MIB.bit_length()
         return self.roundup_power2_divisions[min(max(index, 0), POWER2_INTERVALS - 1)]
 
+
+DEFAULT_CONF = AllocatorConf()
+"""PyTorch's default settings."""
 
 KEYS = frozenset(
     {

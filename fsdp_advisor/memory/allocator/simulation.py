@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory
-from fsdp_advisor.memory.allocator.conf import AllocatorConf
+from fsdp_advisor.memory.allocator.conf import DEFAULT_CONF, AllocatorConf
 from fsdp_advisor.memory.allocator.job_operations import GRAPH, StepOperations
 from fsdp_advisor.program.accounts import Stream
 
@@ -50,7 +50,7 @@ class AllocatorResult:
 def simulate_allocator(
     operations: StepOperations,
     *,
-    conf: AllocatorConf | None = None,
+    conf: AllocatorConf = DEFAULT_CONF,
     limit_bytes: int | None = None,
     device_bytes: int | None = None,
 ) -> AllocatorResult:
@@ -59,7 +59,6 @@ def simulate_allocator(
     `limit_bytes`: memory that the driver has for segments (None: no limit). `device_bytes`: the device's whole memory (default:
     the limit).
     """
-    conf = conf or AllocatorConf()
     roomy = _Run(operations, conf)
     within = _run_within(roomy, limit_bytes, device_bytes)
     verdict = within.verdict if within else "does_not_fit"
@@ -80,11 +79,9 @@ def simulate_allocator(
     )
 
 
-def completes(
-    operations: StepOperations, *, conf: AllocatorConf | None = None, limit_bytes: int, device_bytes: int
-) -> bool:
+def completes(operations: StepOperations, *, conf: AllocatorConf, limit_bytes: int, device_bytes: int) -> bool:
     """Whether a job's steps run within the limit, with or without retries."""
-    return _Run(operations, conf or AllocatorConf(), limit_bytes, device_bytes).completes
+    return _Run(operations, conf, limit_bytes, device_bytes).completes
 
 
 def _run_within(roomy: _Run, limit_bytes: int | None, device_bytes: int | None) -> _Run | None:

@@ -19,7 +19,13 @@ from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, StepOperations, simulate_allocator
+from fsdp_advisor.memory.allocator import (
+    DEFAULT_CONF,
+    AllocatorConf,
+    CachingAllocator,
+    StepOperations,
+    simulate_allocator,
+)
 from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, kind_of, operation, storage_of
 from fsdp_advisor.model.adapted_catalog import adapted_profile
 from fsdp_advisor.model.profile import Profile
@@ -41,7 +47,7 @@ def resident_bytes(profile: Profile, plan: Plan) -> int:
     return sum(storages.rounded for storages in kept) + gradients
 
 
-def simulated(steps: StepOperations, conf: AllocatorConf | None = None) -> tuple[CachingAllocator, list[int]]:
+def simulated(steps: StepOperations, conf: AllocatorConf = DEFAULT_CONF) -> tuple[CachingAllocator, list[int]]:
     """Three steps, without blocks that other streams still use; what is requested after each."""
     allocator = CachingAllocator(steps.requests, conf, gpu_keeps_up=True)
     allocator.run(steps.setup)

@@ -11,6 +11,7 @@ from fsdp_advisor.engines.loading import load_methods
 from fsdp_advisor.engines.registry import states_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.allocator import (
+    DEFAULT_CONF,
     AllocatorConf,
     AllocatorResult,
     CachingAllocator,
@@ -35,7 +36,7 @@ def simulate(
     tape: Tape,
     plan: Plan,
     *,
-    conf: AllocatorConf | None = None,
+    conf: AllocatorConf = DEFAULT_CONF,
     limit_bytes: int | None = None,
     device_bytes: int | None = None,
     **options: object,
@@ -75,7 +76,7 @@ def test_verdict_depends_on_the_limit() -> None:
     roomy = simulate(profile, tape, plan, workspace_bytes=WORKSPACES)
     needed = roomy.reserved_peak_bytes
 
-    def under(limit: int, conf: AllocatorConf | None = None) -> AllocatorResult:
+    def under(limit: int, conf: AllocatorConf = DEFAULT_CONF) -> AllocatorResult:
         return simulate(profile, tape, plan, conf=conf, limit_bytes=limit, workspace_bytes=WORKSPACES)
 
     assert under(needed).verdict == "fits" and under(needed).retries_per_step == 0
