@@ -17,7 +17,7 @@ from fsdp_advisor.model.profile import Profile
 TORCHAO_VERSION = "0.18"
 """The version whose float8 training is recorded."""
 
-GATED_DELTA_RULE = frozenset({"olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"})
+GATED_DELTA_RULE = frozenset({"lara_mini", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"})
 """Model types that call flash-linear-attention and causal-conv1d, and no other such package. transformers' folders have the same names.
 """
 KIMI_DELTA_ATTENTION = frozenset({"bailing_hybrid", "glm5_next", "kimi_linear"})

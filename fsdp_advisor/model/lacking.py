@@ -18,6 +18,8 @@ class Lacking(NamedTuple):
 
 _GIVE = "give its hub id or config.json, which is then recorded once"
 _REMOTE = "its code is in its hub repository (auto_map), which is never run"
+_LOOPS = "runs its middle layers several times in one forward, which is not modelled"
+_REHEARSE = "fsdp-advisor rehearse counts the memory of its training script, with transformers 5.24"
 _NO_SIZES = "no published configuration of it was found when the catalog was built"
 
 LACKING = (
@@ -134,9 +136,14 @@ LACKING = (
         f"{_GIVE}; google/gemma-3-1b-pt is of the same size",
     ),
     Lacking(
-        ("Sarvam-30B", "Sarvam-105B"),
-        f"Sarvam's mixtures of experts have model types of their own, such as sarvam_mla, which transformers 5.23 lacks: {_REMOTE}",
-        "sarvamai/sarvam-m is a dense model of 24B",
+        ("Nemotron-Labs-Dory1.0-4B-BF16", "Nemotron-Labs-Dory"),
+        f"Dory is a model of 4B that {_LOOPS}",
+        _REHEARSE,
+    ),
+    Lacking(
+        ("Inkling-2-Mini",),
+        f"Inkling 2 Mini is a mixture of experts of 26B that {_LOOPS}",
+        _REHEARSE,
     ),
     Lacking(
         ("Ling-2.6-Flash", "Ling-2.5-Flash", "Ring-2.5-1T", "Ring-2.6-1T"),

@@ -2,7 +2,8 @@
 
 A work folder keeps finished models, keyed by their configuration, the versions, the tape keys and `RECORDING`. A second run
 records only models for which one of these has changed. With `--add` the catalog's tapes and refusals are kept if this version of the
-recorder has made them, and only missing tapes are recorded; with `--add --retry` also those that were refused.
+recorder has made them, and only missing tapes are recorded; with `--add --retry` also those that were refused. Models of types that
+the installed transformers lacks are not recorded; with `--add` they stay as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import multiprocessing
 import sys
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import yaml
 
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotPolynomial, to_payload
 from fsdp_advisor.job.choices import Attention, default_seq_len
-from fsdp_advisor.model.catalog import CONFIGS, INDEX, PATH, find, profile, stored
+from fsdp_advisor.model.catalog import CONFIGS, INDEX, PATH, configurations, find, profile, stored
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_keys
 from fsdp_advisor.model.kernels import has_long_loop
 from fsdp_advisor.model.profile import Profile
@@ -190,11 +191,14 @@ def _is_whole(row: dict[str, Any], before: Profile, *, retry: bool) -> bool:
     return (before.config, before.versions) == (source.config(), versions()) and not _missing(row, before, source)
 
 
-def _configurations(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The configurations of all rows, and the defaults of their classes. `model.same_shapes` recognizes configurations by them."""
+def _configurations(rows: list[dict[str, Any]], known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The configurations of all rows, and the defaults of their classes. `model.same_shapes` recognizes configurations by them.
+
+    `known`: defaults for types that the installed transformers lacks.
+    """
     return {
         "configs": {row["id"]: row["config"] for row in rows},
-        "defaults": {t: _defaults(t) for row in rows for t in _model_types(row["config"])},
+        "defaults": {t: _defaults(t) or known.get(t, {}) for row in rows for t in _model_types(row["config"])},
     }
 
 
@@ -232,7 +236,14 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     targets = [(row, options.work / f"{_key(row)}.profile") for row in rows if options.only in row["id"]]
     if not options.partial:
-        _record([(*target, options.add, options.retry) for target in targets if not target[1].exists()], options.jobs)
+        _record(
+            [
+                (row, target, options.add, options.retry)
+                for row, target in targets
+                if row["config"]["model_type"] in transformers.CONFIG_MAPPING and not target.exists()
+            ],
+            options.jobs,
+        )
     if not options.only:
         _write(rows, targets, options.out, keeps_others=options.add)
 
@@ -254,27 +265,28 @@ def _write(
         for row, target in targets:
             entry = find(row["id"]) if keeps_others else None
             if target.exists():
-                data, recording = target.read_bytes(), RECORDING
+                data, recording, length = target.read_bytes(), RECORDING, _source(row).max_seq_len
             elif entry is not None:
-                data, recording = stored(entry), entry.recording
+                data, recording, length = stored(entry), entry.recording, entry.max_seq_len
             else:
                 continue
-            index.append(_entry(row, data, recording))
+            index.append(_entry(row, data, recording, length))
             archive.writestr(zipfile.ZipInfo(index[-1]["member"]), data, zipfile.ZIP_STORED)
         archive.writestr(zipfile.ZipInfo(INDEX), json.dumps(index), zipfile.ZIP_DEFLATED)
-        archive.writestr(zipfile.ZipInfo(CONFIGS), json.dumps(_configurations(rows)), zipfile.ZIP_DEFLATED)
+        known = configurations()["defaults"] if keeps_others else {}
+        archive.writestr(zipfile.ZipInfo(CONFIGS), json.dumps(_configurations(rows, known)), zipfile.ZIP_DEFLATED)
     written.replace(out)
     print(f"{len(index)} models, {out.stat().st_size / 1e6:.2f} MB", file=sys.stderr)
 
 
-def _entry(row: dict[str, Any], data: bytes, recording: int) -> dict[str, Any]:
+def _entry(row: dict[str, Any], data: bytes, recording: int, max_seq_len: int | None) -> dict[str, Any]:
     """A model in the index of the archive."""
     return {
         "id": row["id"],
         "aliases": row.get("aliases", []),
         "task": row["task"],
         "parameters": row["parameters"],
-        "max_seq_len": _source(row).max_seq_len,
+        "max_seq_len": max_seq_len,
         "model_type": row["config"]["model_type"],
         "source": row["source"],
         "member": row["id"].replace("/", "--") + ".profile",

@@ -62,6 +62,18 @@ def position_of_reused_keys(layer: nn.Module, position: int) -> int | None:
     return position if any(getattr(module, "is_kv_shared_layer", False) for module in layer.modules()) else None
 
 
+PASSES = ("n_recurrent_loops", "loop_num_passes")
+"""Fields of a configuration with the number of passes through some layers in one forward. Source: transformers 5.24,
+models/dory/configuration_dory.py and models/inkling2_loop/configuration_inkling2_loop.py.
+"""
+
+
+def most_passes(model: nn.Module) -> int:
+    """How often a forward of the model runs the layers that it runs most often."""
+    configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
+    return max((getattr(config, name, None) or 1 for config in configs for name in PASSES), default=1)
+
+
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     """The parameters and registered buffers of a module, each once."""
     yield from module.parameters()

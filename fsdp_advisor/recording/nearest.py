@@ -25,6 +25,16 @@ _BY_OTHER_NAME = {
 """Model type of code in a hub repository -> type of a model in transformers with equal or similar layers."""
 
 
+FIRST_VERSIONS = dict.fromkeys(
+    (
+        "apertus1p5", "apertus1p5_text", "dory", "exaone", "hy_v4_vl", "hy_v4_vl_text", "inkling2_loop", "inkling2_loop_text",
+        "lara_mini", "omniasr", "omniasr_ctc", "sarvam_mla", "sarvam_moe",
+    ),
+    "5.24",
+)  # fmt: skip
+"""Model type that transformers 5.23 lacks -> the first version that has it."""
+
+
 def nearest(model_type: str, architectures: Iterable[str]) -> tuple[str, str] | None:
     """The model type and class of the most similar model in transformers; None if no name is similar.
 
@@ -49,6 +59,8 @@ def advice(model_type: str, architectures: Iterable[str], written_by: object, *,
     (auto_map).
     """
     installed = transformers.__version__
+    if (first := FIRST_VERSIONS.get(model_type)) is not None and model_type not in CONFIG_MAPPING_NAMES:
+        return f"pip install 'transformers>={first}', the first version that has it; {installed} is installed"
     similar = nearest(model_type, architectures)
     instead = (
         f"the nearest model of transformers {installed} is {similar[1]}: set model_type to {similar[0]!r} if the layers are the same"

@@ -33,7 +33,7 @@ from fsdp_advisor.recording.fp8 import convert_linears, on_fake_tensors
 from fsdp_advisor.recording.host import RecordedOnHost, save_inputs_on_host
 from fsdp_advisor.recording.images import with_rows_of_images
 from fsdp_advisor.recording.inventory import inventory_of, kinds_of_layers
-from fsdp_advisor.recording.kinds import representatives
+from fsdp_advisor.recording.kinds import most_passes, representatives
 from fsdp_advisor.recording.liger_kernels import check_kernels, with_liger_kernels
 from fsdp_advisor.recording.linear_attention import CHUNK
 from fsdp_advisor.recording.lora_kernels import use_lora_kernels
@@ -86,6 +86,7 @@ class Recorder:
         self.recorded_kinds = [[kinds[path][layer] for layer in kept] for path, kept in self._recorded_layers.items()]
         """The kinds of the recorded layers of each stack, as numbers."""
         self.profile = inventory_of(model, source, stacks, kinds, self._recorded_layers, self._replaced)
+        self._passes = most_passes(model)
         source.keep_layers(model, self._recorded_layers)
         self._models = {source.inventory_dtype: model}
 
@@ -95,7 +96,14 @@ class Recorder:
         All layers may use one tensor, as a decoder's layers use the encoder's output. They add to its gradient one after the other, and
         the last layers do so in a different way. One recorded layer then cannot represent several. In that case the tape is recorded with
         a separate sum in each layer.
+
+        Raises NotRecordable for a model that runs layers several times in one forward: on a tape each runs once.
         """
+        if self._passes > 1:
+            raise NotRecordable(
+                f"{self.source.name} runs some of its layers {self._passes} times in one forward, which is not modelled",
+                hint="fsdp-advisor rehearse counts the memory of its training script",
+            )
         if key.device == "gpu":
             tape = self._tape(key, sums_in_place=True)
             if repeats_are_alike(self.profile, tape, self.recorded_kinds):

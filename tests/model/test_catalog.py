@@ -252,6 +252,13 @@ AS_TYPED = {
     "hunyuan 4b": "tencent/Hunyuan-4B-Instruct",
     "paligemma 3b mix 448": "google/paligemma-3b-pt-448",
     "openhermes 2.5 mistral 7b": "teknium/OpenHermes-2.5-Mistral-7B",
+    "exaone 3.5 7.8b": "LGAI-EXAONE/EXAONE-3.5-7.8B-Instruct",
+    "EXAONE-Deep-2.4B": "LGAI-EXAONE/EXAONE-3.5-2.4B-Instruct",
+    "exaone 3.0": "LGAI-EXAONE/EXAONE-3.0-7.8B-Instruct",
+    "sarvam 30b": "sarvamai/sarvam-30b",
+    "sarvam-105b": "sarvamai/sarvam-105b",
+    "apertus 1.5 8b": "swiss-ai/Apertus-v1.5-8B",
+    "Apertus-v1.5-70B": "swiss-ai/Apertus-v1.5-70B",
 }
 
 
@@ -387,7 +394,8 @@ def test_models_of_the_family_are_named_if_none_is_near(typed: str, named: str) 
         "exaone 4.5",
         "rnj-1",
         "vaultgemma 1b",
-        "sarvam 105b",
+        "nemotron labs dory",
+        "inkling 2 mini",
         "ling 2.6 flash",
         "laguna m",
         "mistral medium 3.5",

@@ -324,6 +324,19 @@ def test_unknown_name_without_hub_suggests_the_nearest() -> None:
 
 # Recording
 
+
+def test_types_that_came_with_a_version_of_transformers_are_in_it_and_not_in_earlier_ones() -> None:
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    from fsdp_advisor.recording.nearest import FIRST_VERSIONS, advice
+
+    installed = tuple(map(int, VERSION.split(".")[:2]))
+    for model_type, first in FIRST_VERSIONS.items():
+        is_new = tuple(map(int, first.split("."))) > installed
+        assert (model_type in auto.CONFIG_MAPPING_NAMES) != is_new
+        named = f"transformers>={first}" in advice(model_type, [], "4.43.0", own_code=True)
+        assert named == is_new
+
+
 VERSION = metadata.version("transformers")
 
 

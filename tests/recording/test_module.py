@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from matrix import taken
@@ -15,7 +16,7 @@ from torch import nn  # after the check for torch
 from torch.nn import functional
 
 from fsdp_advisor import estimate, recommend
-from fsdp_advisor.errors import UsageError
+from fsdp_advisor.errors import NotRecordable, UsageError
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.tape_key import TapeKey
 from fsdp_advisor.parallelism.mesh import Mesh
@@ -104,6 +105,16 @@ def test_wrapping_the_large_layer_saves_memory() -> None:
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(UsageError, match="no module is named 'fc9'"):
         record_module(Net, _batch, _loss, ("fc9",))
+
+
+def test_model_that_runs_layers_several_times_in_one_forward_is_refused() -> None:
+    def looped() -> Net:
+        net = Net()
+        net.config = SimpleNamespace(loop_num_passes=3)
+        return net
+
+    with pytest.raises(NotRecordable, match="runs some of its layers 3 times in one forward"):
+        record_module(looped, _batch, _loss).tape(TapeKey("plain", "fp32", "sdpa", "none", at=AT))
 
 
 def _frozen() -> Net:
