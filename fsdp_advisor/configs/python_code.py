@@ -48,12 +48,20 @@ def read(file: str, text: str, function: str | None = None) -> Collector:
     if found is not None:
         return found
     constants = constants_of(tree)
-    if not {"MODEL", "MICRO_BATCH_SIZE", "SEQ_LEN"} & set(constants):
+    if not _is_exported(constants):
         for read_code in (loop_code.read, lightning_code.read, torch_code.read):
             if (loop := read_code(file, tree)) is not None:
                 return loop
         raise _unknown_code(file, tree)
     return _script(file, tree, constants)
+
+
+def _is_exported(constants: Mapping[str, Any]) -> bool:
+    """Whether a script has the constants of an exported one. Users' own scripts may have some of them, such as SEQ_LEN."""
+    return {"MICRO_BATCH_SIZE", "SEQ_LEN", "ACCUMULATION", "WORLD_SIZE"} <= set(constants) or {
+        "MODEL",
+        "LAYERS",
+    } <= set(constants)
 
 
 def _unknown_code(file: str, tree: ast.Module) -> UsageError:

@@ -133,6 +133,8 @@ def test_other_parallelism_is_refused(call: str) -> None:
     ("code", "expected"),
     [
         ("SEQ_LEN = 4096", {"seq_len": 4096}),
+        ("MODEL, SEQ_LEN = 'gpt2', 4096\nMICRO_BATCH_SIZE = 4", {"seq_len": 4096}),
+        ("MODEL = 'gpt2'\nMICRO_BATCH_SIZE = 4", {}),
         (
             "def main(max_length: int = 1024, grad_accum: int = 8):\n    pass",
             {"seq_len": 1024, "gradient_accumulation_steps": 8},
@@ -143,7 +145,7 @@ def test_other_parallelism_is_refused(call: str) -> None:
 )
 def test_usual_names_of_variables_are_read(code: str, expected: dict[str, int]) -> None:
     found = read(code)
-    assert found.options.items() >= expected.items()
+    assert found.options.items() >= (expected | {"micro_batch_size": 4, "model": "gpt2"}).items()
     nothing = "because nothing limits the length of samples"
     assert any(nothing in text for text in found.readings[0].assumed) == ("seq_len" not in expected)
 
