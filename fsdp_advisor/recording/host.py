@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_advisor.errors import assert_never
 from fsdp_advisor.job.checkpointing import OffloadCode
@@ -58,13 +59,16 @@ class RecordedOnHost(saved_tensors_hooks):
         super().__init__(pack, unpack)
 
 
-_Key = tuple[int, int | torch.SymInt, torch.dtype]
-"""A tensor's storage, offset and dtype."""
+_Key = tuple[StorageWeakRef, int | torch.SymInt, torch.dtype]
+"""A tensor's storage, offset and dtype. The reference does not keep the storage's memory, but no other storage gets its address."""
 
 
 class RecordedOffload(saved_tensors_hooks):
     """TRL's `OffloadActivations` as on a GPU, without its streams. Forward keeps the last tensors until their copies have ended.
     Backward keeps a tensor that it copies back until the node after the tensor's own has run.
+
+    TRL recognizes tensors by their address, and leaves one on the GPU that has the address of a freed one, such as casts of frozen fp32
+    weights of equal shapes. Which ones the allocator decides; a recording offloads them all.
     """
 
     least_bytes, kept_in_forward = 1024, 5
@@ -88,14 +92,14 @@ class RecordedOffload(saved_tensors_hooks):
 
     def _pack(self, tensor: torch.Tensor) -> int:
         self._count += 1
-        number, storage = self._count, tensor.untyped_storage()._cdata
-        key = storage, tensor.storage_offset(), tensor.dtype
+        number, storage = self._count, tensor.untyped_storage()
+        key = StorageWeakRef(storage), tensor.storage_offset(), tensor.dtype
         if key in self._numbers:
             self._track(number, key)
         elif (
             tensor.numel() * tensor.element_size() >= self.least_bytes
             and not isinstance(tensor, nn.Parameter)
-            and storage not in self._weights
+            and storage._cdata not in self._weights
         ):
             self._copy(number, tensor, key)
             return number
