@@ -149,7 +149,7 @@ def _read_fsdp(
     policies = [arguments.get(key) for key in ("activation_checkpointing_policy", "activation_checkpointing")]
     if any(policy is not None and not is_none(policy) for policy in policies):
         found.options["activation_checkpointing"] = "full"
-    found.omits("Lightning's FSDP reduces gradients in 16 bits; the estimate in float32, with other buffers")
+    found.omits("Lightning's FSDP reduces gradients in 16 bits; the estimate in float32, which reserves more")
 
 
 def _read_deepspeed(found: Collector, keywords: Mapping[str, Any]) -> None:

@@ -180,8 +180,13 @@ _HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAns
 
 
 def _report_head(found: Collector, nodes: Mapping[str, Sequence[ast.Call]]) -> None:
-    """Report a class with another head than the catalog's. TRL's reward trainer is estimated with its own."""
+    """Report a class with another head than the catalog's, or without one. TRL's reward trainer is estimated with its own."""
     classes = [ast.unparse(call.func).split(".")[-2:][0] for call in nodes.get("from_pretrained", ())]
+    if "AutoModel" in classes:
+        found.omits(
+            "AutoModel, a model without a head: the estimate has the head of the model's usual class and its loss, which can need much"
+            " more; rehearse runs the code's own loss"
+        )
     named = next((name for name in classes if name.endswith(_HEADS)), None)
     if named is not None and found.options.get("task") != "reward":
         found.omits(

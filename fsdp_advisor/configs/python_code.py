@@ -71,6 +71,11 @@ def _unknown_code(file: str, tree: ast.Module) -> UsageError:
             f"{file} takes its arguments from the command line",
             hint="give the script that launches it, or the options of the job",
         )
+    if "SentenceTransformerTrainer" in calls_of(tree):
+        return UsageError(
+            f"{file} trains with sentence-transformers, whose losses compare embeddings of several texts; they are not modelled",
+            hint=f"fsdp-advisor rehearse -- python {file} counts the memory of the script",
+        )
     return UsageError(
         f"{file}: no TrainingArguments, no Accelerator, no Trainer of Lightning, and no loop that trains a model it loads",
         hint="give the file that has it, a configuration file, or the options of the job",

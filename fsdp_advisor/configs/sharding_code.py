@@ -192,7 +192,8 @@ def _read_precision(found: Collector, nodes: Calls, variables: Mapping[str, Any]
         found.reads(f"param_dtype: {str(param).removeprefix('torch.')}")
         if found.options["mixed"] != "no" and reduce != "torch.float32":
             dtype = str(reduce).removeprefix("torch.")
-            found.omits(f"reduce_dtype {dtype}; the estimate reduces gradients in float32, with other buffers")
+            reserves = "more" if found.options["backend"] == "fsdp1" else "a little less"
+            found.omits(f"reduce_dtype {dtype}; the estimate reduces gradients in float32, which reserves {reserves}")
         return
     casts = [call for call in nodes.get("autocast", ()) if keywords_of(call, variables).get("enabled") is not False]
     if not casts:

@@ -194,3 +194,15 @@ def test_a_loop_of_deepspeed_is_read_with_the_file_that_it_names() -> None:
 def test_code_that_trains_no_model_is_refused() -> None:
     with pytest.raises(UsageError, match="no loop that trains a model it loads"):
         from_texts({"train.py": "print('hello')"})
+
+
+def test_a_model_without_a_head_is_reported() -> None:
+    code = "model = AutoModel.from_pretrained('gpt2')\nloss(model(**batch).last_hidden_state).backward()"
+    (reading,) = from_texts({"train.py": code}).readings
+    assert any(text.startswith("AutoModel, a model without a head") for text in reading.not_modelled)
+
+
+def test_losses_of_sentence_transformers_are_refused_with_the_reason() -> None:
+    with pytest.raises(UsageError, match="compare embeddings of several texts") as refused:
+        from_texts({"train.py": "trainer = SentenceTransformerTrainer(model=model, args=args, loss=loss)"})
+    assert "rehearse -- python train.py" in refused.value.hint
