@@ -67,9 +67,25 @@ def merge(parts: Sequence[Collector]) -> Configuration:
     """
     _check_checkpoints(parts)
     _check_sizes(parts)
+    options = _options_of(parts)
+    assumed = _add_defaults(options, parts) | _add_guesses(options, parts)
+    if "seq_len" not in options and (code := next((part for part in parts if part.format in _OF_CODE), None)):
+        assumed["seq_len"] = (
+            "2,048 tokens or the model's maximum, because nothing limits the length of samples (--seq-len)"
+        )
+        code.assume(assumed["seq_len"])
+    resolve_regions(options)
+    _resolve_torchtitan(options, parts)
+    _resolve_precision(options, parts)
+    _resolve_engine(options)
+    _note_spread_reference(options, parts)
+    return Configuration(options=options, readings=_grouped(parts), assumed=assumed)
+
+
+def _options_of(parts: Sequence[Collector]) -> dict[str, Any]:
+    """The options that the files set. Of two values the later one wins, and its part reports that; of frameworks the most specific one."""
     by_fsdp = any("FSDP" in part.checkpoints for part in parts)
     options: dict[str, Any] = {}
-    assumed: dict[str, str] = {}
     source: dict[str, Collector] = {}
     for part in parts:
         for name, value in part.options.items():
@@ -82,6 +98,12 @@ def merge(parts: Sequence[Collector]) -> Configuration:
             if name in options and options[name] != value and name not in ("mixed", "dtype"):
                 part.assume(f"{name} {value} as here, not {options[name]} as in {source[name].file}")
             options[name], source[name] = value, part
+    return options
+
+
+def _add_defaults(options: dict[str, Any], parts: Sequence[Collector]) -> dict[str, str]:
+    """Fill options that no file sets with the defaults of its tool; those of launchers come last. Returns the reasons by option."""
+    assumed: dict[str, str] = {}
     for part in sorted(parts, key=lambda part: part.format in _LAUNCHERS):
         for name, (value, why) in part.defaults.items():
             if name not in options and not (name == "precision" and {"mixed", "dtype"} & set(options)):
@@ -89,23 +111,19 @@ def merge(parts: Sequence[Collector]) -> Configuration:
                 if why:
                     assumed[name] = why
                     part.assume(why)
+    return assumed
+
+
+def _add_guesses(options: dict[str, Any], parts: Sequence[Collector]) -> dict[str, str]:
+    """Fill options that neither a file nor a default sets with what is most likely. Returns the reasons by option."""
+    assumed: dict[str, str] = {}
     for part in parts:
         for name, (value, why) in part.guesses.items():
             # a backend without a strategy is of a format whose file is missing
             if name not in options and not (name == "strategy" and "backend" in options):
                 options[name], assumed[name] = value, why
                 part.assume(why)
-    if "seq_len" not in options and (code := next((part for part in parts if part.format in _OF_CODE), None)):
-        assumed["seq_len"] = (
-            "2,048 tokens or the model's maximum, because nothing limits the length of samples (--seq-len)"
-        )
-        code.assume(assumed["seq_len"])
-    resolve_regions(options)
-    _resolve_torchtitan(options, parts)
-    _resolve_precision(options, parts)
-    _resolve_engine(options)
-    _note_spread_reference(options, parts)
-    return Configuration(options=options, readings=_grouped(parts), assumed=assumed)
+    return assumed
 
 
 def _check_checkpoints(parts: Sequence[Collector]) -> None:
