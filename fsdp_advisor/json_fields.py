@@ -19,13 +19,13 @@ class JsonFields:
 
 def json_fields(answer: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """The fields of a dataclass by name, except those in `without`, as JSON values."""
-    return {f.name: _json_value(getattr(answer, f.name)) for f in fields(answer) if f.name not in without}
+    return {f.name: json_value(getattr(answer, f.name)) for f in fields(answer) if f.name not in without}
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """A field's value: objects with `as_dict` as that, tuples as lists, and mappings with text as keys."""
     if hasattr(value, "as_dict"):
         return value.as_dict()
     if isinstance(value, tuple):
-        return [_json_value(item) for item in value]
+        return [json_value(item) for item in value]
     return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else value

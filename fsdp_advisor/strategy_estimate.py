@@ -10,6 +10,7 @@ from fsdp_advisor.engines.job_peaks import JobPeaks
 from fsdp_advisor.job.choices import Backend, Offload, Strategy
 from fsdp_advisor.job.compatibility import label
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.json_fields import json_value
 from fsdp_advisor.memory.device import DeviceOverhead
 from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.program.accounts import JobPhase, Phase
@@ -267,20 +268,12 @@ class StrategyEstimate:
 
     def as_dict(self, *, timeline: bool = False) -> dict[str, Any]:
         """The JSON object of a row, as in `estimates` of the report's document."""
-        result = {key: _as_json(getattr(self, key)) for key in _KEYS}
-        if self.allocator is not None:
-            result["allocator"] = {
-                "verdict": self.allocator.verdict,
-                "expandable_segments_help": self.allocator.expandable_segments_help,
-                "steps_until_steady": self.allocator.steps_until_steady,
-            }
+        result = {key: json_value(getattr(self, key)) for key in _KEYS}
         if self.evaluation is not None:
             result["evaluation"] = {
                 "peak_allocated_bytes": self.evaluation.allocated_peak_bytes,
                 "peak_reserved_bytes": self.evaluation.reserved_peak_bytes,
             }
-        if self.job_peaks is not None:
-            result["job_peaks"] = self.job_peaks.as_dict()
         if timeline:
             result["timeline"] = [point._asdict() for point in self.timeline]
         return result
@@ -296,11 +289,6 @@ _KEYS = (
     "exposed_communication_share_range", "step_breakdown", "evaluation", "job_peaks", "fails_in", "warnings", "not_modelled",
 )  # fmt: skip
 """The JSON keys of a row."""
-
-
-def _as_json(value: Any) -> Any:
-    """A pair as a list, and any other value as it is."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _rounded(ends: tuple[float, float], digits: int) -> tuple[float, float]:

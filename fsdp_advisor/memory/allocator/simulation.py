@@ -11,7 +11,7 @@ Collectives keep pace with computation.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from fsdp_advisor.memory.allocator.caching import CachingAllocator, OutOfMemory
 from fsdp_advisor.memory.allocator.conf import DEFAULT_CONF, AllocatorConf
@@ -45,6 +45,10 @@ class AllocatorResult:
     retries_per_step: int = 0
     steps_until_steady: int | None = None
     expandable_segments_help: bool | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON object: the result apart from the peaks, which are keys of the row."""
+        return {name: getattr(self, name) for name in ("verdict", "expandable_segments_help", "steps_until_steady")}
 
 
 def simulate_allocator(
