@@ -88,26 +88,18 @@ class JobPeaks:
         """The JSON's `job_peaks`: GPU and host bytes by phase. Loading, saving and merging also have their method, saving and
         merging also their files.
         """
-        result: dict[str, Any] = {
-            name: {"gpu_bytes": peak.gpu_bytes, "host_bytes_per_node": peak.host_bytes_per_node}
-            for name, peak in self.phases.items()
-        }
-        result["load"] |= {"way": self.load_method.way, "how": self.load_method.how}
-        result["save"] |= {"way": self.save_method.way, "how": self.save_method.how}
-        result["save"]["files"] = _files(self.save_method)
-        if self.merge is not None and self.merge_peak is not None:
-            result["merge"] = {
-                "gpu_bytes": self.merge_peak.gpu_bytes,
-                "host_bytes_per_node": self.merge_peak.host_bytes_per_node,
-                "way": self.merge.way,
-                "how": self.merge.how,
-                "files": _files(self.merge),
-            }
-        return result
+        methods: dict[str, LoadMethod | SaveMethod] = {"load": self.load_method, "save": self.save_method}
+        found = {str(name): _as_json(peak, methods.get(name)) for name, peak in self.phases.items()}
+        return found if self.merge_peak is None else found | {"merge": _as_json(self.merge_peak, self.merge)}
 
 
-def _files(method: SaveMethod) -> list[dict[str, Any]]:
-    return [{"name": f.name, "count": f.count, "tensor_bytes": f.tensor_bytes} for f in method.files]
+def _as_json(peak: PhasePeak, method: LoadMethod | SaveMethod | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"gpu_bytes": peak.gpu_bytes, "host_bytes_per_node": peak.host_bytes_per_node}
+    if method is not None:
+        found |= {"way": method.way, "how": method.how}
+    if isinstance(method, SaveMethod):
+        found["files"] = [{"name": f.name, "count": f.count, "tensor_bytes": f.tensor_bytes} for f in method.files]
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
