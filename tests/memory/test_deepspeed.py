@@ -235,6 +235,16 @@ def test_zero3_keeps_only_the_head_where_adapters_are_switched_off_in_each_step(
     assert max(gathered_bytes((*result.forward, *result.backward))) <= head + max(head, mlp)
 
 
+def test_zero3_keeps_only_the_head_for_the_backward_of_kto() -> None:
+    """DeepSpeed's trace has only a forward, in which it prefetches parameters."""
+    result = gathered(LLAMA_7B, plan(3, 8, task="kto", reference="copy", loss_code="trl"))
+    alone = gathered(LLAMA_7B, plan(3, 8, task="kto", reference="copy", loss_code="trl"), forward_only=True)
+    head, mlp = 2 * 32000 * 4096, 2 * 11008 * 4096
+    assert gathered_bytes(result.forward)[-1] == head
+    assert max(gathered_bytes(result.backward)) <= head + mlp
+    assert max(gathered_bytes(result.forward)) > max(gathered_bytes(alone.forward))
+
+
 def test_zero3_keeps_the_head_alone_for_backward_if_only_the_head_learns() -> None:
     root = tuple(replace(p, trainable=p.role == "head") for p in LLAMA_7B.root.parameters)
     unit = LLAMA_7B.stacks[0].units[0]

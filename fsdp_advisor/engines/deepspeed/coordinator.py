@@ -10,7 +10,8 @@ Source: zero/partitioned_param_coordinator.py (DeepSpeed 0.19.8); zero/partition
 
 This is the steady state: from the second micro-batch on DeepSpeed has a complete trace of the modules. No trace is ever valid if
 forwards with and without adapters alternate, as where the reference is the model without its adapters, or if the model generates,
-because TRL removes the modules' hooks meanwhile: then nothing is prefetched, and each module frees its parameters after use. Two kinds
+because TRL removes the modules' hooks meanwhile. With KTO the trace has only the forward of mismatched completions, and is valid for the
+next one, but not for backward. Without a trace nothing is prefetched, and each module frees its parameters after use. Two kinds
 stay longer: the head's weight, which TRL's loss reads outside of its module (`is_external_param`), and frozen weights of a checkpointed
 layer, which belong to the layer's backward from its recomputation on (`update_recompute_parameters`). If the model runs without its
 adapters between forward and backward, they stay until backward ends (`release_backward_leftovers`).
@@ -92,7 +93,7 @@ class _Fetcher:
     ranks: int
     element_bytes: list[int]  # by parameter
     offloaded: bool
-    traced: bool
+    traced_steps: int
     kept: Container[int]  # the parameters that no module's hook frees if there is no trace
     settings: Settings
     uses_in_order: list[_Use] = field(default_factory=list)
@@ -112,7 +113,13 @@ class _Fetcher:
     fetched_for: dict[int, int] = field(default_factory=dict)  # parameter -> the last step that it was fetched for
 
     def __post_init__(self) -> None:
-        self.uses_in_order = [_Use(p, step) for step, parameters in enumerate(self.order) for p in parameters]
+        traced = self.order[: self.traced_steps]
+        self.uses_in_order = [_Use(p, step) for step, parameters in enumerate(traced) for p in parameters]
+
+    @property
+    def traced(self) -> bool:
+        """Whether the trace has the module whose hook runs."""
+        return self.step <= self.traced_steps
 
     def begin_visit(self) -> None:
         self.changes, self.changes_to_peak, self.peak_bytes, self.gathered_bytes = [], 0, self.live_bytes, 0
@@ -196,7 +203,7 @@ class _Fetcher:
     def release(self, parameters: Iterable[int]) -> None:
         """Run the hook after a module. Source: release_sub_module, __params_to_release."""
         for p in parameters:
-            if not (self._is_used_soon(p) if self.traced else p in self.kept):
+            if not (p in self.kept or (self.traced and self._is_used_soon(p))):
                 self._release(p)
 
     def _is_used_soon(self, p: int) -> bool:
@@ -347,10 +354,15 @@ def _forwards_again(plan: Plan) -> bool:
     return plan.reference == "adapters-off" and plan.task != "grpo"
 
 
-def _has_trace(plan: Plan) -> bool:
-    """Whether the coordinator has a trace of the modules that is valid for the step."""
+def _steps_traced(plan: Plan, forward: int, step: int) -> int:
+    """The number of modules that a valid trace has at a step's begin, of all `step` modules; `forward` of them run in its forward.
+
+    With KTO it is recorded in the forward of mismatched completions, where there is none, and ends before the step's backward.
+    """
     generates = plan.generation is not None and plan.generation.generator == "transformers"
-    return plan.reference != "adapters-off" and not generates
+    if plan.task == "kto":
+        return forward if forward < step else 0
+    return 0 if generates or plan.reference == "adapters-off" else step
 
 
 def _fetcher(inventory: _Inventory, turns: list[Turn], plan: Plan, settings: Settings, *, holds_head: bool) -> _Fetcher:
@@ -358,15 +370,16 @@ def _fetcher(inventory: _Inventory, turns: list[Turn], plan: Plan, settings: Set
     elements = inventory.elements
     hooks = [own for _, modules in turns for own in modules]
     traversed = [0, *itertools.accumulate(sum(elements[p] for p in own) for own in hooks)]
-    traced = _has_trace(plan)
-    kept = inventory.of_head if plan.loss_code == "trl" and not traced else []
+    forward = sum(len(modules) for _, modules in inventory.units)
+    traced = _steps_traced(plan, forward, len(hooks))
+    kept = inventory.of_head if plan.loss_code == "trl" and traced < len(hooks) else []
     held = kept if holds_head else []
     order = [
         tuple(p for p in own if elements[p] > settings.param_persistence_threshold and p not in held) for own in hooks
     ]
     uses: list[list[int]] = [[] for _ in elements]
     for step, own in enumerate(order):
-        for p in own:
+        for p in own if step < traced else ():
             uses[p].append(step)
     return _Fetcher(
         elements=elements,
@@ -376,7 +389,7 @@ def _fetcher(inventory: _Inventory, turns: list[Turn], plan: Plan, settings: Set
         ranks=plan.shard_degree,
         element_bytes=inventory.element_bytes,
         offloaded=offloads_parameters(plan),
-        traced=traced,
+        traced_steps=traced,
         kept=kept,
         settings=settings,
     )
