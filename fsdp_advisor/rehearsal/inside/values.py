@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from fsdp_advisor.rehearsal.inside import decisions
 from fsdp_advisor.rehearsal.inside.decisions import note
+from fsdp_advisor.rehearsal.inside.import_hooks import after_import
 
 LARGEST_INTEGERS = 32 << 20
 """Bytes of an integer tensor whose operators are repeated. 4,096 tokens x 8 experts of 128 as one-hot int64 are 32 MiB."""
@@ -98,6 +100,7 @@ def answer_values(module: ModuleType) -> None:
     ):
         return
     _host_generator = torch.Generator()
+    after_import("torch._dynamo.trace_rules", _leave_uncompiled)
     library = torch.library.Library("aten", "IMPL")
     answer_values.library = library  # type: ignore[attr-defined]  # its kernels live as long as it does
     for name in (*torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"), *COPIES):
@@ -109,6 +112,12 @@ def answer_values(module: ModuleType) -> None:
         overload = getattr(getattr(torch.ops.aten, base), operator.partition(".")[2] or "default")
         kernel = _taking_numbers(overload, torch.library.get_kernel(name, "CUDA").call_boxed)
         library.impl(operator, make(overload, kernel), "CUDA", with_keyset=True)
+
+
+def _leave_uncompiled(rules: ModuleType) -> None:
+    """Let torch.compile skip this code, which runs where a graph breaks to read a value. `rules`: torch._dynamo.trace_rules."""
+    for name in (__name__, decisions.__name__):
+        rules.add(name)
 
 
 Kernel = Callable[..., Any]

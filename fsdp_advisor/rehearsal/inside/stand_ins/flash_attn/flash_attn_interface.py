@@ -1,7 +1,8 @@
 """The functions of flash_attn.flash_attn_interface. They save the same tensors for backward and allocate the same gradients.
 
 Forward saves queries, keys and values (heads padded to a multiple of 8), the output, the log-sum-exp and the state of the random
-numbers. Backward allocates a gradient for each tensor that was given, a packed one for packed tensors.
+numbers. Backward allocates a gradient for each tensor that was given, a packed one for packed tensors. The calls of the extension are
+operators, which torch.compile does not look into.
 
 Source of names, defaults and order of arguments: flash_attn/flash_attn_interface.py (2.8.3).
 """
@@ -15,6 +16,8 @@ import flash_attn_2_cuda  # type: ignore[import-not-found]  # the extension, or 
 import torch
 
 Tensor = torch.Tensor
+BLOCK = 128
+"""The numbers of rows of queries and keys are rounded up to multiples of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, sums, random_state, *lengths = ctx.saved_tensors
         allocated, (dq, dk, dv) = _gradients(q, k, v, ctx.tensors)
         head = dout.shape[-1]
-        tensors = [_contiguous(each) for each in (_padded(dout), q, k, v, out)]
+        tensors = [_padded(dout), q, k, v, out]
         _run_backward(tensors, sums, (dq, dk, dv), random_state, ctx.scale, ctx.call, lengths)
         return None, None, *(each[..., :head] for each in allocated)
 
@@ -86,32 +89,157 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, tensors: int) -> tuple[list[Tens
     return [*separate, packed], [*separate, *packed.unbind(dim=-3)]
 
 
-def _run_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, call: _Call) -> list[Tensor]:
-    q, k, v = map(_contiguous, (q, k, v))
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, call: _Call) -> tuple[Tensor, ...]:
+    limits = (call.dropout, scale, call.causal, *call.window, call.softcap, call.slopes)
     probabilities = call.returns_probabilities and call.dropout > 0
-    limits = (*call.window, call.softcap, probabilities, None)
     if call.lengths is None:
-        found = flash_attn_2_cuda.fwd(q, k, v, None, call.slopes, call.dropout, scale, call.causal, *limits)
+        found: tuple[Tensor, ...] = _forward(q, k, v, *limits, probabilities)
     else:
-        of_queries, of_keys, most_queries, most_keys = call.lengths
-        found = flash_attn_2_cuda.varlen_fwd(
-            q, k, v, None, of_queries, of_keys, None, None, call.block_table, call.slopes, most_queries, most_keys,
-            call.dropout, scale, False, call.causal, *limits,
-        )  # fmt: skip
-    return list(found)
+        found = _varlen_forward(q, k, v, *call.lengths, *limits, probabilities, call.block_table)
+    return found
 
 
 def _run_backward(
     tensors: list[Tensor], sums: Tensor, gradients: tuple[Tensor, ...], random_state: Tensor, scale: float, call: _Call,
     lengths: list[Tensor],
 ) -> None:  # fmt: skip
-    limits = (*call.window, call.softcap, call.deterministic, None, random_state)
+    limits = (
+        call.dropout,
+        scale,
+        call.causal,
+        *call.window,
+        call.softcap,
+        call.slopes,
+        call.deterministic,
+        random_state,
+    )
     if call.lengths is None:
-        flash_attn_2_cuda.bwd(*tensors, sums, *gradients, call.slopes, call.dropout, scale, call.causal, *limits)
-        return
-    flash_attn_2_cuda.varlen_bwd(
-        *tensors, sums, *gradients, *lengths, call.slopes, *call.lengths[2:], call.dropout, scale, False, call.causal, *limits
+        _backward(*tensors, sums, *gradients, *limits)
+    else:
+        _varlen_backward(*tensors, sums, *gradients, *lengths, *call.lengths[2:], *limits)
+
+
+# The operators. PyTorch reads the types of their arguments from the annotations.
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=(), device_types="cuda")
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
+    window_size_right: int, softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v = map(_contiguous, (q, k, v))
+    limits = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, return_softmax, None)
+    return tuple(flash_attn_2_cuda.fwd(q, k, v, None, alibi_slopes, *limits))
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *args: object) -> tuple[Tensor, ...]:
+    (b, t, h, _), keys, returns_probabilities = q.shape, k.shape[1], args[-1]
+    shape = (b, h, _rounded(t), _rounded(keys)) if returns_probabilities else (0,)
+    sums = q.new_empty((b, h, t), dtype=torch.float32)
+    return torch.empty_like(_contiguous(q)), sums, q.new_empty(shape), q.new_empty((2,), dtype=torch.int64)
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=(), device_types="cuda")
+def _varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+    alibi_slopes: Tensor | None, return_softmax: bool, block_table: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v = map(_contiguous, (q, k, v))
+    return tuple(
+        flash_attn_2_cuda.varlen_fwd(
+            q,
+            k,
+            v,
+            None,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            None,
+            None,
+            block_table,
+            alibi_slopes,
+            max_seqlen_q,
+            max_seqlen_k,
+            dropout_p,
+            softmax_scale,
+            False,
+            causal,
+            window_size_left,
+            window_size_right,
+            softcap,
+            return_softmax,
+            None,
+        )
+    )
+
+
+@_varlen_forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of_queries: Tensor,
+    of_keys: Tensor,
+    most_queries: int,
+    most_keys: int,
+    *args: object,
+) -> tuple[Tensor, ...]:
+    (total, h, _), returns_probabilities = q.shape, args[-2]
+    shape = (of_queries.numel() - 1, h, _rounded(most_queries), _rounded(most_keys)) if returns_probabilities else (0,)
+    sums = q.new_empty((h, total), dtype=torch.float32)
+    return torch.empty_like(_contiguous(q)), sums, q.new_empty(shape), q.new_empty((2,), dtype=torch.int64)
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_backward", mutates_args=("dq", "dk", "dv"), device_types="cuda")
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+    alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor,
+) -> Tensor:  # fmt: skip
+    tensors = map(_contiguous, (dout, q, k, v, out))
+    limits = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic, None)
+    found = flash_attn_2_cuda.bwd(*tensors, softmax_lse, dq, dk, dv, alibi_slopes, *limits, rng_state)
+    return found[3]  # type: ignore[no-any-return]  # the extension is untyped
+
+
+@_backward.register_fake
+def _(dout: Tensor, q: Tensor, *args: object) -> Tensor:
+    b, t, h, _ = q.shape
+    return q.new_empty((b, h, _rounded(t)), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "flash_attn::_flash_attn_varlen_backward", mutates_args=("dq", "dk", "dv"), device_types="cuda"
+)
+def _varlen_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float,
+    causal: bool, window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
+    deterministic: bool, rng_state: Tensor,
+) -> Tensor:  # fmt: skip
+    tensors = map(_contiguous, (dout, q, k, v, out))
+    found = flash_attn_2_cuda.varlen_bwd(
+        *tensors, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, False, causal, window_size_left, window_size_right, softcap, deterministic, None, rng_state,
     )  # fmt: skip
+    return found[3]  # type: ignore[no-any-return]  # the extension is untyped
+
+
+@_varlen_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    of_queries: Tensor, *args: object,
+) -> Tensor:  # fmt: skip
+    total, h, _ = q.shape
+    return q.new_empty((h, total + BLOCK * (of_queries.numel() - 1)), dtype=torch.float32)
+
+
+def _rounded(rows: int) -> int:
+    return -(-rows // BLOCK) * BLOCK
+
+
+# The package's functions
 
 
 def _attention(call: _Call, *given: Tensor) -> Any:
