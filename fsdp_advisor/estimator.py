@@ -162,7 +162,7 @@ def _notes(
         *expert_notes(request, profile),
         *adapted_expert_notes(profile),
         *liger_notes(has_kernels=request.use_liger_kernel and profile is not None),
-        *compile_notes(request.compile),
+        *compile_notes(request.compile, request.attention, request.micro_batch_size),
         *fp8_notes(request.fp8, request.compile, request.framework),
         *assumption_notes(request, gpu, is_packed=bool(model.adaptation.packed_by)),
         *of_length,

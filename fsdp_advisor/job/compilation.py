@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.batch_layout import flattens
 from fsdp_advisor.job.checkpointing import policies_of_changed_layers
 from fsdp_advisor.job.choices import Backend, Framework
 from fsdp_advisor.job.conflicts import check_conflicts
@@ -60,15 +61,29 @@ def check_compile(request: EstimateRequest) -> None:
         f"--framework {request.framework}": request.framework not in COMPILING_FRAMEWORKS,
         "--task grpo without --use-vllm, whose generation would be compiled": request.task == "grpo" and not request.use_vllm,
         f"--task {request.task} --framework llamafactory": request.framework == "llamafactory" and request.task != "sft",
-        f"--attention {request.attention}": request.attention != "sdpa",
+        f"--attention {request.attention}": request.attention == "eager",
         f"--activation-checkpointing {request.activation_checkpointing}": request.activation_checkpointing not in policies,
         "--activation-offload": request.activation_offload,
         "--use-liger-kernel": request.use_liger_kernel,
         f"--wrap {request.wrap}": request.wrap != "layer",
-        "packed or padded batches": request.padding_free or request.packing == "bfd" or request.padding_fraction > 0,
+        **_batches(request),
         "adapters, quantized or frozen weights": not own_models and _adapts(request),
     }  # fmt: skip
     check_conflicts(f"--compile {request.compile}", others)
+
+
+def _batches(request: EstimateRequest) -> dict[str, bool]:
+    """What a batch has that is not modelled with compiled code -> whether it has it.
+
+    With flash_attention_2, TRL passes the boundaries of the sequences in a row, so nothing is read from its positions.
+    """
+    flash = request.attention == "flash_attention_2"
+    bounded = flash and FRAMEWORKS[request.framework].names_sequences
+    flattened = flattens(request.packing, request.padding_free)
+    return {
+        "packed or padded batches": (flattened and not bounded) or request.padding_fraction > 0,
+        "images in --attention flash_attention_2": flash and request.images_per_sample > 0,
+    }
 
 
 def _adapts(request: EstimateRequest) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.choices import Fp8, Framework
+from fsdp_advisor.job.choices import Attention, Fp8, Framework
 from fsdp_advisor.job.fp8 import converts_head
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.kernel_packages import pip_install
@@ -155,14 +155,25 @@ def kernel_notes(request: EstimateRequest, profile: Profile | None) -> list[str]
     return [_NO_SCAN_KERNELS]
 
 
-def compile_notes(compile: str) -> list[str]:
+def compile_notes(compile: str, attention: Attention, micro_batch_size: int) -> list[str]:
     """Notes on figures of compiled code."""
     if compile == "none":
         return []
-    masked = "compiled code cannot check whether sequences are packed, so decoders of transformers make a mask of all pairs of tokens"
+    if attention == "flash_attention_2":
+        divided = (
+            "transformers reads in each layer whether the only row of a micro-batch is packed, which divides the layer's compiled code;"
+            " with larger micro-batches it does not"
+        )
+        notes = [divided] * (micro_batch_size == 1)
+    else:
+        masked = "compiled code cannot check whether sequences are packed, so decoders of transformers make a mask of all pairs of tokens"
+        notes = [
+            *[masked] * (compile == "model"),
+            f"--compile {compile}: simulated_peak_bytes is of the uncompiled code on a CPU; all other figures are of Inductor's compiled"
+            " code",
+        ]
     return [
-        *[masked] * (compile == "model"),
-        f"--compile {compile}: simulated_peak_bytes is of the uncompiled code on a CPU; all other figures are of Inductor's compiled code",
+        *notes,
         "Inductor chooses the number of partial sums for a GPU with the 132 multiprocessors of an H100; the first step, which compiles, is"
         " not included",
     ]

@@ -172,9 +172,10 @@ def use_rows(rows: Rows) -> None:
 
 
 @fake_operator("flash_varlen")
-def _varlen_forward(
+def varlen_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, shape (tokens, H, D), and the logarithm of the softmax's sums, (H, tokens) in fp32. Only for fake tensors."""
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
@@ -187,18 +188,14 @@ def _varlen_backward(
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """`flash_attn_varlen_func`, over tensors of shape (tokens, H, D). `lengths`: the cumulative lengths of the sequences.
-
-    The scratch of backward has 128 rows more for each sequence. Source: Dao-AILab/flash-attention csrc/flash_attn/flash_api.cpp,
-    `mha_varlen_bwd`.
-    """
+    """`flash_attn_varlen_func`, over tensors of shape (tokens, H, D). `lengths`: the cumulative lengths of the sequences."""
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, sequences: int
     ) -> torch.Tensor:
         out: torch.Tensor
-        out, lse = _varlen_forward(q, k, v, sequences)
+        out, lse = varlen_forward(q, k, v, sequences)
         ctx.save_for_backward(q, k, v, out, lse, lengths)
         ctx.sequences = sequences
         return out
@@ -206,16 +203,31 @@ class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, _ = ctx.saved_tensors
-        tokens, h, d = q.shape
         with scratch():
-            rounded = -(-d // HEAD_ROUNDING) * HEAD_ROUNDING
-            rows = tokens + 128 * ctx.sequences
-            taken = [q.new_empty((rows, h, rounded), dtype=torch.float32), q.new_empty((h, rows), dtype=torch.float32)]
-            if k.shape[1] != h:
-                taken += [q.new_empty((k.shape[0], h, d)), q.new_empty((k.shape[0], h, d))]
+            taken = varlen_scratch(q, k, ctx.sequences)
         gradients = _varlen_backward(grads[0].contiguous(), q, k, v, out, lse, ctx.sequences)
         del taken
         return (*gradients, None, None)
+
+
+def varlen_scratch(q: torch.Tensor, k: torch.Tensor, sequences: int) -> list[torch.Tensor]:
+    """As `flash_scratch`, for q and k of shape (tokens, H, D). It has 128 rows more for each sequence.
+
+    Source: Dao-AILab/flash-attention csrc/flash_attn/flash_api.cpp, `mha_varlen_bwd`.
+    """
+    tokens, h, d = q.shape
+    rounded = -(-d // HEAD_ROUNDING) * HEAD_ROUNDING
+    rows = tokens + 128 * sequences
+    taken = [q.new_empty((rows, h, rounded), dtype=torch.float32), q.new_empty((h, rows), dtype=torch.float32)]
+    if k.shape[1] != h:
+        taken += [q.new_empty((k.shape[0], h, d)), q.new_empty((k.shape[0], h, d))]
+    return taken
+
+
+def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, sequences: int) -> torch.Tensor:
+    """The output over `sequences` in one row, of cumulative `lengths`. q, k, v have shape (tokens, H, D)."""
+    out: torch.Tensor = _VarlenAttention.apply(q, k, v, lengths, sequences)  # type: ignore[no-untyped-call]  # torch's
+    return out
 
 
 class _PadInput(torch.autograd.Function):
@@ -253,7 +265,7 @@ def _with_rows(
         places = attention_mask.new_empty((real, 1), dtype=torch.long).flatten()
         lengths = torch.nn.functional.pad(torch.cumsum(sums, dim=0, dtype=torch.int32), (1, 0))
         q, k, v = (_index_first_axis(x, places) for x in (q, k, v))
-        out = _VarlenAttention.apply(q, k, v, lengths, rows.sequences)  # type: ignore[no-untyped-call]  # torch's
+        out = varlen(q, k, v, lengths, rows.sequences)
         padded: torch.Tensor = _PadInput.apply(out, places, batch * length)  # type: ignore[no-untyped-call]  # torch's
         return padded.view(batch, length, *out.shape[1:])
     given: torch.Tensor | None = kwargs.get("cu_seq_lens_q")
@@ -267,15 +279,13 @@ def _with_rows(
     if given is None:
         return flash(q, k, v)
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-    out = _VarlenAttention.apply(q, k, v, given, rows.sequences)  # type: ignore[no-untyped-call]  # torch's
+    out = varlen(q, k, v, given, rows.sequences)
     return out.view(batch, -1, *out.shape[1:])
 
 
 def _in_one_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """The output over sequences in one row, of cumulative `lengths`. q, k, v have shape (1, tokens, H, D)."""
-    sequences = lengths.numel() - 1
-    out: torch.Tensor = _VarlenAttention.apply(q[0], k[0], v[0], lengths, sequences)  # type: ignore[no-untyped-call]  # torch's
-    return out[None]
+    return varlen(q[0], k[0], v[0], lengths, lengths.numel() - 1)[None]
 
 
 # transformers' interface

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._inductor.graph import GraphLowering
 
-from fsdp_advisor.recording.flash import cudnn_scratch, flash_scratch, scratch
+from fsdp_advisor.recording.flash import cudnn_scratch, flash_scratch, scratch, varlen_scratch
 from fsdp_advisor.recording.fused_kernels import attention_kernel, kernel
 from fsdp_advisor.recording.on_gpu import efficient_scratch
 
@@ -26,12 +26,14 @@ def load(_: GraphLowering, code: Any) -> ModuleType:
     module.__file__ = "generated"
     source = _OF_TRITON.sub("", code.value)
     source = source.replace("torch.ops.aten._scaled_dot_product", "attention_kernels._scaled_dot_product")
+    source = source.replace("torch.ops.fsdp_advisor.compiled_flash", "flash_kernels.compiled_flash")
     source = source.replace("extern_kernels._scaled_mm", "scaled_mm")
     source = source.replace("torch.ops.higher_order.graphsafe_run_with_rng_state", "run_with_seed")
     source = source.replace("from torch._inductor.async_compile import AsyncCompile", "")
     module.__dict__.update(
-        AsyncCompile=_Kernels, attention_kernels=_AttentionKernels(), run_with_seed=_run_with_seed, scaled_mm=_scaled_mm
-    )
+        AsyncCompile=_Kernels, attention_kernels=_AttentionKernels(), flash_kernels=_FlashKernels(),
+        run_with_seed=_run_with_seed, scaled_mm=_scaled_mm,
+    )  # fmt: skip
     exec(compile(source, "generated", "exec"), module.__dict__)  # runs the code that Inductor generated
     return module
 
@@ -90,6 +92,21 @@ class _AttentionKernels:
                     taken = needs(q.transpose(1, 2), k.transpose(1, 2))
             del taken
             return gradients
+
+        return SimpleNamespace(default=backward)
+
+
+class _FlashKernels:
+    """The operators of flash-attn's backward, with the kernels' scratch."""
+
+    def __getattr__(self, name: str) -> Any:
+        operator = getattr(torch.ops.fsdp_advisor, name).default
+
+        def backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *args: Any) -> None:
+            with scratch():
+                taken = varlen_scratch(q, k, args[3]) if "varlen" in name else flash_scratch(q, k)
+            operator(grad, q, k, *args)
+            del taken
 
         return SimpleNamespace(default=backward)
 

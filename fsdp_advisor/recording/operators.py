@@ -50,10 +50,18 @@ _ATTENTION = {
 }
 """Operator -> positions of query and value among its arguments, of shape (B, H, T, D), and the number of matrix products."""
 
-_TOKENS_FIRST = {"fsdp_advisor::flash_attention": (0, 2, 2), "fsdp_advisor::flash_attention_backward": (1, 3, 5)}
+_TOKENS_FIRST = {
+    "fsdp_advisor::flash_attention": (0, 2, 2),
+    "fsdp_advisor::flash_attention_backward": (1, 3, 5),
+    "fsdp_advisor::compiled_flash_backward": (1, 3, 5),
+}
 """The same of operators whose tensors have the shape (B, T, H, D)."""
 
-_VARLEN = {"fsdp_advisor::flash_varlen": (0, 2, 3, 2), "fsdp_advisor::flash_varlen_backward": (1, 3, 6, 5)}
+_VARLEN = {
+    "fsdp_advisor::flash_varlen": (0, 2, 3, 2),
+    "fsdp_advisor::flash_varlen_backward": (1, 3, 6, 5),
+    "fsdp_advisor::compiled_flash_varlen_backward": (1, 3, 6, 5),
+}
 """Operator -> positions of query, value and the number of sequences, and the number of matrix products."""
 
 

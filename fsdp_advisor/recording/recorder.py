@@ -25,6 +25,7 @@ from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ScoringPhase, Tape
 from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.recording.compiled_flash import COMPILED, flash_attention_in_graphs
 from fsdp_advisor.recording.convolution import with_copies_of_inputs
 from fsdp_advisor.recording.cuda import softmax_scratch
 from fsdp_advisor.recording.engines import checkpoint_layers
@@ -233,7 +234,7 @@ class Recorder:
         by_accelerate = key.checkpointing == "full" and key.autocasts_fsdp1 and by_plugin
         source.configure(
             model,
-            attention=key.attention,
+            attention=_attention(key),
             checkpointing="none" if by_accelerate else key.checkpointing,
             window_filled=key.window_filled if key.device == "gpu" and key.attention == "sdpa" else None,
         )
@@ -314,6 +315,13 @@ def _contexts(source: Source, key: TapeKey, model: nn.Module) -> Iterator[Abstra
             yield with_liger_kernels(model, source.name)
     if key.compiles:
         yield functions_of_graphs(by_cudnn=key.kernel == "cudnn")
+        if key.attention == "flash_attention_2":
+            yield flash_attention_in_graphs()
+
+
+def _attention(key: TapeKey) -> str:
+    """The attention with which the model is configured: in compiled code, transformers' own over recorded operators."""
+    return COMPILED if key.compiles and key.attention == "flash_attention_2" else key.attention
 
 
 @contextlib.contextmanager

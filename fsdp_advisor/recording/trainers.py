@@ -30,7 +30,9 @@ def _source_of_trainer(source: Source, key: TapeKey) -> Source:
     source = with_experts(source, key.experts, key.imbalance)
     source = with_images(source, Images(*key.images) if key.images else None)
     if key.task == "sft":
-        source = with_batch(source, key.batch, key.padding)
+        # TRL passes a mask of ones, which transformers' flash attention reads and leaves out
+        masks = key.batch == "full" and key.loss == "trl" and key.compiles and key.attention == "flash_attention_2"
+        source = with_batch(source, "padded" if masks else key.batch, key.padding)
         source = with_loss(source, key.loss, key.ignored_labels, key.gathered_head, router_loss=key.router_loss)
         return WithLogits(source, converts=key.autocasts) if key.computes_logits else source
     if key.task == "reward":

@@ -158,7 +158,7 @@ class TransformersSource:
     def configure(
         self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
     ) -> None:
-        from fsdp_advisor.recording import flash
+        from fsdp_advisor.recording import compiled_flash, flash
 
         if window_filled is not None:
             _bind_windows(module, window_filled)
@@ -167,6 +167,7 @@ class TransformersSource:
                 "sdpa": "_supports_sdpa",
                 "flash_attention_2": "_supports_flash_attn",
                 flash.VARLEN: "_supports_flash_attn",
+                compiled_flash.COMPILED: "_supports_flash_attn",
             }.get(attention)
             if needed is not None and not getattr(module, needed, False):
                 base: Any = getattr(module, "get_base_model", lambda: module)()  # of a PeftModel

@@ -95,6 +95,8 @@ def test_layers_in_accelerates_checkpoints_are_not_compiled(tmp_path: Path) -> N
         ({"use_liger_kernel": True}, "--use-liger-kernel"),
         ({"use_peft": True}, "adapters"),
         ({"padding_free": True}, "packed or padded"),
+        ({"padding_free": True, "framework": "trainer", "attention": "flash_attention_2"}, "packed or padded"),
+        ({"padding_fraction": 0.3, "framework": "trl", "attention": "flash_attention_2"}, "packed or padded"),
         ({"wrap": "none"}, "--wrap none"),
         ({"backend": "deepspeed", "strategy": "zero3"}, "backend deepspeed"),
         ({"gpu": "V100-32GB", "precision": "fp32"}, "V100"),
@@ -133,3 +135,14 @@ def test_rows_of_engines_that_do_not_compile_are_left_out_with_the_reason() -> N
     assert {plan.backend for plan in report.estimates.plans} == {"ddp", "fsdp2"}
     rows = "ZeRO-1, ZeRO-2 + optimizer offload and ZeRO-3 + optimizer offload are left out: "
     assert f"{rows}--compile layer is not modelled with backend deepspeed" in "".join(report.notes)
+
+
+def test_one_row_with_flash_attention_has_divided_code_and_no_mask() -> None:
+    def notes(**options: Any) -> str:
+        job = {"model": "openai-community/gpt2", "gpu": "H100-80GB", "compile": "model", **options}
+        return "".join(lazy_report(make_request(job), resolve(job["model"])).notes)
+
+    flash = {"attention": "flash_attention_2"}
+    assert "divides the layer's compiled code" in notes(**flash)
+    assert "divides" not in notes(**flash, micro_batch_size=2) and "divides" not in notes()
+    assert "mask of all pairs" in notes() and "mask of all pairs" not in notes(**flash)

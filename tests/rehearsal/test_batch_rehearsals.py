@@ -17,23 +17,25 @@ CONFIG = {**rehearsed_jobs.CONFIG, "num_hidden_layers": 2}
 JOBS = dict(
     taken(
         [
-            ("packed", ("trl packed", "sdpa", "bf16-mixed", 2, 1024)),
-            ("padding-free, flash-attn", ("trl padding-free", "flash_attention_2", "bf16", 3, 1024)),
+            ("packed", ("trl packed", "sdpa", "bf16-mixed", 2, 1024, False)),
+            ("padding-free, flash-attn", ("trl padding-free", "flash_attention_2", "bf16", 3, 1024, False)),
+            ("packed, flash-attn, compiled", ("trl packed", "flash_attention_2", "bf16-mixed", 2, 4096, True)),
         ],
         [
-            ("padding-free", ("trl padding-free", "sdpa", "bf16", 3, 1024)),
-            ("padded by the Trainer", ("padded", "sdpa", "bf16", 4, 1600)),
-            ("packed, eager", ("trl packed", "eager", "bf16", 2, 1024)),
-            ("padded by TRL", ("trl padded", "sdpa", "bf16-mixed", 4, 1600)),
-            ("flattened by the Trainer", ("flattened", "sdpa", "bf16-mixed", 2, 1024)),
-            ("packed, flash-attn", ("trl packed", "flash_attention_2", "bf16-mixed", 2, 1024)),
-            ("padded by TRL, flash-attn", ("trl padded", "flash_attention_2", "bf16-mixed", 4, 1600)),
-            ("padded by the Trainer, flash-attn", ("padded", "flash_attention_2", "bf16", 4, 1600)),
+            ("padding-free", ("trl padding-free", "sdpa", "bf16", 3, 1024, False)),
+            ("padding-free, flash-attn, compiled", ("trl padding-free", "flash_attention_2", "bf16", 3, 4096, True)),
+            ("padded by the Trainer", ("padded", "sdpa", "bf16", 4, 1600, False)),
+            ("packed, eager", ("trl packed", "eager", "bf16", 2, 1024, False)),
+            ("padded by TRL", ("trl padded", "sdpa", "bf16-mixed", 4, 1600, False)),
+            ("flattened by the Trainer", ("flattened", "sdpa", "bf16-mixed", 2, 1024, False)),
+            ("packed, flash-attn", ("trl packed", "flash_attention_2", "bf16-mixed", 2, 1024, False)),
+            ("padded by TRL, flash-attn", ("trl padded", "flash_attention_2", "bf16-mixed", 4, 1600, False)),
+            ("padded by the Trainer, flash-attn", ("padded", "flash_attention_2", "bf16", 4, 1600, False)),
         ],
         days=2,
     )
 )
-"""Batch, attention, precision, micro-batch, sequence length."""
+"""Batch, attention, precision, micro-batch, sequence length, and whether the model is compiled."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "trl packed": {"framework": "trl", "packing": "bfd"},
     "trl padding-free": {"framework": "trl", "padding_free": True},
@@ -50,9 +52,9 @@ def peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_batch_of_the_collator_needs_what_is_predicted(name: str, peaks: dict[str, int], tmp_path: Path) -> None:
-    kind, attention, precision, batch, length = JOBS[name]
+    kind, attention, precision, batch, length, compiled = JOBS[name]
     row = rehearsed_jobs.row_of(
         tmp_path, {**CONFIG, "architectures": ["LlamaForCausalLM"]}, precision=precision, micro_batch_size=batch, seq_len=length,
-        attention=attention, **OPTIONS[kind],
+        attention=attention, compile="model" if compiled else "none", **OPTIONS[kind],
     )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(peaks[name], rel=1e-3)

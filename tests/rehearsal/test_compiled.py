@@ -46,6 +46,7 @@ MORE = {
 CASES: dict[str, Job] = dict(taken(list(JOBS.items()), list(MORE.items())))
 """Configuration, engine, precision, checkpointing, micro-batch, sequence length."""
 
+FLASH = {"attention": "flash_attention_2"}
 OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
     taken(
         [
@@ -55,6 +56,11 @@ OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
             ("llama as a whole in DDP", (_job("llama", "ddp", "bf16-mixed"), {"compile": "model"})),
             ("llama as a whole, sharded", (_job("llama", "fsdp2", "bf16-mixed", "full"), {"compile": "model"})),
             ("llama in the Trainer", (_job("llama", "trainer", "bf16-mixed"), {"compile": "model"})),
+            ("llama, flash-attn", (_job("llama", "fsdp2", "bf16-mixed", "full"), FLASH)),
+            (
+                "llama as a whole, flash-attn, one row",
+                (_job("llama", "single", "bf16", batch=1), {**FLASH, "compile": "model"}),
+            ),
         ],
         [
             ("llama, nothing but inputs", (_job("llama", "single", "bf16-mixed"), {"memory_budget": 0.0})),
@@ -71,6 +77,21 @@ OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
                 "llama in the Trainer, checkpointed",
                 (_job("llama", "trainer", "bf16-mixed", "full"), {"compile": "model"}),
             ),
+            ("llama, flash-attn, one row", (_job("llama", "ddp", "bf16-mixed", batch=1, length=16_000), FLASH)),
+            (
+                "llama as a whole, flash-attn, one row, checkpointed",
+                (_job("llama", "single", "bf16-mixed", "full", 1, 24_000), {**FLASH, "compile": "model"}),
+            ),
+            ("qwen3, flash-attn, half", (_job("qwen3", "single", "bf16"), {**FLASH, "memory_budget": 0.5})),
+            (
+                "mistral with a window, flash-attn",
+                (_job("mistral", "ddp", "bf16-mixed", "full", 2, 8000), {**FLASH, "compile": "model"}),
+            ),
+            ("gemma2 as a whole, flash-attn", (_job("gemma2", "fsdp2", "bf16-mixed"), {**FLASH, "compile": "model"})),
+            (
+                "qwen3_moe as a whole, flash-attn",
+                (_job("qwen3_moe", "single", "bf16-mixed"), {**FLASH, "compile": "model"}),
+            ),
             ("llama as a whole, half", (_job("llama", "single", "bf16"), {"compile": "model", "memory_budget": 0.5})),
         ],
         days=5,
@@ -82,7 +103,13 @@ OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
 @pytest.fixture(scope="module")
 def other_peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
     jobs = {
-        name: [*job, options.get("compile", "layer"), "none", options.get("memory_budget", 1.0)]
+        name: [
+            *job,
+            options.get("compile", "layer"),
+            "none",
+            options.get("memory_budget", 1.0),
+            options.get("attention", "sdpa"),
+        ]
         for name, (job, options) in OTHERS.items()
     }
     return run("compiled.py", json.dumps(jobs))
@@ -111,6 +138,14 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
         [
             ("the Trainer, sharded and checkpointed", ({"fsdp": True, "checkpointing": True}, SHARDED)),
             ("the Trainer in DDP", ({}, {})),
+            (
+                "the Trainer, sharded and checkpointed, flash-attn",
+                ({**FLASH, "fsdp": True, "checkpointing": True}, SHARDED),
+            ),
+            (
+                "TRL, checkpointed, flash-attn, one row",
+                ({"library": "trl", **FLASH, "batch": 1, "checkpointing": True}, {}),
+            ),
             ("accelerate, sharded", ({"library": "accelerate", "fsdp": True}, SHARDED)),
             ("regions, sharded and checkpointed", ({**OF_ACCELERATE, "fsdp": True, "checkpointing": True}, SHARDED)),
             ("regions, an MoE, sharded", ({"model": "qwen3_moe", **OF_ACCELERATE, "fsdp": True}, SHARDED)),
@@ -142,6 +177,11 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
             ("KTO in DDP", ({"library": "trl", **LONG, "length": 8000, "task": "kto"}, {})),
             ("KTO by regions, sharded", ({**OF_TRL, **LONG, "task": "kto", "fsdp": True}, SHARDED)),
             ("the Trainer, sharded", ({"fsdp": True}, SHARDED)),
+            (
+                "regions, sharded and checkpointed, flash-attn",
+                ({**OF_ACCELERATE, **FLASH, "fsdp": True, "checkpointing": True}, SHARDED),
+            ),
+            ("DPO by regions, flash-attn", ({**OF_TRL, **FLASH, "task": "dpo"}, {})),
             ("regions, sharded", ({**OF_ACCELERATE, "fsdp": True}, SHARDED)),
             ("regions, in DDP", (OF_ACCELERATE, {})),
             ("regions, an MoE, in DDP", ({"model": "qwen3_moe", **OF_ACCELERATE}, {})),
@@ -172,19 +212,21 @@ def test_trainers_that_compile_on_two_ranks_need_what_is_predicted(
 ) -> None:
     settings, options = TRAINERS[name]
     usual = {
-        "model": "llama", "library": "trainer", "task": "sft", "fsdp": False, "checkpointing": False, "regions": False,
+        "model": "llama", "library": "trainer", "attention": "sdpa", "task": "sft", "fsdp": False, "checkpointing": False,
+        "regions": False,
     }  # fmt: skip
     job = {**usual, **settings}
     config, _, precision, _, batch, length = _job(job["model"], "trainer", "bf16-mixed", length=8000)
     if job["library"] == "trl":  # more than one tile of its loss
         config |= {"vocab_size": 40_000}
     if job["task"] != "sft":  # a step has two sequences per example, or two batches
-        batch, length = job.get("batch", 2), job.get("length", 4000)
+        batch, length = 2, 4000
+    batch, length = job.get("batch", batch), job.get("length", length)
     job |= {"batch": batch, "length": length}
     found = run_on_ranks("compiled_trainers.py", json.dumps(config), json.dumps(job), gpus=2)
     row = row_of(
         tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, gpus=2,
-        compile="layer" if job["regions"] else "model", task=job["task"],
+        compile="layer" if job["regions"] else "model", task=job["task"], attention=job["attention"],
         **{"framework": job["library"], "activation_checkpointing": "full" if job["checkpointing"] else "none", **options},
     )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(found["peak"], rel=1e-3)

@@ -1,6 +1,7 @@
 """Peaks of training steps whose batches are packed, padding-free or padded, as TRL's SFTTrainer and the Trainer make them.
 
-Arguments: the model's configuration, and for each job its batch, attention, precision, micro-batch and length, as JSON.
+Arguments: the model's configuration, and for each job its batch, attention, precision, micro-batch, length and whether the model is
+compiled, as JSON.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from compiled import launch_nothing
+from compiled_trainers import label_tokens
 from datasets import Dataset
 from training import SteadyPeak, print_peaks, tokenizer, usual_arguments
 from transformers import (
@@ -30,10 +33,10 @@ def lengths_of(kind: str, batch: int, length: int) -> list[int]:
     return [length] * batch
 
 
-def peak_of(model: Any, kind: str, precision: str, batch: int, length: int) -> int:
+def peak_of(model: Any, kind: str, precision: str, batch: int, length: int, compiled: bool) -> int:
     rows = {"input_ids": [list(range(1, n + 1)) for n in lengths_of(kind, batch, length)]}
     found = SteadyPeak()
-    usual = usual_arguments(batch, precision)
+    usual = {**usual_arguments(batch, precision), "torch_compile": compiled}
     trainer: Trainer
     if kind.startswith("trl"):
         batches: dict[str, Any] = {"max_length": length}
@@ -58,12 +61,15 @@ def peak_of(model: Any, kind: str, precision: str, batch: int, length: int) -> i
     return found.peak
 
 
-def measured(config: dict[str, Any], job: tuple[str, str, str, int, int]) -> int:
-    kind, attention, precision, batch, length = job
+def measured(config: dict[str, Any], job: tuple[str, str, str, int, int, bool]) -> int:
+    kind, attention, precision, batch, length, compiled = job
+    if compiled:
+        launch_nothing()
+        label_tokens()
     settings = AutoConfig.for_model(**config)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=attention)
-    return peak_of(model, kind, precision, batch, length)
+    return peak_of(model, kind, precision, batch, length, compiled)
 
 
 if __name__ == "__main__":

@@ -68,25 +68,31 @@ def in_mxfp8(model: Any) -> None:
 
 
 def launch_nothing() -> None:
-    """Leave out the compilation of kernels and their launches."""
+    """Leave out the compilation of kernels and their launches. Scalars are then False, such as whether a row is packed."""
     import torch._inductor.config
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # importing it initializes CUDA
 
-    for name in ("precompile", "run"):
-        setattr(CachingAutotuner, name, lambda *args, **kwargs: None)
+    def run(self: Any, *values: Any, **_: Any) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.dtype == torch.bool and not value.dim():
+                value.data.zero_()  # `data`: not counted as a change of the tensor
+
+    CachingAutotuner.precompile = lambda *args, **kwargs: None
+    CachingAutotuner.run = run
     torch._inductor.config.compile_threads = 1  # no workers, which would import PyTorch for each job
 
 
 def peak_of(
     config: dict[str, Any], engine: str, precision: str, checkpointing: str, batch: int, length: int,
-    compiled: str = "layer", fp8: str = "none", memory_budget: float = 1.0,
+    compiled: str = "layer", fp8: str = "none", memory_budget: float = 1.0, attention: str = "sdpa",
 ) -> int:  # fmt: skip
     import torch._functorch.config
 
     launch_nothing()
     torch._functorch.config.activation_memory_budget = memory_budget
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).train()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype, attn_implementation=attention)
+    model.train()
     if checkpointing == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if fp8 == "mxfp8":

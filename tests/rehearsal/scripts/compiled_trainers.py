@@ -1,8 +1,8 @@
 """The peak of compiled steps of transformers' Trainer, of TRL's, or of a loop with accelerate, on each of several ranks, in bf16-mixed.
 
-Arguments as JSON: the model's configuration, and the job: `library` (`trainer`, `trl` or `accelerate`), `task` (of TRL), `fsdp` (FSDP2
-instead of DDP), `checkpointing` (`gradient_checkpointing`; of accelerate `fsdp_activation_checkpointing`), `regions` (accelerate's
-regional compilation), `batch` and `length`.
+Arguments as JSON: the model's configuration, and the job: `library` (`trainer`, `trl` or `accelerate`), `attention`, `task` (of TRL),
+`fsdp` (FSDP2 instead of DDP), `checkpointing` (`gradient_checkpointing`; of accelerate `fsdp_activation_checkpointing`), `regions`
+(accelerate's regional compilation), `batch` and `length`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import gc
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,24 +55,21 @@ def of_trainer(model: Any, job: dict[str, Any]) -> int:
 
 
 def label_tokens(last: int = 0) -> None:
-    """Set masks that compiled code computes, because kernels do nothing here and TRL's loss selects tokens by such a mask.
+    """Set masks that compiled code computes, because kernels do nothing here and TRL's loss selects tokens by such a mask. Scalars are
+    False.
 
     `last`: how many tokens at the end of a sequence have labels; 0: all.
     """
-    from torch._dynamo import trace_rules
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-    from fsdp_advisor.rehearsal.inside import values
 
     def run(self: Any, *values: Any, **_: Any) -> None:
         for value in values:
             if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
                 value.data.zero_()  # `data`: not counted as a change of the tensor
-                value.data[..., -last:] = True
+                if value.dim():
+                    value.data[..., -last:] = True
 
     CachingAutotuner.run = run
-    trace_rules.SKIP_DIRS.append(str(Path(values.__file__).parent))
-    trace_rules._recompile_re()
 
 
 def of_preferences(model: Any, job: dict[str, Any]) -> int:
@@ -148,7 +144,7 @@ def main() -> None:
     if job["task"] == "reward":
         settings.num_labels = 1
     auto = AutoModelForSequenceClassification if job["task"] == "reward" else AutoModelForCausalLM
-    model = auto.from_config(settings, dtype=torch.float32)
+    model = auto.from_config(settings, dtype=torch.float32, attn_implementation=job["attention"])
     peak = {"trainer": of_trainer, "trl": of_trl, "accelerate": of_accelerate}[job["library"]](model, job)
     print(json.dumps({"rank": int(os.environ["RANK"]), "peak": peak}))
 
