@@ -11,6 +11,7 @@ from typing import Any
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.compilation import read_dynamo
 from fsdp_advisor.configs.fsdp import OF_ACCELERATE, read_fsdp, read_replicas
+from fsdp_advisor.configs.zero_buckets import DEFAULT_SIZES, set_buckets
 from fsdp_advisor.errors import UsageError
 
 OF_TRL: dict[str, dict[str, Any]] = {
@@ -117,6 +118,7 @@ def _deepspeed(found: Collector) -> None:
     states = str(found.take("offload_optimizer_device") or "none")
     parameters = str(found.take("offload_param_device") or "none")
     set_stage(found, found.number("zero_stage"), 2)
+    set_buckets(options, DEFAULT_SIZES)  # without a file the plugin has no "auto" that accelerate would fill in
     set_offload(found, states, parameters)
     found.take("zero3_init_flag")
 

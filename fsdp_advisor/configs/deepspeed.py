@@ -12,19 +12,10 @@ from typing import Any
 from fsdp_advisor.configs.accelerate import set_offload, set_stage
 from fsdp_advisor.configs.collect import Collector, active, brief, truth
 from fsdp_advisor.configs.names import set_optimizer
-from fsdp_advisor.engines.deepspeed.settings import DEFAULTS
+from fsdp_advisor.configs.zero_buckets import DEFAULT_SIZES, set_buckets
 from fsdp_advisor.errors import UsageError
 
 _KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "zero_allow_untested_optimizer"}
-_BUCKETS = {
-    "reduce_bucket_size": DEFAULTS.reduce_bucket_size,
-    "sub_group_size": DEFAULTS.sub_group_size,
-    "stage3_prefetch_bucket_size": DEFAULTS.prefetch_bucket_size,
-    "stage3_param_persistence_threshold": DEFAULTS.param_persistence_threshold,
-    "stage3_max_live_parameters": DEFAULTS.max_live_parameters,
-    "stage3_max_reuse_distance": DEFAULTS.max_reuse_distance,
-}
-"""Key of a bucket size -> the size that an estimate assumes, in elements."""
 _HIERARCHIES = ("zero_hpz_partition_size", "mics_shard_size", "zero_quantized_weights", "zero_quantized_gradients")
 _TOPICS = {
     "zero_optimization.ratio": "partial offload",
@@ -229,22 +220,26 @@ def _ratio(found: Collector, name: str, place: Mapping[str, Any]) -> float:
 
 
 def _buckets(found: Collector, section: Mapping[str, Any]) -> None:
-    """Report bucket sizes that the estimate does not use: it uses DeepSpeed's defaults, or transformers' values for "auto"."""
+    """Set the sizes of buckets, of which the file's own count. Those that it leaves out are DeepSpeed's defaults: frameworks fill in "auto"
+    only. Sizes that fit one hidden size count as filled in.
+
+    Source: transformers 5.23, integrations/deepspeed.py, `fill_only`; accelerate 1.15, utils/dataclasses.py, `fill_match`.
+    """
     hidden = isqrt(max(0, found.peek_number("zero_optimization.reduce_bucket_size") or 0))
     by_transformers = {
         "reduce_bucket_size": hidden**2,
         "stage3_prefetch_bucket_size": int(0.9 * hidden**2),
         "stage3_param_persistence_threshold": 10 * hidden,
     }
-    for name, default in _BUCKETS.items():
+    sizes = {}
+    for name, default in DEFAULT_SIZES.items():
         key = f"zero_optimization.{name}"
-        value = section.get(key)
-        if value is None:
-            continue
-        if value == "auto" or found.peek_number(key) in (default, by_transformers.get(name)):
-            found.take(key)
-        else:
-            found.omits_key(key, f"the estimate assumes {default}, or what the framework fills in")
+        given = section.get(key)
+        value = None if given in (None, "auto") else found.peek_number(key)
+        found.take(key)
+        if given != "auto" and (value is None or value != by_transformers.get(name)):
+            sizes[name] = default if value is None else value
+    set_buckets(found.options, sizes)
     buffer = section.get("zero_optimization.allgather_bucket_size")
     if buffer is not None and active(buffer):
         found.take("zero_optimization.allgather_bucket_size")

@@ -11,6 +11,7 @@ from fsdp_advisor.configs.adapters import has_adapters, is_quantized
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.compilation import resolve_regions
 from fsdp_advisor.configs.torchtitan import unmodelled
+from fsdp_advisor.configs.zero_buckets import resolve_buckets
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.choices import Framework, half_dtype
@@ -261,6 +262,7 @@ def _resolve_engine(options: dict[str, Any]) -> None:
     """Drop options that contradict the backend that the files selected."""
     if options.get("strategy") == "ddp" and options.get("backend") not in ("ddp", None):
         options["backend"] = "ddp"
+    resolve_buckets(options)
     if options.get("backend") == "deepspeed":
         options.pop("wrap", None)
         options.pop("backward_prefetch", None)

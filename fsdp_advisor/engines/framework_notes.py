@@ -49,8 +49,8 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
         notes.append(
             f"layers are units because the configuration names their class; without it the embeddings are one too{fails}"
         )
-    if plan.backend == "deepspeed":
-        notes.append('bucket sizes and thresholds in the DeepSpeed configuration other than "auto"')
+    if plan.backend == "deepspeed" and plan.zero_buckets is None:
+        notes.append('bucket sizes and thresholds in the DeepSpeed configuration other than "auto": zero_buckets')
     if plan.framework == "accelerate":
         notes.append(
             "the memory of logits in a training loop that keeps the model's outputs after it has computed the loss"

@@ -147,7 +147,7 @@ def needs_a_file(plan: Plan) -> bool:
     Without a file, the plugin does not write the bucket sizes that it would fill in for "auto" (utils/dataclasses.py,
     DeepSpeedPlugin.__post_init__).
     """
-    if plan.precision == "bf16" or plan.uses_accelerate or optimizer_of(plan).is_deepspeeds:
+    if plan.precision == "bf16" or plan.uses_accelerate or plan.zero_buckets or optimizer_of(plan).is_deepspeeds:
         return True
     return plan.offload != "none" and (plan.offload_device == "nvme" or not optimizer_of(plan).is_cpu_adam)
 

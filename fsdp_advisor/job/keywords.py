@@ -115,6 +115,7 @@ class _Options(TypedDict, total=False):
     activation_offload: bool
     global_batch_size: int | None
     dtype: StoredDtype
+    zero_buckets: str | None
     use_peft: bool
     lora_r: int
     lora_alpha: int

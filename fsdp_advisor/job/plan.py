@@ -71,6 +71,7 @@ class Plan:
     save_only_model: bool = False
     state_dict_type: StateDictType = "auto"
     dtype: StoredDtype = "auto"
+    zero_buckets: str | None = None
     loss_code: LossCode = "full"
     ignored_labels: float = 0.0
     packing: Packing = "none"

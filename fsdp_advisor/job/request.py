@@ -131,6 +131,7 @@ class EstimateRequest:
     save_only_model: step.SaveOnlyModel = False
     state_dict_type: sharding.StateDictTypeOption = "auto"
     dtype: adapters.Dtype = "auto"
+    zero_buckets: sharding.ZeroBuckets = None
 
     use_peft: adapters.UsePeft = False
     lora_r: adapters.LoraR = 16

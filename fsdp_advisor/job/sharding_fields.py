@@ -20,6 +20,7 @@ from fsdp_advisor.job.choices import (
 )
 from fsdp_advisor.job.fields import Rule
 from fsdp_advisor.job.wrap_policy import WRAP_EXAMPLE, read_wrap
+from fsdp_advisor.job.zero_buckets import ZERO_BUCKETS, read_zero_buckets
 
 rule = partial(Rule, group="Strategy")
 
@@ -96,6 +97,17 @@ ReshardAfterForward = Annotated[
         max_length=16,
         word=partial(read_word_or_number, words=("auto", "false"), low=2, high=MAX_GPUS),
         example="auto, false or a number such as 8",
+    ),
+]
+ZeroBuckets = Annotated[
+    str | None,
+    rule(
+        "DeepSpeed's sizes in elements, by the keys of zero_optimization: reduce_bucket_size=200000000,sub_group_size=100000000",
+        metavar="SIZES",
+        default='DeepSpeed\'s defaults; those for "auto" with accelerate and the Trainer',
+        max_length=512,
+        word=read_zero_buckets,
+        example=f"reduce_bucket_size=2e8; the keys are {', '.join(ZERO_BUCKETS)}",
     ),
 ]
 StateDictTypeOption = Annotated[

@@ -18,6 +18,7 @@ from fsdp_advisor.job.frameworks import FIXED_SEGMENTS, FRAMEWORKS
 from fsdp_advisor.job.kernel_packages import usable
 from fsdp_advisor.job.projection import DEFAULT
 from fsdp_advisor.job.training_task import sequences_per_example
+from fsdp_advisor.job.zero_buckets import written_buckets
 from fsdp_advisor.memory.allocator.conf import conf_in
 from fsdp_advisor.model.kernels import packages_of
 from fsdp_advisor.model.liger import LIGER_KERNELS
@@ -168,7 +169,12 @@ def _engine(engine: Mapping[str, Any], ranks: int) -> dict[str, str]:
         case "ddp":
             return {"strategy": "ddp", "backend": "ddp"}
         case "deepspeed":
-            return {"strategy": f"zero{engine['zero_stage']}", "backend": "deepspeed", **_deepspeed_offload(engine)}
+            return {
+                "strategy": f"zero{engine['zero_stage']}",
+                "backend": "deepspeed",
+                "zero-buckets": written_buckets(engine["buckets"]),
+                **_deepspeed_offload(engine),
+            }
         case "fsdp1":
             return {
                 **_sharding(engine["sharding"].rpartition(".")[2], ranks),

@@ -21,6 +21,7 @@ _LABELS = {
     "optim": "Optimizer",
     "optim_args": "Settings of GaLore, APOLLO",
     "optim_target_modules": "Modules they project",
+    "zero_buckets": "Sizes of DeepSpeed's buckets",
     "gradient_accumulation_steps": "Accumulation steps",
     "interconnect": "Network between nodes",
     "find": "Search for",

@@ -71,6 +71,7 @@ def valid_values(field: Field) -> st.SearchStrategy[Any]:
             "mlp,qkv,o",
             "448x448",
             "fla,causal-conv1d",
+            "reduce_bucket_size=200000000",
         ]
         return st.sampled_from([word for word in words if rule.word(word) == word])
     if field.kind is bool:

@@ -98,6 +98,14 @@ def test_every_value_is_an_integer_instead_of_auto() -> None:
         assert all(isinstance(v, int) for k, v in zero.items() if not k.startswith("offload"))
 
 
+def test_a_plans_own_bucket_sizes_are_written() -> None:
+    sizes = "reduce_bucket_size=3000000,stage3_prefetch_bucket_size=1000000"
+    for framework in ("deepspeed", "trainer"):
+        of = job(plan("zero3", "deepspeed", framework=framework, zero_buckets=sizes))
+        zero = json.loads(export("deepspeed", of).text)["zero_optimization"]
+        assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (3_000_000, 1_000_000)
+
+
 def test_bucket_sizes_equal_those_of_the_estimate() -> None:
     config = DeepSpeedConfig(json.loads(export("deepspeed", job(plan("zero3", "deepspeed"))).text)).zero_config
     assert config.reduce_bucket_size == DEFAULTS.reduce_bucket_size

@@ -15,6 +15,7 @@ from torch import nn
 
 from fsdp_advisor.job import generation
 from fsdp_advisor.job.choices import Framework
+from fsdp_advisor.job.zero_buckets import read_zero_buckets
 from fsdp_advisor.recording.compiled import regions
 from fsdp_advisor.rehearsal.inside import job_facts
 from fsdp_advisor.rehearsal.prediction import NotRecognized, options_of
@@ -110,10 +111,25 @@ def test_fsdp2_s_replicas_that_keep_parameters_are_recognized(tmp_path: Path) ->
         assert (found["strategy"], found.get("reshard-after-forward")) == ("hsdp", expected)
 
 
+ZERO_SIZES = {
+    "zero_reduce_bucket_size": 3 * 10**6, "zero_sub_group_size": 10**9, "zero_prefetch_bucket_size": 10**6,
+    "zero_param_persistence_threshold": 0, "zero_max_live_parameters": 10**9, "zero_max_reuse_distance": 10**9,
+}  # fmt: skip
+
+
+def test_deepspeed_is_recognized_with_its_sizes_of_buckets(tmp_path: Path) -> None:
+    found = options(tmp_path, 8, engine=deepspeed_engine())
+    assert found["zero-buckets"] == (
+        "reduce_bucket_size=3000000,sub_group_size=1000000000,stage3_prefetch_bucket_size=1000000,"
+        "stage3_param_persistence_threshold=0,stage3_max_live_parameters=1000000000,stage3_max_reuse_distance=1000000000"
+    )
+    assert read_zero_buckets(found["zero-buckets"]) == found["zero-buckets"]
+
+
 def deepspeed_engine(masters: tuple[str, ...] = (), **offload: Any) -> dict[str, Any]:
     """The facts of a DeepSpeedEngine in bf16 at stage 3 with these half-precision masters and sections of offload."""
     own = {
-        "bfloat16_enabled": True, "zero_optimization_stage": 3, **dict.fromkeys(masters, True),
+        "bfloat16_enabled": True, "zero_optimization_stage": 3, **dict.fromkeys(masters, True), **ZERO_SIZES,
         **{f"zero_offload_{name}": SimpleNamespace(**offload[name]) if name in offload else None for name in ("optimizer", "param")},
     }  # fmt: skip
     methods = {name: lambda self, value=value: value for name, value in own.items()}

@@ -11,7 +11,13 @@ from functools import partial
 
 from fsdp_advisor.engines.deepspeed import partitions
 from fsdp_advisor.engines.deepspeed.groups import Group, groups
-from fsdp_advisor.engines.deepspeed.settings import master_bytes, offloads_optimizer, offloads_parameters, stage
+from fsdp_advisor.engines.deepspeed.settings import (
+    master_bytes,
+    offloads_optimizer,
+    offloads_parameters,
+    settings_of,
+    stage,
+)
 from fsdp_advisor.engines.quantized_loading import is_quantized_on_load, on_gpu
 from fsdp_advisor.engines.transfer import LoadedCheckpoint, LoadMethod
 from fsdp_advisor.engines.units import buffers, total
@@ -142,12 +148,13 @@ def _bytes_after_initialize(profile: Profile, plan: Plan) -> tuple[int, int]:
     It allocates all states except the optimizer's moments. Before it allocates the buckets for gradients and communication,
     it also allocates zero gradients for the masters (under stage 3 for one sub-group at a time).
     """
-    states, zeros = partitions.states(profile, plan), _zero_gradient_bytes(profile, plan)
+    settings = settings_of(profile, plan)
+    states, zeros = partitions.states(profile, plan, settings), _zero_gradient_bytes(profile, plan)
     weights = states.parameters.rounded + states.buffers.rounded
     with_buckets = weights + states.communication.rounded + states.gradients.rounded
     if offloads_optimizer(plan):
         return with_buckets, 2 * zeros
-    masters = partitions.optimizer_states(profile, plan).masters.rounded
+    masters = partitions.optimizer_states(profile, plan, settings).masters.rounded
     return masters + max(weights + zeros, with_buckets), 0
 
 
@@ -163,7 +170,7 @@ def _engine_transfers(profile: Profile, plan: Plan) -> tuple[WeightTransfer, ...
         return ()
     c, m = plan.compute_bytes, master_bytes(plan)
     copy_bytes = 0 if m == c else m if stage(plan) == 3 else c
-    parts = partitions.flat_partitions(profile, plan)
+    parts = partitions.flat_partitions(profile, plan, settings_of(profile, plan))
     masters = (
         WeightTransfer(temporaries=Storages.of(copy_bytes * n), kept=Storages.of(m * n), frees_late=number < len(parts))
         for number, n in enumerate(parts, start=1)
@@ -173,5 +180,5 @@ def _engine_transfers(profile: Profile, plan: Plan) -> tuple[WeightTransfer, ...
 
 def _zero_gradient_bytes(profile: Profile, plan: Plan) -> int:
     """Bytes of the zero gradients of the masters; under stage 3 those of the largest sub-group."""
-    parts = partitions.flat_partitions(profile, plan)
+    parts = partitions.flat_partitions(profile, plan, settings_of(profile, plan))
     return master_bytes(plan) * (sum(parts) if stage(plan) < 3 else max(parts, default=0))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fsdp_advisor.engines.deepspeed import partitions
 from fsdp_advisor.engines.deepspeed.groups import groups
-from fsdp_advisor.engines.deepspeed.settings import master_bytes, offloads_optimizer, stage
+from fsdp_advisor.engines.deepspeed.settings import master_bytes, offloads_optimizer, settings_of, stage
 from fsdp_advisor.engines.transfer import Files, SaveMethod, pretrained_files
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
@@ -98,7 +98,7 @@ def _saved_partitions(profile: Profile, plan: Plan) -> list[_Part]:
         return _Part(m * elements, optimizer.saved_flat_bytes(elements, m) if momentum is None else momentum)
 
     if stage(plan) == 3:
-        sub_groups = partitions.sub_groups(profile, plan)
+        sub_groups = partitions.sub_groups(profile, plan, settings_of(profile, plan))
         return [part(each.elements, c * each.elements if each.by_muon else None) for each in sub_groups]
     found = []
     for group in groups(profile, plan):

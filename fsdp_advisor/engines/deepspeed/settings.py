@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.zero_buckets import zero_buckets
 from fsdp_advisor.model.profile import Profile
 
 
@@ -24,7 +25,8 @@ DEFAULTS = Settings()
 
 
 def settings_of(profile: Profile, plan: Plan) -> Settings:
-    """DeepSpeed's defaults. Under accelerate and the Trainer: their values for "auto", which depend on the model's hidden size.
+    """The plan's sizes. Others are DeepSpeed's defaults, or under accelerate and the Trainer their values for "auto", which depend on the
+    model's hidden size.
 
     Source: accelerate/accelerator.py, _prepare_deepspeed; transformers/integrations/deepspeed.py, trainer_config_finalize.
     """
@@ -32,7 +34,13 @@ def settings_of(profile: Profile, plan: Plan) -> Settings:
 
 
 def settings_for(hidden: int | None, plan: Plan) -> Settings:
-    """Bucket sizes and thresholds for a model with this hidden size; DEFAULTS if it is None or the framework sets none."""
+    """Bucket sizes and thresholds of a plan for a model with this hidden size; None: unknown."""
+    given = {name.removeprefix("stage3_"): value for name, value in zero_buckets(plan.zero_buckets).items()}
+    return replace(_assumed(hidden, plan), **given)
+
+
+def _assumed(hidden: int | None, plan: Plan) -> Settings:
+    """The settings that a configuration leaves open: DEFAULTS if `hidden` is None or the framework sets none."""
     if hidden is None or not plan.facts.fills_deepspeed_buckets:
         return DEFAULTS
     if stage(plan) < 3:

@@ -16,6 +16,11 @@ TASKS = {
     "GRPOTrainer": "grpo",
 }
 """The tasks of TRL's trainers that `estimate` describes."""
+BUCKETS = (
+    "reduce_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance",
+)  # fmt: skip
+"""DeepSpeed's sizes that are options of `estimate`; before stage 3 only the first counts."""
 GENERATION = (
     "num_generations", "max_completion_length", "beta", "num_iterations", "steps_per_generation", "use_vllm", "vllm_mode",
     "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size", "vllm_max_model_length",
@@ -113,6 +118,10 @@ def _deepspeed(engine: Any) -> dict[str, Any]:
         "half_masters": [name for name in masters if getattr(engine, name, bool)()],
         "offload": {name: _device(place) for name, place in places.items() if place is not None},
         "offload_ratio": float(getattr(places["optimizer"], "ratio", 1)),
+        "buckets": {
+            name: int(getattr(engine, f"zero_{name.removeprefix('stage3_')}")())
+            for name in BUCKETS[: None if engine.zero_optimization_stage() == 3 else 1]
+        },
     }
 
 
