@@ -15,6 +15,7 @@ from torch.autograd.graph import save_on_cpu
 
 from fsdp_advisor.export.deepspeed import precision_section
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.zero_buckets import zero_buckets
 from fsdp_advisor.recording.engines import cast_floating
 from fsdp_advisor.recording.host import save_inputs_on_host
 from fsdp_advisor.recording.source import Source
@@ -53,7 +54,7 @@ class DeepspeedTrainer:
 
 def _config(plan: Plan) -> dict[str, Any]:
     """The DeepSpeed configuration of a plan. Everything else keeps DeepSpeed's default."""
-    zero: dict[str, Any] = {"stage": int(plan.strategy[-1])}
+    zero: dict[str, Any] = {"stage": int(plan.strategy[-1]), **zero_buckets(plan.zero_buckets)}
     if plan.offload != "none":
         zero["offload_optimizer"] = {"device": plan.offload_device}
     if plan.offload == "parameters":
