@@ -313,6 +313,8 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
     """
     _check_modelled(found.readings)
     options = _without_replaced(found.options, given)
+    if "gpus" in found.assumed and "gpus" in given:
+        options["gpus"] = given["gpus"]  # the files' batch is one of these GPUs
     _check_compiled(found, {**options, **given})
     replaced = {why for name, why in found.assumed.items() if name in given}
     readings = tuple(replace(r, assumed=tuple(why for why in r.assumed if why not in replaced)) for r in found.readings)

@@ -24,12 +24,16 @@ def home_page(
     request: RecommendRequest,
     options: tuple[tuple[str, str], ...],
     unknown: tuple[str, ...],
+    pasted: tuple[str, ...],
     root: str,
     query: str,
 ) -> Document:
-    """The page with its answer. `options` and `unknown` are from `page_form.read_query`, `query` is the query string."""
+    """The page with its answer. `options` and `unknown` are from `page_form.read_query`, `query` is the query string. `pasted`: lines
+    about a pasted file.
+    """
     values = dict(options)
     view = page_answer.view(page_answer.answer(model, request), model, values)
+    view["pasted"] = pasted
     for name in unknown[:5]:
         place, text = _ignored(name)
         view[place] = (*view[place], text)

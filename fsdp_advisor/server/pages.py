@@ -24,6 +24,7 @@ from fsdp_advisor.server.answers import Document, ModelSource, compare_document,
 from fsdp_advisor.server.api_models import PASTED
 from fsdp_advisor.server.config_paths import refuse_adapter_paths
 from fsdp_advisor.server.page_home import error_page, home_page
+from fsdp_advisor.server.pasted import with_pasted_file
 from fsdp_advisor.server.rendering import HTML, render, static_dir
 from fsdp_advisor.server.responses import body_response, document_response
 from fsdp_advisor.server.service import service_of
@@ -39,8 +40,9 @@ async def home(request: Request) -> Response:
     options = options or page_form.EXAMPLE
     where = (_root(request), request.url.query)
     try:
+        options, lines = await run_in_threadpool(with_pasted_file, options)
         source, asked = _job(options)
-        arguments = (tuple(options.items()), tuple(unknown), *where)
+        arguments = (tuple(options.items()), tuple(unknown), lines, *where)
         document = await service_of(request).answer(source, home_page, asked, *arguments)
     except AdvisorError as error:
         page = await run_in_threadpool(error_page, error, options, *where)
@@ -52,7 +54,8 @@ async def home(request: Request) -> Response:
 async def home_json(request: Request) -> Response:
     """The first page's answer as REST gives it, with timelines."""
     options, _ = page_form.read_query(request.query_params)
-    source, asked = _job(options or page_form.EXAMPLE)
+    options, _ = await run_in_threadpool(with_pasted_file, options or page_form.EXAMPLE)
+    source, asked = _job(options)
     return document_response(request, await service_of(request).answer(source, recommend_document, asked, True))
 
 
@@ -70,7 +73,8 @@ def _job(options: dict[str, str]) -> tuple[ModelSource, RecommendRequest]:
 @router.get("/what-if.json")
 async def what_if(request: Request) -> Response:
     """The effects of the changes that the page offers next to an answer, for the plan in the query. The page's script calls it."""
-    source, asked = _job(page_form.read_query(request.query_params)[0])
+    options, _ = await run_in_threadpool(with_pasted_file, page_form.read_query(request.query_params)[0])
+    source, asked = _job(options)
     return document_response(request, await service_of(request).answer(source, page_what_if.effects, asked))
 
 

@@ -92,6 +92,11 @@ def test_the_number_of_ranks_is_assumed_until_it_is_given() -> None:
     assert said not in given.readings[0].assumed
 
 
+def test_the_batch_of_a_search_is_that_of_the_given_ranks() -> None:
+    given = complete(read("fully_shard(model)"), {"gpus": 8}, ("micro_batch_size", "strategy"))
+    assert given.options["global_batch_size"] == 4 * 8
+
+
 def test_a_launch_line_gives_the_number_of_ranks() -> None:
     texts = {
         "run.sh": "torchrun --nproc-per-node 8 train.py",
