@@ -118,7 +118,9 @@ def _units(found: Collector, tree: ast.Module, nodes: Calls, variables: Mapping[
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.ListComp)]
     wrapping = [loop for loop in loops if any(id(node) in inner for node in ast.walk(loop))]
     for loop in wrapping:
-        tests = [n for n in ast.walk(loop) if isinstance(n, ast.Call) and ast.unparse(n.func) == "isinstance"]
+        tests = [
+            n for n in ast.walk(loop) if isinstance(n, ast.Call) and ast.unparse(n.func) == "isinstance" and n.args
+        ]
         if names := [name for test in tests for name in classes_in(test.args[-1])]:
             return wrap_of(names)
     if wrapping:

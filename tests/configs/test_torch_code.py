@@ -211,3 +211,11 @@ def test_losses_of_sentence_transformers_are_refused_with_the_reason() -> None:
     with pytest.raises(UsageError, match="compare embeddings of several texts") as refused:
         from_texts({"train.py": "trainer = SentenceTransformerTrainer(model=model, args=args, loss=loss)"})
     assert "rehearse -- python train.py" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    "line", ["isinstance()", "fully_shard()", "fully_shard(*layers)", "fully_shard(layer, **settings)"]
+)
+def test_calls_without_usual_arguments_are_read(line: str) -> None:
+    found = read(f"for layer in model.h:\n    {line}\n    fully_shard(layer)")
+    assert (found.options["backend"], found.options["wrap"]) == ("fsdp2", "layer")
