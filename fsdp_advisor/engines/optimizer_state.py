@@ -1,17 +1,28 @@
-"""Bytes of the optimizer state that a checkpoint contains, for engines that step each parameter's local tensor."""
+"""The optimizer state of engines that step each parameter's local tensor: of a rank, and in a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.policies.dtypes import stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_of
+from fsdp_advisor.policies.optimizers.interface import Optimizer, Stepped
+from fsdp_advisor.program.storages import NO_STORAGES, Storages
 
 SCALAR_BYTES = 4
 """A step count: one fp32 or int32 number."""
+
+
+def kept_state(optimizer: Optimizer, tensors: Iterable[Stepped]) -> tuple[Storages, Storages]:
+    """The state of the tensors that a rank steps: on the GPU, and in CUDA's managed memory."""
+    kept = [(p, shape, n) for p, shape, n in tensors if optimizer.keeps_state_of(p)]
+    return (
+        sum((optimizer.state_storages(p, shape, n) for p, shape, n in kept), NO_STORAGES),
+        sum((optimizer.paged_state_storages(p, shape) for p, shape, _ in kept), NO_STORAGES),
+    )
 
 
 class SavedState(NamedTuple):

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from fsdp_advisor.engines.model_outputs import encoded_per_batch, logits_on, searches_unused
+from fsdp_advisor.engines.optimizer_state import kept_state
 from fsdp_advisor.engines.optimizer_work import (
     gpu_step,
     gradient_norms,
@@ -29,6 +30,7 @@ from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.model.tape import ROOT, Op, Segment, Tape
 from fsdp_advisor.policies.dtypes import FP32_BYTES, stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_of
+from fsdp_advisor.policies.optimizers.interface import Stepped
 from fsdp_advisor.program.accounts import Account
 from fsdp_advisor.program.builder import StepBuilder
 from fsdp_advisor.program.hooks import StepHooks
@@ -108,19 +110,14 @@ def ddp_states(profile: Profile, plan: Plan) -> States:
     def gradients(unit: Unit) -> Storages:
         return sum((of(p) for p in unit.parameters if p.trainable), NO_STORAGES)
 
-    def optimizer(unit: Unit) -> Storages:
-        trained = (p for p in unit.parameters if stepping.keeps_state_of(p))
-        return sum((stepping.state_storages(p, p.shape, stored_bytes(plan, p)) for p in trained), NO_STORAGES)
-
-    def paged(unit: Unit) -> Storages:
-        trained = (p for p in unit.parameters if stepping.keeps_state_of(p))
-        return sum((stepping.paged_state_storages(p, p.shape) for p in trained), NO_STORAGES)
+    def optimizer(unit: Unit) -> tuple[Storages, Storages]:
+        return kept_state(stepping, (Stepped(p, p.shape, stored_bytes(plan, p)) for p in unit.parameters))
 
     return States(
         parameters=total(profile, parameters),
         gradients=NO_STORAGES if stepping.backward_update else total(profile, gradients),
-        optimizer=total(profile, optimizer) + stepping.shared_state,
-        paged=total(profile, paged) if stepping.is_paged else NO_STORAGES,
+        optimizer=total(profile, lambda unit: optimizer(unit)[0]) + stepping.shared_state,
+        paged=total(profile, lambda unit: optimizer(unit)[1]) if stepping.is_paged else NO_STORAGES,
         communication=buckets(profile, plan) if plan.world_size > 1 else NO_STORAGES,
         buffers=buffers(profile, plan.param_bytes),
     )

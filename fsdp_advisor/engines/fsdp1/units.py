@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from fsdp_advisor.engines.optimizer_state import kept_state
 from fsdp_advisor.engines.units import buffers, per_unit, summed, total_of_policy
 from fsdp_advisor.engines.wrapping import Wrapping, effective_wrap, in_module, wrapping_for
 from fsdp_advisor.errors import UsageError
@@ -23,6 +24,7 @@ from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.policies.clipping import CLIP_NORM_BYTES
 from fsdp_advisor.policies.dtypes import FP32_BYTES, has_8_bit_weights, is_floating, loaded_bytes, upcasts_trained
 from fsdp_advisor.policies.optimizers import optimizer_of
+from fsdp_advisor.policies.optimizers.interface import Stepped
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 
 ALIGNMENT_BYTES = 16
@@ -118,11 +120,9 @@ def _unit_bytes(unit: Unit, plan: Plan) -> UnitBytes:
     elements = unit_elements(unit, plan)
     local = elements // plan.shard_degree
     stepped = stepped_in(unit, plan, local)
-    optimizer = paged = temporaries = norms = NO_STORAGES
+    optimizer, paged = kept_state(stepping, (Stepped(p, (piece,), stored) for p, piece in stepped if piece))
+    temporaries = norms = NO_STORAGES
     for parameter, piece in stepped:
-        if piece and stepping.keeps_state_of(parameter):
-            optimizer += stepping.state_storages(parameter, (piece,), stored)
-            paged += stepping.paged_state_storages(parameter, (piece,))
         if piece and parameter.trainable:
             norms += Storages.of(CLIP_NORM_BYTES)
             update = stepping.step_temporaries(parameter, (piece,), stored)

@@ -13,6 +13,7 @@ from math import inf, prod
 from typing import NamedTuple
 
 from fsdp_advisor.engines.fsdp_shards import shard_shape
+from fsdp_advisor.engines.optimizer_state import kept_state
 from fsdp_advisor.engines.units import buffers, per_unit, recorded_units, root_parts, summed, total_of_policy
 from fsdp_advisor.engines.wrapping import Wrapping, head_gathered_by_loss, head_is_alone, takes_root_apart, wrapping_for
 from fsdp_advisor.errors import UsageError
@@ -21,6 +22,7 @@ from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.policies.dtypes import compute_bytes, gradient_bytes, has_8_bit_weights, is_sharded, stored_bytes
 from fsdp_advisor.policies.optimizers import optimizer_of
+from fsdp_advisor.policies.optimizers.interface import Stepped
 from fsdp_advisor.program.storages import NO_STORAGES, States, Storages
 from fsdp_advisor.units import format_bytes
 
@@ -54,27 +56,25 @@ class UnitBytes(NamedTuple):
 def unit_bytes(unit: Unit, plan: Plan) -> UnitBytes:
     """A unit's storages on rank 0: each parameter is split along its first dimension over `shard_degree` ranks, with padding."""
     n, offload = plan.shard_degree, plan.offload == "parameters"
-    stepping = optimizer_of(plan)
-    shapes = [shard_shape(p.shape, n) for p in unit.parameters]
-    locals_ = [prod(s) for s in shapes]
-    shards = []
+    shards, stepped = [], []
     kept = reduced = trained = 0
-    parameters = ignored = optimizer = paged = unsharded = NO_STORAGES
-    for parameter, shape, e in zip(unit.parameters, shapes, locals_, strict=True):
-        if not is_sharded(parameter, plan):
-            ignored += Storages.of(parameter.elements * stored_bytes(plan, parameter))
-            continue
+    parameters = ignored = unsharded = NO_STORAGES
+    for parameter in unit.parameters:
         stored, computed = stored_bytes(plan, parameter), compute_bytes(plan, parameter)
-        parameters += Storages.of(e * stored)
-        unsharded += Storages.of(e * n * computed)
-        shards.append(ShardBytes(e * stored, e * computed))
-        if stepping.keeps_state_of(parameter):
-            optimizer += stepping.state_storages(parameter, shape, stored)
-            paged += stepping.paged_state_storages(parameter, shape)
+        if not is_sharded(parameter, plan):
+            ignored += Storages.of(parameter.elements * stored)
+            continue
+        shape = shard_shape(parameter.shape, n)
+        elements = prod(shape)
+        parameters += Storages.of(elements * stored)
+        unsharded += Storages.of(elements * n * computed)
+        shards.append(ShardBytes(elements * stored, elements * computed))
+        stepped.append(Stepped(parameter, shape, stored))
         if parameter.trainable:
-            kept += e * stored
-            reduced += e * gradient_bytes(plan, parameter)
-            trained += e
+            kept += elements * stored
+            reduced += elements * gradient_bytes(plan, parameter)
+            trained += elements
+    optimizer, paged = kept_state(optimizer_of(plan), stepped)
     gathered = sum(shard.computed for shard in shards)
     cast = sum(shard.computed for shard in shards if shard.computed != shard.stored)
     return UnitBytes(
