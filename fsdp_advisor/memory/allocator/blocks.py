@@ -6,18 +6,9 @@ Source: c10/cuda/CUDACachingAllocator.cpp (torch 2.13), struct Block, struct Blo
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 from fsdp_advisor.memory.allocator.conf import ROUND_LARGE, UNLIMITED
-
-SHIFT = 80
-ADDRESS = (1 << SHIFT) - 1
-"""A free block's key is ``size << SHIFT | address``, which sorts by size, then by address (BlockComparatorSize).
-
-The largest possible request needs addresses of about 70 bits. The driver's 48 bits are too few for requests that fit no GPU.
-"""
-NO_KEY = 1 << 2 * SHIFT
-"""Larger than every key."""
 
 
 class Driver:
@@ -60,64 +51,98 @@ class Driver:
 
 
 class FreeBlocks:
-    """The free blocks. A `pool` number is twice the stream's number, plus one for the large pool.
+    """The free blocks of one stream's small or large requests. Two of them are never adjacent, so each address has at most one.
 
-    `keys`: the negated keys by pool, sorted: the largest block is the first. Free blocks that are larger than requests accumulate; in this
-    order an insertion or removal does not move them. `edges`: the key of the block that begins or ends at an address. Two free blocks
-    are never adjacent, so each address has at most one key.
+    `sizes`: the sizes that occur, sorted. `starts`: by size, the negated addresses of its blocks, sorted: requests take the last.
+    `edges`: by the address where a block begins, its size; by the address where it ends, its negated size.
     """
 
-    def __init__(self) -> None:
-        self.keys: defaultdict[int, list[int]] = defaultdict(list)
+    def __init__(self, stream: int, is_large: bool) -> None:
+        self.stream, self.is_large = stream, is_large
+        self.sizes: list[int] = []
+        self.starts: dict[int, list[int]] = {}
         self.edges: dict[int, int] = {}
-        self.keeps_ages = False  # only garbage collection needs them
-        self.ages: dict[int, int] = {}  # by address: `gc_count_base`
-        self.searches = [0, 0]  # for the small and the large pool: `get_free_blocks_call_count`
 
-    def by_size(self, pool: int) -> list[int]:
-        """The keys of a pool's blocks, the smallest first."""
-        return [-key for key in reversed(self.keys[pool])]
+    def by_size(self, least: int = 0) -> Iterator[tuple[int, int]]:
+        """The start and bytes of the blocks of at least `least` bytes: the smallest first, and of equal ones that at the lowest address.
+
+        Source: BlockComparatorSize.
+        """
+        for n_bytes in self.sizes[bisect_left(self.sizes, least) :]:
+            for start in reversed(self.starts[n_bytes]):
+                yield -start, n_bytes
 
     def starting_at(self, address: int) -> int:
         """Bytes of the free block that begins at an address; 0 if there is none."""
-        key = self.edges.get(address, 0)
-        return key >> SHIFT if key & ADDRESS == address else 0
+        return max(self.edges.get(address, 0), 0)
 
-    def ending_at(self, address: int) -> int | None:
-        """The start of the free block that ends at an address; None if there is none."""
-        key = self.edges.get(address)
-        return None if key is None or key & ADDRESS == address else key & ADDRESS
+    def ending_at(self, address: int) -> int:
+        """Bytes of the free block that ends at an address; 0 if there is none."""
+        return max(-self.edges.get(address, 0), 0)
 
-    def age(self, pool: int, start: int) -> None:
-        """Note when the block at an address became free. Only garbage collection needs it."""
-        self.ages[start] = self.searches[pool & 1]
+    def put(self, start: int, n_bytes: int) -> None:
+        """Insert a block that has no free neighbours."""
+        self.edges[start] = n_bytes
+        self.edges[start + n_bytes] = -n_bytes
+        equal = self.starts.get(n_bytes)
+        if equal is None:
+            self.starts[n_bytes] = [-start]
+            insort(self.sizes, n_bytes)
+        else:
+            insort(equal, -start)
 
-    def put(self, pool: int, start: int, end: int) -> int:
-        """Insert a block that has no free neighbours, and return its key."""
-        key = (end - start) << SHIFT | start
-        self.edges[start] = self.edges[end] = key
-        insort(self.keys[pool], -key)
-        if self.keeps_ages:
-            self.age(pool, start)
-        return key
-
-    def take(self, pool: int, key: int) -> None:
+    def take(self, start: int, n_bytes: int) -> None:
         """Remove a block."""
-        keys, start = self.keys[pool], key & ADDRESS
-        del keys[bisect_left(keys, -key)], self.edges[start], self.edges[start + (key >> SHIFT)]
+        del self.edges[start], self.edges[start + n_bytes]
+        self._remove(start, n_bytes)
 
-    def give_back(self, pool: int, keys: list[int], start: int, end: int) -> None:
-        """Merge a block with its free neighbours and insert it into `keys`, those of its pool. Source: free_block, try_merge_blocks."""
+    def take_smallest(self, least: int) -> tuple[int, int] | None:
+        """Remove the first of the blocks `by_size`. Its start and bytes; None if no block has `least` bytes."""
+        sizes, edges = self.sizes, self.edges
+        at = bisect_left(sizes, least)
+        if at == len(sizes):
+            return None
+        n_bytes = sizes[at]
+        equal = self.starts[n_bytes]
+        start = -equal.pop()
+        if not equal:
+            del self.starts[n_bytes], sizes[at]
+        del edges[start], edges[start + n_bytes]
+        return start, n_bytes
+
+    def give_back(self, start: int, n_bytes: int) -> None:
+        """Merge a block with its free neighbours and insert it. Source: free_block, try_merge_blocks."""
         edges = self.edges
-        after = edges.pop(end, None)
-        if after is not None:
-            del keys[bisect_left(keys, -after)]
-            end += after >> SHIFT
-        before = edges.pop(start, None)
-        if before is not None:
-            del keys[bisect_left(keys, -before)]
-            start = before & ADDRESS
-        edges[start] = edges[end] = key = (end - start) << SHIFT | start
-        insort(keys, -key)
-        if self.keeps_ages:
-            self.age(pool, start)
+        after = edges.pop(start + n_bytes, 0)
+        if after:
+            self._remove(start + n_bytes, after)
+            n_bytes += after
+        before = -edges.pop(start, 0)
+        if before:
+            start -= before
+            self._remove(start, before)
+            n_bytes += before
+        self.put(start, n_bytes)
+
+    def _remove(self, start: int, n_bytes: int) -> None:
+        equal = self.starts[n_bytes]
+        if len(equal) == 1:
+            del self.starts[n_bytes], self.sizes[bisect_left(self.sizes, n_bytes)]
+        else:
+            del equal[bisect_left(equal, -start)]
+
+
+class AgingBlocks(FreeBlocks):
+    """Free blocks with their ages, which garbage collection needs. `searches`: the number of requests so far for blocks of this
+    kind, on any stream (get_free_blocks_call_count). `freed_at`: by address, that number when the block became free
+    (gc_count_base).
+    """
+
+    def __init__(self, stream: int, is_large: bool, searches: Callable[[], int]) -> None:
+        super().__init__(stream, is_large)
+        self._searches = searches
+        self.freed_at: dict[int, int] = {}
+
+    def put(self, start: int, n_bytes: int) -> None:
+        super().put(start, n_bytes)
+        self.freed_at[start] = self._searches()

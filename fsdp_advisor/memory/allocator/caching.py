@@ -9,12 +9,11 @@ Not modelled: private pools other than those of one captured step (`keep_pools`)
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_advisor.memory.allocator.blocks import ADDRESS, NO_KEY, SHIFT, Driver, FreeBlocks
+from fsdp_advisor.memory.allocator.blocks import AgingBlocks, Driver, FreeBlocks
 from fsdp_advisor.memory.allocator.conf import (
     DEFAULT_CONF,
     MIN_LARGE_ALLOC,
@@ -103,10 +102,10 @@ class AllocatorSegment:
         return sum(size for size, _ in self.blocks)
 
 
-_Need = tuple[int, list[int], int, int, int]
-"""What a request needs: its pool, the pool's list in `FreeBlocks.keys`, its bytes, the least key of a block that is large enough,
-and the least key of a block that is split.
-"""
+_Need = tuple[FreeBlocks, int, int]
+"""What a request needs: the free blocks that it may use, its bytes, and the least bytes of a block that is split."""
+_NEVER = 1 << 80
+"""More bytes than any block has. Requests that fit no GPU exceed 64 bits."""
 
 
 class CachingAllocator:
@@ -131,13 +130,15 @@ class CachingAllocator:
         device = device_bytes if device_bytes is not None else limit_bytes
         allowed = UNLIMITED if device is None else conf.allowed_bytes(device)
         self.driver = Driver(limit_bytes, allowed)
-        self.free_blocks = FreeBlocks()
-        self._expandable = ExpandableSegments(self.free_blocks, self.driver, conf) if conf.expandable_segments else None
-        self._takes_first_fit = self._expandable is None and conf.max_split_bytes == UNLIMITED
+        self._pools: dict[tuple[int, bool], FreeBlocks] = {}  # by stream, and whether for large requests
+        self._expandable: dict[FreeBlocks, ExpandableSegments] = {}  # of each pool, with that setting
+        self._takes_first_fit = not conf.expandable_segments and conf.max_split_bytes == UNLIMITED
         self._collects = conf.collects_garbage and device is not None
-        self.free_blocks.keeps_ages = self._collects
+        self._large_searches = 0  # get_free_blocks_call_count, which only garbage collection needs
         self.allocated = self.allocated_peak = self.requested = self.requested_peak = self.retries = 0
-        self._segments: dict[int, tuple[int, int]] = {}  # address -> (bytes, pool)
+        self._segments: dict[
+            int, tuple[int, FreeBlocks]
+        ] = {}  # by address: bytes and pool; without expandable segments
         self.delays_frees = False  # whether another stream ever delayed a free
         self._late: deque[int] = deque()  # freed storages that another stream still uses
         self._late_over = 0
@@ -159,31 +160,41 @@ class CachingAllocator:
         if any(self.conf.roundup_power2_divisions):
             n_bytes = round_size(n_bytes, self.conf)
         is_large = n_bytes > SMALL_SIZE
-        least_rest = SMALL_SIZE + 1 if is_large and self._expandable is None else ALIGNMENT
-        stays_whole = is_large and self._expandable is None and n_bytes >= self.conf.max_split_bytes
-        split_from = NO_KEY if stays_whole else (n_bytes + least_rest) << SHIFT
-        pool = 2 * stream + is_large
-        return pool, self.free_blocks.keys[pool], n_bytes, n_bytes << SHIFT, split_from
+        is_expandable = self.conf.expandable_segments
+        least_rest = SMALL_SIZE + 1 if is_large and not is_expandable else ALIGNMENT
+        stays_whole = is_large and not is_expandable and n_bytes >= self.conf.max_split_bytes
+        return self._pool(stream, is_large), n_bytes, _NEVER if stays_whole else n_bytes + least_rest
+
+    def _pool(self, stream: int, is_large: bool) -> FreeBlocks:
+        pool = self._pools.get((stream, is_large))
+        if pool is None:
+            if self._collects and is_large:
+                pool = AgingBlocks(stream, is_large, lambda: self._large_searches)
+            else:
+                pool = FreeBlocks(stream, is_large)
+            self._pools[stream, is_large] = pool
+            if self.conf.expandable_segments:
+                self._expandable[pool] = ExpandableSegments(pool, self.driver, self.conf)
+        return pool
 
     # Running operations
 
     def run(self, operations: Sequence[int]) -> None:
         """Execute operations in order. Raises OutOfMemory."""
         needs, address, block_bytes = self._needs, self.address, self._block_bytes
-        malloc, give_back = self._malloc, self.free_blocks.give_back
+        malloc = self._malloc
         for operation in operations:
             kind = operation & 3
             number = operation >> 2
             if kind == MALLOC:
                 malloc(number)
             elif kind == FREE:
-                pool, keys, need, _, _ = needs[number]
-                start = address[number]
+                pool, need, _ = needs[number]
                 n_bytes = block_bytes[number]
                 block_bytes[number] = 0
                 self.allocated -= n_bytes
                 self.requested -= need
-                give_back(pool, keys, start, start + n_bytes)
+                pool.give_back(address[number], n_bytes)
             elif kind == FREE_LATER:  # free, insert_events: another stream still uses it
                 self.allocated -= block_bytes[number]
                 self._late.append(number)
@@ -199,31 +210,14 @@ class CachingAllocator:
         """
         if self._gpu_keeps_up and self._late:  # process_events
             self._end_late(len(self._late))
-        pool, keys, need, least_key, split_from = self._needs[number]
-        blocks = self.free_blocks
-        edges = blocks.edges
-        if self._collects:
-            blocks.searches[pool & 1] += 1
-        at = bisect_right(keys, -least_key) - 1  # the smallest block that is large enough, at the lowest address
-        if at < 0 or not (self._takes_first_fit or (at := self._choose(pool, at, need)) >= 0):
-            at = bisect_left(keys, -self._new_block(number, pool, need))
-        key = -keys[at]
-        start = key & ADDRESS
-        n_bytes = key >> SHIFT
-        del edges[start]
-        if key < split_from:  # the whole block
-            del keys[at], edges[start + n_bytes]
-        else:  # its front
-            rest = key - least_key + need
-            edges[start + need] = edges[start + n_bytes] = rest
+        pool, need, split_from = self._needs[number]
+        if self._collects and pool.is_large:
+            self._large_searches += 1
+        found = pool.take_smallest(need) if self._takes_first_fit else self._choose(pool, need)
+        start, n_bytes = found or self._new_block(number, pool, need)
+        if n_bytes >= split_from:
+            pool.put(start + need, n_bytes - need)
             n_bytes = need
-            if at + 1 < len(keys) and keys[at + 1] < -rest:
-                del keys[at]
-                insort(keys, -rest, at)
-            else:
-                keys[at] = -rest
-            if self._collects:
-                blocks.age(pool, start + need)
         self.address[number] = start
         self._block_bytes[number] = n_bytes
         self.allocated += n_bytes
@@ -250,30 +244,28 @@ class CachingAllocator:
         for _ in range(count):
             self._late_over += 1
             number = self._late.popleft()
-            pool, keys, need, _, _ = self._needs[number]
-            start = self.address[number]
+            pool, need, _ = self._needs[number]
             self.requested -= need
-            self.free_blocks.give_back(pool, keys, start, start + self._block_bytes[number])
+            pool.give_back(self.address[number], self._block_bytes[number])
             self._block_bytes[number] = 0
 
     # Cached blocks
 
-    def _choose(self, pool: int, at: int, need: int) -> int:
-        """The index of the free block to use: `at` or that of a larger one; -1 if none is suitable. Source: get_free_block."""
-        cached, conf, expandable = self.free_blocks.keys[pool], self.conf, self._expandable
-        if expandable is not None:
-            smallest = expandable.size_with_space(pool, -cached[at])
-            while at and (size := expandable.size_with_space(pool, -cached[at - 1])) < smallest:
-                smallest, at = size, at - 1
-        have = -cached[at] >> SHIFT
-        if need < conf.max_split_bytes <= have:
-            return -1
-        if need >= conf.max_split_bytes and have >= need + conf.non_split_rounding_bytes:
-            return -1
-        return at
+    def _choose(self, pool: FreeBlocks, need: int) -> tuple[int, int] | None:
+        """Take a free block that suits a request: its start and bytes. None if there is none. Source: get_free_block."""
+        limit = self.conf.max_split_bytes
+        found = self._expandable[pool].choose(need) if self._expandable else next(pool.by_size(need), None)
+        if found is None:
+            return None
+        if need < limit <= found[1]:
+            return None
+        if need >= limit and found[1] >= need + self.conf.non_split_rounding_bytes:
+            return None
+        pool.take(*found)
+        return found
 
-    def _new_block(self, number: int, pool: int, need: int) -> int:
-        """The key of a new free block from the driver, after garbage collection. If the driver refuses, release the cache and
+    def _new_block(self, number: int, pool: FreeBlocks, need: int) -> tuple[int, int]:
+        """The start and bytes of a block from the driver, after garbage collection. If the driver refuses, release the cache and
         retry. Source: malloc.
         """
         asked = allocation_size(need, self.conf)
@@ -290,112 +282,117 @@ class CachingAllocator:
             raise OutOfMemory(number, asked)
         return block
 
-    def _alloc_block(self, pool: int, need: int, asked: int) -> int | None:
-        """The key of a new free block for a request of `need` bytes. Asks the driver for `asked` bytes; None if the driver refuses.
+    def _alloc_block(self, pool: FreeBlocks, need: int, asked: int) -> tuple[int, int] | None:
+        """The start and bytes of a block for a request of `need` bytes. Asks the driver for `asked` bytes; None if the driver refuses.
 
         Source: alloc_block.
         """
         if not self.driver.allows(asked):
             return None
-        if self._expandable is not None:
-            return self._expandable.allocate(pool, need)
+        if self._expandable:
+            return self._expandable[pool].allocate(need)
         if not self.driver.take(asked):
             return None
         start = self.driver.addresses(asked)
         self._segments[start] = (asked, pool)
-        return self.free_blocks.put(pool, start, start + asked)
+        return start, asked
 
     # Giving back to the driver
 
     def release_cached(self) -> None:
         """Release every segment that is entirely free, and every free page of expandable ones. Source: release_cached_blocks."""
         self.synchronize()
-        for pool in sorted(self.free_blocks.keys, key=lambda pool: (not pool & 1, pool)):
-            for key in self.free_blocks.by_size(pool):
-                if self._expandable is not None:
-                    self._expandable.unmap(pool, key)
-                elif self._is_whole(key):
-                    self._release(pool, key)
+        for pool in sorted(self._pools.values(), key=lambda pool: (not pool.is_large, pool.stream)):
+            for block in list(pool.by_size()):
+                if self._expandable:
+                    self._expandable[pool].unmap(*block)
+                elif self._is_whole(*block):
+                    self._release(pool, *block)
 
-    def _is_whole(self, key: int) -> bool:
+    def _is_whole(self, start: int, n_bytes: int) -> bool:
         """Whether a free block is its entire segment: `!block->is_split()`."""
-        return self._segments.get(key & ADDRESS, (0, 0))[0] == key >> SHIFT
+        return start in self._segments and self._segments[start][0] == n_bytes
 
-    def _release(self, pool: int, key: int) -> None:
+    def _release(self, pool: FreeBlocks, start: int, n_bytes: int) -> None:
         """Return the segment of a free block to the driver. Source: release_block."""
-        self.free_blocks.take(pool, key)
-        self.driver.give(key >> SHIFT)
-        del self._segments[key & ADDRESS]
+        pool.take(start, n_bytes)
+        self.driver.give(n_bytes)
+        del self._segments[start]
 
-    def _release_available(self, pool: int, need: int) -> bool:
+    def _release_available(self, pool: FreeBlocks, need: int) -> bool:
         """Release oversize blocks of this stream, only as many as needed. Source: release_available_cached_blocks."""
         conf = self.conf
-        if conf.max_split_bytes == UNLIMITED or self._expandable is not None:
+        if conf.max_split_bytes == UNLIMITED or self._expandable:
             return False
-        cached, target = self.free_blocks.by_size(pool), max(need, conf.max_split_bytes)
-        at = bisect_left(cached, target << SHIFT)
-        if at < len(cached):
-            self._release(pool, cached[at])
-            return True
+        cached, target = list(pool.by_size()), max(need, conf.max_split_bytes)
+        for start, n_bytes in cached:
+            if n_bytes >= target:
+                self._release(pool, start, n_bytes)
+                return True
         released = 0
-        while cached and released < target and cached[-1] >> SHIFT >= conf.max_split_bytes:
-            released += cached[-1] >> SHIFT
-            self._release(pool, cached.pop())
+        for start, n_bytes in reversed(cached):
+            if released >= target or n_bytes < conf.max_split_bytes:
+                break
+            released += n_bytes
+            self._release(pool, start, n_bytes)
         return released >= target
 
     def _collect_garbage(self) -> None:
         """Release large free segments that have been free for longer than the average. Source: garbage_collect_cached_blocks."""
         threshold = int(self.conf.garbage_collection_threshold * self.driver.allowed_bytes)
         target = self.driver.reserved - threshold
-        if target <= 0 or self._expandable is not None:
+        if target <= 0 or self._expandable:
             return
-        ages = self.free_blocks.ages
         left = [
-            (pool, key, self.free_blocks.searches[1] - ages[key & ADDRESS])
-            for pool in sorted(self.free_blocks.keys)
-            for key in self.free_blocks.by_size(pool)
-            if pool & 1 and self._is_whole(key)
+            (pool, block, self._large_searches - pool.freed_at[block[0]])
+            for _, pool in sorted(self._pools.items())
+            if isinstance(pool, AgingBlocks)
+            for block in pool.by_size()
+            if self._is_whole(*block)
         ]
         total_age, reclaimed, freed = sum(age for _, _, age in left), 0, True
         while reclaimed < target and freed and left:
             threshold_age, freed, kept = total_age / len(left), False, []
-            for pool, key, age in left:
+            for pool, block, age in left:
                 if age >= threshold_age:
                     freed = True
-                    reclaimed += key >> SHIFT
+                    reclaimed += block[1]
                     total_age -= age
-                    self._release(pool, key)
+                    self._release(pool, *block)
                 else:
-                    kept.append((pool, key, age))
+                    kept.append((pool, block, age))
             left = kept
 
     def keep_pools(self, stream: int) -> None:
         """Keep the free blocks of a stream for good: nothing can use or release the pools of a captured graph."""
-        for pool in (2 * stream, 2 * stream + 1):
-            for key in self.free_blocks.by_size(pool):
-                self.free_blocks.take(pool, key)
+        for pool in self._pools.values():
+            if pool.stream == stream:
+                for block in list(pool.by_size()):
+                    pool.take(*block)
 
     # Snapshots
 
     def segments(self) -> Iterator[AllocatorSegment]:
         """Every segment, as in `snapshot`. An expandable segment yields each stretch of mapped memory."""
         in_use = {start: size for start, size in zip(self.address, self._block_bytes, strict=True) if size}
-        expandable = self._expandable
-        for start, (n_bytes, pool) in sorted((self._segments if expandable is None else expandable.segments).items()):
-            unmapped = expandable.unmapped[pool] if expandable else {}
-            for first, blocks in self._stretches(start, start + n_bytes, in_use, unmapped):
+        segments = dict(self._segments)
+        for pool, expandable in self._expandable.items():
+            segments |= {start: (n_bytes, pool) for start, n_bytes in expandable.segments.items()}
+        for start, (n_bytes, pool) in sorted(segments.items()):
+            for first, blocks in self._stretches(start, start + n_bytes, pool, in_use):
                 yield AllocatorSegment(
-                    stream=pool >> 1,
-                    is_large=bool(pool & 1),
-                    is_expandable=expandable is not None,
+                    stream=pool.stream,
+                    is_large=pool.is_large,
+                    is_expandable=pool in self._expandable,
                     address=first,
                     blocks=blocks,
                 )
 
     def _stretches(
-        self, at: int, end: int, in_use: Mapping[int, int], unmapped: Mapping[int, int]
+        self, at: int, end: int, pool: FreeBlocks, in_use: Mapping[int, int]
     ) -> Iterator[tuple[int, tuple[tuple[int, bool], ...]]]:
         """The start and the blocks (bytes, whether in use) of each stretch of mapped memory in a segment."""
+        unmapped = self._expandable[pool].unmapped if self._expandable else {}
         first, blocks = at, list[tuple[int, bool]]()
         while at < end:
             if at in unmapped:
@@ -404,7 +401,7 @@ class CachingAllocator:
                 at += unmapped[at]
                 first, blocks = at, []
             else:
-                blocks.append((in_use.get(at) or self.free_blocks.starting_at(at), at in in_use))
+                blocks.append((in_use.get(at) or pool.starting_at(at), at in in_use))
                 at += blocks[-1][0]
         if blocks:
             yield first, tuple(blocks)

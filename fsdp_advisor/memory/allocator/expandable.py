@@ -5,7 +5,7 @@ Source: c10/cuda/CUDACachingAllocator.cpp (torch 2.13), ExpandableSegment and th
 
 from __future__ import annotations
 
-from fsdp_advisor.memory.allocator.blocks import ADDRESS, SHIFT, Driver, FreeBlocks
+from fsdp_advisor.memory.allocator.blocks import Driver, FreeBlocks
 from fsdp_advisor.memory.allocator.conf import SMALL_BUFFER, AllocatorConf
 
 ADDRESS_SPACE_BYTES = 2**40
@@ -13,88 +13,92 @@ ADDRESS_SPACE_BYTES = 2**40
 
 
 class ExpandableSegments:
-    """The segments of all pools. `unmapped[pool]`: address -> bytes of each unmapped block. `pool`: twice the number of the stream, plus 1
-    for large blocks.
+    """The segments of one pool, whose free blocks are `blocks`.
+
+    `segments`: address -> bytes of address space. `unmapped`: address -> bytes of each unmapped block.
     """
 
     def __init__(self, blocks: FreeBlocks, driver: Driver, conf: AllocatorConf) -> None:
-        self._blocks, self._driver, self._conf = blocks, driver, conf
-        self.unmapped: dict[int, dict[int, int]] = {}
-        self.segments: dict[int, tuple[int, int]] = {}  # address -> (bytes of address space, pool)
+        self._blocks, self._driver = blocks, driver
+        self._page_bytes = (
+            conf.large_segment_bytes if blocks.is_large else SMALL_BUFFER
+        )  # find_expandable_block, segment_size
+        self.segments: dict[int, int] = {}
+        self.unmapped: dict[int, int] = {}
 
-    def page_bytes(self, pool: int) -> int:
-        """The page size of a pool. Source: find_expandable_block, segment_size."""
-        return self._conf.large_segment_bytes if pool & 1 else SMALL_BUFFER
+    def choose(self, least: int) -> tuple[int, int] | None:
+        """The start and bytes of the free block to use for a request of `least` bytes; None if no block has them.
 
-    def size_with_space(self, pool: int, key: int) -> int:
-        """Bytes of a free block, with the unmapped space directly after it. Source: get_free_block, expandable_size."""
-        n_bytes = key >> SHIFT
-        return n_bytes + self.unmapped[pool].get((key & ADDRESS) + n_bytes, 0)
+        Larger blocks are preferred while each has less space than the one before. The space of a block is its bytes and the unmapped ones
+        directly after it. Source: get_free_block, expandable_size.
+        """
+        chosen, smallest = None, 0
+        for start, n_bytes in self._blocks.by_size(least):
+            space = n_bytes + self.unmapped.get(start + n_bytes, 0)
+            if chosen and space >= smallest:
+                break
+            chosen, smallest = (start, n_bytes), space
+        return chosen
 
-    def allocate(self, pool: int, need: int) -> int | None:
-        """The key of a free block with at least `need` bytes, mapped as needed; None if the driver refuses.
+    def allocate(self, need: int) -> tuple[int, int] | None:
+        """The start and bytes of a block of at least `need` bytes, mapped as needed; None if the driver refuses.
 
         Source: try_allocate_expandable_block.
         """
-        start = self._find(pool, need)
-        space, blocks = self.unmapped[pool], self._blocks
-        while (have := blocks.starting_at(start)) < need:
+        start = self._find(need)
+        while (have := self._blocks.starting_at(start)) < need:
             following = start + have
-            if not self._map(pool, following, min(space[following], need - have)):
+            if not self._map(following, min(self.unmapped[following], need - have)):
                 return None
-        return blocks.edges[start]
+        self._blocks.take(start, have)
+        return start, have
 
-    def _find(self, pool: int, need: int) -> int:
+    def _find(self, need: int) -> int:
         """The lowest address at which contiguous free and unmapped blocks of at least `need` bytes begin.
 
         Source: find_expandable_block.
         """
-        blocks, space = self._blocks, self.unmapped.setdefault(pool, {})
+        blocks, space = self._blocks, self.unmapped
         for unmapped in sorted(space):
-            before = blocks.ending_at(unmapped)
-            start = end = unmapped if before is None else before
+            start = end = unmapped - blocks.ending_at(unmapped)
             while end - start < need and (n_bytes := space.get(end, 0) or blocks.starting_at(end)):
                 end += n_bytes
             if end - start >= need:
                 return start
-        page = self.page_bytes(pool)
+        page = self._page_bytes
         n_bytes = -(-max(ADDRESS_SPACE_BYTES, need) // page) * page  # whole pages: ExpandableSegment, max_handles_
         start = self._driver.addresses(n_bytes)
-        self.segments[start] = (n_bytes, pool)
-        space[start] = n_bytes
+        self.segments[start] = space[start] = n_bytes
         return start
 
-    def _map(self, pool: int, start: int, n_bytes: int) -> bool:
+    def _map(self, start: int, n_bytes: int) -> bool:
         """Map pages at the beginning of an unmapped block and merge them with free neighbours.
 
         Source: map_block, ExpandableSegment::map.
         """
-        page = self.page_bytes(pool)
-        n_bytes = -(-n_bytes // page) * page
+        n_bytes = -(-n_bytes // self._page_bytes) * self._page_bytes
         if not self._driver.take(n_bytes):
             return False
-        space = self.unmapped[pool]
-        left = space.pop(start) - n_bytes
+        left = self.unmapped.pop(start) - n_bytes
         if left:
-            space[start + n_bytes] = left
-        self._blocks.give_back(pool, self._blocks.keys[pool], start, start + n_bytes)
+            self.unmapped[start + n_bytes] = left
+        self._blocks.give_back(start, n_bytes)
         return True
 
-    def unmap(self, pool: int, key: int) -> None:
+    def unmap(self, start: int, n_bytes: int) -> None:
         """Return the whole pages of a free block to the driver. Source: unmap_block, ExpandableSegment::unmap."""
-        blocks, space, page = self._blocks, self.unmapped[pool], self.page_bytes(pool)
-        start = key & ADDRESS
-        end = start + (key >> SHIFT)
-        base = max(s for s, (_, p) in self.segments.items() if p == pool and s <= start)
+        blocks, space, page = self._blocks, self.unmapped, self._page_bytes
+        end = start + n_bytes
+        base = max(segment for segment in self.segments if segment <= start)
         first = base + -(-(start - base) // page) * page
         last = base + (end - base) // page * page
         if last <= first:
             return
-        blocks.take(pool, key)
+        blocks.take(start, n_bytes)
         if start < first:  # the partial page at the beginning stays mapped
-            blocks.put(pool, start, first)
+            blocks.put(start, first - start)
         if last < end:  # and the one at the end
-            blocks.put(pool, last, end)
+            blocks.put(last, end - last)
         # merge with unmapped neighbours
         before = next((at for at, n_bytes in space.items() if at + n_bytes == first), first)
         space[before] = last + space.pop(last, 0) - before
