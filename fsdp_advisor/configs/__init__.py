@@ -17,6 +17,8 @@ from typing import Any
 
 from fsdp_advisor.configs.files import from_paths, from_texts
 from fsdp_advisor.configs.merge import Configuration, complete
+from fsdp_advisor.configs.shell import UNREAD
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job import parsing
 from fsdp_advisor.job.fields import fields_of, read_fields
 from fsdp_advisor.job.request import AnyRequest
@@ -38,4 +40,10 @@ def request_with_files(given: Mapping[str, Any], kind: type[AnyRequest]) -> AnyR
         return parsing.make_request(fields, kind)
     paths = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
     found = complete(from_paths(paths), read_fields(fields, fields_of(kind)), getattr(kind, "SEARCHED", ()))
+    if "model" not in found.options:
+        unread = [text for reading in found.readings for text in reading.not_modelled if text.startswith(UNREAD)]
+        raise UsageError(
+            f"{paths[0]} names no model" if len(paths) == 1 else "no file names a model",
+            hint="; ".join(["give --model", *unread]),
+        )
     return replace(parsing.make_request(found.options, kind), configs=found.readings)

@@ -20,6 +20,8 @@ _SCRIPT = re.compile(r"\btrl[./]scripts[./](\w+?)(?:\.py)?$")
 _CONFIGURATION = re.compile(r".+\.(ya?ml|json|toml|conf)$")
 _LOOPS_OF_ACCELERATE = re.compile(r"no_trainer|open_instruct[/.](finetune|dpo)")
 """Scripts that take the Trainer's arguments and have their own loop on accelerate."""
+UNREAD = "arguments of the script that are not read: "
+"""The beginning of what is reported about a script whose arguments are not known."""
 _DEPTH = 3
 """The depth to which scripts within scripts (`bash -c`, `eval`) are read."""
 
@@ -172,8 +174,8 @@ def _arguments(
         if _LOOPS_OF_ACCELERATE.search(launch.script):
             found.options["framework"] = "accelerate"
         return found
-    if keys:
-        launcher.omits("arguments of the script that are not read: " + ", ".join(sorted(keys)[:12]))
+    if unread := sorted({*keys, *overrides}):
+        launcher.omits(f"{UNREAD}{', '.join(unread[:12])}")
     if method:
         trainer.read_task(launcher, method)
     return None

@@ -176,6 +176,20 @@ def test_hostile_files_are_refused_over_rest(files: Any, client: TestClient) -> 
     assert got.status_code in (404, 422) and set(got.json()) == {"error", "hint", "status"}, got.text
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "hint"),
+    [
+        ("ds.json", '{"zero_optimization": {"stage": 3}}', "hint: give --model"),
+        ("run.sh", "python -m verl.trainer.main_ppo data.max_prompt_length=512", "not read: data.max_prompt_length"),
+    ],
+)
+def test_a_file_without_a_model_is_named(name: str, text: str, hint: str, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    ran = cli("estimate", "--config-file", str(tmp_path / name))
+    assert (ran.status, ran.out) == (2, "")
+    assert f"{name} names no model" in ran.err and hint in ran.err
+
+
 def test_compare_takes_files_and_options(cli: Cli, config: Path) -> None:
     ran = cli("compare", str(config), f"{config} --micro-batch-size 256", "--gpu", "A100-40GB", "-q", columns=200)
     assert ran.status == 1
