@@ -56,6 +56,8 @@ def read(file: str, tree: ast.Module) -> Collector | None:
     found.options["mixed"], dtype = _PRECISIONS.get(precision, ("bf16", None))
     if dtype is not None:
         found.options["dtype"] = dtype
+    if found.options.get("backend") == "fsdp1" and found.options["mixed"] != "no":
+        found.omits("Lightning's FSDP reduces gradients in 16 bits; the estimate in float32, which reserves more")
     if found.take("gradient_clip_val"):
         found.omits("gradient_clip_val: gradient clipping apart from the framework's")
     if "Trainer" in nodes:
@@ -149,7 +151,6 @@ def _read_fsdp(
     policies = [arguments.get(key) for key in ("activation_checkpointing_policy", "activation_checkpointing")]
     if any(policy is not None and not is_none(policy) for policy in policies):
         found.options["activation_checkpointing"] = "full"
-    found.omits("Lightning's FSDP reduces gradients in 16 bits; the estimate in float32, which reserves more")
 
 
 def _read_deepspeed(found: Collector, keywords: Mapping[str, Any]) -> None:

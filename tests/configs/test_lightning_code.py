@@ -69,6 +69,12 @@ def test_what_lightning_does_otherwise_is_reported() -> None:
     assert read(f"L.Trainer({STAGE_3})").options["zero_buckets"].startswith("reduce_bucket_size=200000000")
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_one_dtype_is_reduced_in_itself(precision: str) -> None:
+    (reading,) = read(f"fabric = Fabric(strategy='fsdp', precision='{precision}')").readings
+    assert not any("reduces gradients" in text for text in reading.not_modelled)
+
+
 def test_tensor_parallelism_of_lightning_is_refused() -> None:
     found = read("L.Trainer(strategy=ModelParallelStrategy(tensor_parallel_size=2))\nfully_shard(model)")
     with pytest.raises(UsageError, match="tensor_parallel_size: 2"):
