@@ -25,7 +25,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import optimization  # now, because packages that it imports keep tensors
 
 from fsdp_advisor.validation.deepspeed_on_cpu import skip_shm_operator
 
@@ -190,8 +189,7 @@ def optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Opti
         case "rmsprop":
             return torch.optim.RMSprop(parameters, foreach=True)
         case "adafactor":
-            options = {"scale_parameter": False, "relative_step": False, "lr": 1e-3}
-            return optimization.Adafactor(parameters, **options)  # type: ignore[no-untyped-call]  # transformers' own
+            return torch.optim.Adafactor(parameters)
     raise ValueError(name)
 
 

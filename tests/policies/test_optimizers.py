@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -12,6 +13,7 @@ from fsdp_advisor.job.choices import Framework, OptimizerName
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.optimizers import LIMITS, limit_of
 from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.memory.host import page_locked
 from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.model.resolve import resolve
@@ -139,7 +141,7 @@ def test_state_of_a_matrix_and_of_a_vector(name: OptimizerName, matrix: int, vec
         ("adamw_torch", 8000, 40000),
         ("sgd", 0, 0),
         ("sgd_momentum", 4000, 20000),
-        ("adafactor", 4004, 20004),
+        ("adafactor", 4000, 20000),
         ("adamw_bnb_8bit", 8000, 2 * 5000 + 2 * 4 * 20),
         ("lion_32bit", 4000, 20000),
         ("rmsprop_bnb_8bit", 4000, 5000 + 4 * 20),
@@ -355,6 +357,16 @@ def test_muon_needs_flops_and_collectives_under_fsdp2() -> None:
     )
     wide = muon.step_collectives(Parameter(name="down", shape=(60, 100)), eight)
     assert wide == Collectives(gathered_bytes=iterations * 2 * (2 * 6000 + gram), gathers=3 * iterations)
+
+
+def test_deepspeed_makes_torchs_adafactor_unless_the_trainer_makes_transformers() -> None:
+    """transformers' keeps its state in fp32, and converts gradients and masters in bf16."""
+    job = Plan(strategy="zero2", backend="deepspeed", optim="adafactor", seq_len=1)
+    of_torch, of_trainer = (optimizer_of(replace(job, framework=framework)) for framework in ("deepspeed", "trainer"))
+    temporaries = [each.flat_step_temporaries(1000, n).exact for each in (of_torch, of_trainer) for n in (4, 2)]
+    assert temporaries == [8000, 4000, 8000, 16_000]
+    saved = [each.saved_flat_bytes(1000, n) for each in (of_torch, of_trainer) for n in (4, 2)]
+    assert saved == [4004, 2004, 4004, 4004]
 
 
 def test_adafactor_of_transformers_updates_one_parameter_after_the_other() -> None:

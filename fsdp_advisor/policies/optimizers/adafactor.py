@@ -1,7 +1,7 @@
-"""Adafactor: torch's implementation, and transformers', which the Trainer and DeepSpeed step.
+"""Adafactor: torch's implementation, which DeepSpeed makes too, and transformers', which the Trainer makes for every engine.
 
 Source: torch/optim/_adafactor.py, `_multi_tensor_adafactor` (torch 2.13); transformers/optimization.py, `Adafactor.step`
-(5.23).
+(5.23); deepspeed 0.19.8, runtime/engine.py, `_configure_basic_optimizer`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Adafactor(Optimizer):
         return Storages.of(rows * element_bytes) + Storages.of(columns * element_bytes)
 
     def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
-        """transformers' Adafactor does not factor a 1-D tensor: its second moment is fp32 and whole."""
-        return Storages.of(FP32_BYTES * elements) + Storages.of(RMS_BYTES)
+        """Adafactor does not factor a 1-D tensor: its second moment is whole."""
+        return Storages.of(element_bytes * elements)
 
     def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
-        return (FP32_BYTES * elements, RMS_BYTES)
+        return (element_bytes * elements, STEP_COUNT_BYTES)
 
     def textbook_bytes(self, element_bytes: int) -> int:
         """0, because the factored moments are negligible."""
@@ -62,12 +62,8 @@ class Adafactor(Optimizer):
         return Storages.of(prod(shape) * element_bytes)
 
     def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
-        """The squared gradient and the update in fp32; with bf16 masters also fp32 copies of the gradient and the master."""
-        return Storages.of(FP32_BYTES * elements, 2 if element_bytes == FP32_BYTES else 4)
-
-    def made_by_deepspeed(self) -> Optimizer:
-        """The same without the count of steps, which in transformers' Adafactor is no tensor."""
-        return _adafactor(Adafactor)
+        """The squared gradient and the update. DeepSpeed makes it without `foreach`, with which the first is freed before the second."""
+        return Storages.of(element_bytes * elements, 2)
 
     def made_by_trainer(self) -> Optimizer:
         return _adafactor(TransformersAdafactor)
@@ -80,6 +76,17 @@ class TransformersAdafactor(Adafactor):
     """The Adafactor of transformers, which has no foreach implementation. It converts what is in 16 bits to fp32."""
 
     steps_one_by_one: ClassVar[bool] = True
+
+    def flat_state_storages(self, elements: int, element_bytes: int) -> Storages:
+        """The second moment, in fp32, and the root mean square."""
+        return Storages.of(FP32_BYTES * elements) + Storages.of(RMS_BYTES)
+
+    def deepspeed_host_states(self, elements: int, element_bytes: int) -> tuple[int, ...]:
+        return (FP32_BYTES * elements, RMS_BYTES)
+
+    def flat_step_temporaries(self, elements: int, element_bytes: int) -> Storages:
+        """The squared gradient and the update in fp32; with bf16 masters also fp32 copies of the gradient and the master."""
+        return Storages.of(FP32_BYTES * elements, 2 if element_bytes == FP32_BYTES else 4)
 
     def step_temporaries(self, parameter: Parameter, shape: Shape, element_bytes: int) -> Storages:
         """The squared gradient and the update, in fp32."""
