@@ -15,7 +15,7 @@ PATCHED_TYPES = frozenset({
     "dots1", "emu3", "ernie4_5", "ernie4_5_moe", "evolla", "exaone4", "exaone_moe", "flint", "gemma", "gemma2", "gemma3",
     "gemma3_text", "glm", "glm4", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
     "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jamba",
-    "kolibri1", "lfm3", "llama", "mellum", "minimax", "ministral", "ministral3", "mistral", "mistral3", "mixtral", "nanochat",
+    "kolibri1", "lara_mini", "lfm3", "llama", "mellum", "minimax", "ministral", "ministral3", "mistral", "mistral3", "mixtral", "nanochat",
     "nemotron", "nemotron_h", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "recurrent_gemma",
     "seed_oss", "smollm3", "solar_open", "starcoder2", "step3p7", "vaultgemma", "zamba",
 })  # fmt: skip
@@ -23,7 +23,7 @@ PATCHED_TYPES = frozenset({
 not import attention class"), except for those of `OWN_CODE_TYPES`.
 
 Source: axolotl 0.19.0, monkeypatch/lora_kernels.py, `get_attention_cls_from_config` and `patch_self_attn_lora`, for the types of
-transformers 5.23.
+transformers 5.23 and 5.24.
 """
 OWN_CODE_TYPES = frozenset({
     "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "qwen3_5", "qwen3_5_moe",

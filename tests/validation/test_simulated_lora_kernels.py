@@ -115,7 +115,8 @@ def test_axolotl_replaces_the_attention_of_the_listed_models() -> None:
 
     module, found = patches(), set()
     settings = SimpleNamespace(fused_attn_kernel=None)
-    for model_type in {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}:
+    types = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    for model_type in types:
         configuration = SimpleNamespace(model_type=model_type)
         with mock.patch.object(module.AutoConfig, "from_pretrained", lambda _, it=configuration: it):
             try:
@@ -134,7 +135,7 @@ def test_axolotl_replaces_the_attention_of_the_listed_models() -> None:
                     del attention._original_forward
         if replaced:
             found.add(model_type)
-    assert found - OWN_CODE_TYPES == PATCHED_TYPES
+    assert found - OWN_CODE_TYPES == PATCHED_TYPES & types.keys()  # 5.23 lacks lara_mini
 
 
 @pytest.mark.parametrize(
