@@ -169,7 +169,12 @@ class Plan:
 
     @property
     def batch_layout(self) -> BatchLayout:
-        """How the sequences of a micro-batch lie in its tensors."""
+        """How the sequences of a micro-batch lie in its tensors. A row with one sequence is as any other, unless it is compiled or its
+        sequences are processed separately. Source: transformers 5.23, masking_utils.py, `find_packed_sequence_indices`.
+        """
+        is_alone = self.packing == "none" and self.micro_batch_size == 1
+        if self.padding_free and is_alone and self.attention != "flash_attention_2" and self.compile == "none":
+            return "full"
         if flattens(self.packing, self.padding_free):
             return "flattened-trl" if self.facts.names_sequences else "flattened"
         return "padded" if self.padding_fraction else "full"

@@ -20,6 +20,7 @@ JOBS = dict(
             ("packed", ("trl packed", "sdpa", "bf16-mixed", 2, 1024, False)),
             ("padding-free, flash-attn", ("trl padding-free", "flash_attention_2", "bf16", 3, 1024, False)),
             ("packed, flash-attn, compiled", ("trl packed", "flash_attention_2", "bf16-mixed", 2, 4096, True)),
+            ("padding-free, one sequence", ("trl padding-free", "sdpa", "bf16-mixed", 1, 1500, False)),
         ],
         [
             ("padding-free", ("trl padding-free", "sdpa", "bf16", 3, 1024, False)),
