@@ -148,7 +148,7 @@ def test_the_keyboard_goes_through_the_form_in_reading_order(open_page: Open) ->
     fields += [
         "More options",
         "Adapters, frozen and quantized weights",
-        "Paste a config.json, a configuration or a script",
+        "Paste a config.json or a script",
         "Estimate",
     ]
     assert reached[-len(fields) :] == fields
