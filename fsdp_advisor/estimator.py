@@ -23,6 +23,7 @@ from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.batch import divided
 from fsdp_advisor.job.compatibility import label, plans, plans_and_refusals
+from fsdp_advisor.job.compilation import check_compiled_base
 from fsdp_advisor.job.ignored import ignored_in_estimate
 from fsdp_advisor.job.keywords import EstimateOptions, with_signature_of
 from fsdp_advisor.job.parsing import make_request
@@ -93,6 +94,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
     # refuses a job before its adapted model is recorded
     plans(request, seq_len=sequence_length(request, model.profile)[0])
     _check_layer_classes(request, model.profile)
+    check_compiled_base(request, adaptation.on_checkpoint(model.packed))
     model = model.adapted(adaptation)
     conf = AllocatorConf.parse(request.allocator_conf)
     seq_len, length_notes = sequence_length(request, model.profile)

@@ -10,7 +10,13 @@ from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.adaptation import adaptation_of, check_dtype
 from fsdp_advisor.job.batch_layout import check_batch
 from fsdp_advisor.job.choices import Backend, Offload, Strategy
-from fsdp_advisor.job.compilation import COMPILING, check_compile, check_graphs, compile_refusal
+from fsdp_advisor.job.compilation import (
+    COMPILING,
+    check_compile,
+    check_graphs,
+    compile_refusal,
+    compiled_adapters_refusal,
+)
 from fsdp_advisor.job.evaluation import evaluation_of
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.fp8 import CONVERTING, check_fp8, fp8_refusal
@@ -117,7 +123,8 @@ def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[
     )
     for check in (check_compile, check_graphs, check_fp8, check_tiled_mlp, check_lora_kernels):
         check(request)
-    refusals = {plan: row_refusal(plan) for plan in (plan_of_row(request, s, o, seq_len) for s, o in _rows(request))}
+    rows = (plan_of_row(request, s, o, seq_len) for s, o in _rows(request))
+    refusals = {plan: row_refusal(plan) or compiled_adapters_refusal(plan, request) for plan in rows}
     left_out = [(label(plan.strategy, plan.offload), error) for plan, error in refusals.items() if error is not None]
     if len(left_out) == len(refusals):
         raise left_out[0][1]

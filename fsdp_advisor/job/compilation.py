@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.adaptation import Adaptation, adaptation_of
 from fsdp_advisor.job.batch_layout import flattens
 from fsdp_advisor.job.checkpointing import policies_of_changed_layers
 from fsdp_advisor.job.choices import Backend, Framework
@@ -67,9 +65,17 @@ def check_compile(request: EstimateRequest) -> None:
         "--use-liger-kernel": request.use_liger_kernel,
         f"--wrap {request.wrap}": request.wrap != "layer",
         **_batches(request),
-        "adapters, quantized or frozen weights": not own_models and _adapts(request),
+        **({} if own_models else _changes(request)),
     }  # fmt: skip
     check_conflicts(f"--compile {request.compile}", others)
+
+
+def check_compiled_base(request: EstimateRequest, adaptation: Adaptation) -> None:
+    """Raises UsageError for compiled layers on the packed weights of a GPTQ or AWQ checkpoint. `adaptation`: of that checkpoint."""
+    check_conflicts(
+        f"--compile {request.compile}",
+        {f"a {adaptation.packed_by} checkpoint": request.compile != "none" and bool(adaptation.packed_by)},
+    )
 
 
 def _batches(request: EstimateRequest) -> dict[str, bool]:
@@ -86,9 +92,22 @@ def _batches(request: EstimateRequest) -> dict[str, bool]:
     }
 
 
-def _adapts(request: EstimateRequest) -> bool:
-    """Whether the job changes the model otherwise than by the head of a reward model."""
-    return bool(replace(adaptation_of(request), in_one_graph=False, reward_head=False))
+_WITH_ADAPTERS: tuple[Framework, ...] = ("torch", "trainer")
+"""The frameworks whose compiled steps with adapters were compared with their own code."""
+
+
+def _changes(request: EstimateRequest) -> dict[str, bool]:
+    """What changes a model that is not modelled with compiled code -> whether it does. LoRA on linear layers is modelled."""
+    adaptation = adaptation_of(request)
+    is_other = adaptation.method not in (None, "LORA") or bool(adaptation.peft.get("use_dora"))
+    return {
+        "adapters other than LoRA": is_other,
+        f"adapters in --framework {request.framework}": bool(adaptation.peft)
+        and request.framework not in _WITH_ADAPTERS,
+        "--lora-target-parameters": bool(adaptation.peft.get("target_parameters")),
+        "a quantized base": bool(adaptation.quantization),
+        "--freeze": bool(adaptation.freeze),
+    }
 
 
 def leaves_layers_uncompiled(plan: Plan) -> bool:
@@ -111,4 +130,16 @@ def compile_refusal(plan: Plan) -> UsageError | None:
     return UsageError(
         f"--compile {plan.compile} is not modelled with backend {plan.backend}",
         hint=f"use --backend {' or '.join(COMPILING)}, or leave --compile out",
+    )
+
+
+def compiled_adapters_refusal(plan: Plan, request: EstimateRequest) -> UsageError | None:
+    """Why the adapters of the request are not modelled with compiled code under the plan's backend. None if they are. Only
+    DDP's were compared with their own code.
+    """
+    if plan.compile == "none" or plan.backend == "ddp" or plan.facts.own_models or not adaptation_of(request).peft:
+        return None
+    return UsageError(
+        f"--compile {plan.compile} with adapters is not modelled with backend {plan.backend}",
+        hint="use --backend ddp, or leave --compile out",
     )

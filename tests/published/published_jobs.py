@@ -449,7 +449,7 @@ def _torchao(row: Measurement) -> Mapped | Unmapped:
 #   gradients in fp32 until the last micro-batch, and computes the loss in bf16.
 # - prime-rl: FSDP2 with fp32 parameters, compiled layers in checkpoints, all logits in fp32, which stay in a variable during backward;
 #   max_memory_reserved of steps 2 to 4; expandable segments (.github/workflows/benchmarks.yaml). Its attention is FlashAttention-2, as
-#   PyTorch's own on Ampere; on other boards PyTorch has cuDNN's, and compiled layers with FlashAttention-2 are not modelled.
+#   PyTorch's own on Ampere, with which all are predicted; on other boards PyTorch has cuDNN's, which is faster.
 # Assumed: nothing.
 
 _LOOPS: dict[str, dict[str, Any]] = {
@@ -470,9 +470,7 @@ _LOOPS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-FASTER_ATTENTION = (
-    "compiled layers with FlashAttention-2 are not modelled, and PyTorch's own attention is faster on this board"
-)
+FASTER_ATTENTION = "predicted with PyTorch's own attention, which is faster on this board than its FlashAttention-2"
 OLDER_ON_HOPPER = (
     "PyTorch 2.2 of early 2024 on H100s, which is slower than the versions with which their rates were measured"
 )

@@ -93,7 +93,15 @@ def test_layers_in_accelerates_checkpoints_are_not_compiled(tmp_path: Path) -> N
             "torchtitan does not compile the whole model",
         ),
         ({"use_liger_kernel": True}, "--use-liger-kernel"),
-        ({"use_peft": True}, "adapters"),
+        ({"use_peft": True, "use_dora": True}, "adapters other than LoRA"),
+        ({"use_peft": True, "load_in_4bit": True}, "a quantized base"),
+        (
+            {"use_peft": True, "strategy": "zero3", "backend": "fsdp2"},
+            "with adapters is not modelled with backend fsdp2",
+        ),
+        ({"use_peft": True, "framework": "trl"}, "adapters in --framework trl"),
+        ({"use_peft": True, "lora_target_parameters": "c_attn.weight"}, "--lora-target-parameters"),
+        ({"freeze": ["wte"]}, "--freeze"),
         ({"padding_free": True}, "packed or padded"),
         ({"padding_free": True, "framework": "trainer", "attention": "flash_attention_2"}, "packed or padded"),
         ({"padding_fraction": 0.3, "framework": "trl", "attention": "flash_attention_2"}, "packed or padded"),
@@ -146,3 +154,12 @@ def test_one_row_with_flash_attention_has_divided_code_and_no_mask() -> None:
     assert "divides the layer's compiled code" in notes(**flash)
     assert "divides" not in notes(**flash, micro_batch_size=2) and "divides" not in notes()
     assert "mask of all pairs" in notes() and "mask of all pairs" not in notes(**flash)
+
+
+def test_compiled_layers_on_a_packed_checkpoint_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    packed = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, "quantization_config": packed}))
+    with pytest.raises(UsageError, match="a GPTQ checkpoint"):
+        estimate(model=str(path), gpu="H100-80GB", strategy="ddp", compile="layer", use_peft=True)

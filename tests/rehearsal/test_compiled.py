@@ -47,6 +47,12 @@ CASES: dict[str, Job] = dict(taken(list(JOBS.items()), list(MORE.items())))
 """Configuration, engine, precision, checkpointing, micro-batch, sequence length."""
 
 FLASH = {"attention": "flash_attention_2"}
+LORA: dict[str, Any] = {"use_peft": True, "lora_r": 16, "lora_target_modules": "q_proj,v_proj"}
+LORA_OF_ALL = {
+    **LORA,
+    "lora_dropout": 0.1,
+    "lora_target_modules": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
+}
 OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
     taken(
         [
@@ -56,6 +62,7 @@ OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
             ("llama as a whole in DDP", (_job("llama", "ddp", "bf16-mixed"), {"compile": "model"})),
             ("llama as a whole, sharded", (_job("llama", "fsdp2", "bf16-mixed", "full"), {"compile": "model"})),
             ("llama in the Trainer", (_job("llama", "trainer", "bf16-mixed"), {"compile": "model"})),
+            ("llama, LoRA of all layers with dropout", (_job("llama", "single", "bf16-mixed"), LORA_OF_ALL)),
             ("llama, flash-attn", (_job("llama", "fsdp2", "bf16-mixed", "full"), FLASH)),
             (
                 "llama as a whole, flash-attn, one row",
@@ -77,6 +84,12 @@ OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
                 "llama in the Trainer, checkpointed",
                 (_job("llama", "trainer", "bf16-mixed", "full"), {"compile": "model"}),
             ),
+            ("llama as a whole, LoRA", (_job("llama", "single", "bf16"), {**LORA, "compile": "model"})),
+            (
+                "llama as a whole in DDP, LoRA",
+                (_job("llama", "ddp", "bf16", "full"), {**LORA_OF_ALL, "compile": "model"}),
+            ),
+            ("qwen3_moe, LoRA, flash-attn", (_job("qwen3_moe", "single", "bf16-mixed", "full"), {**LORA, **FLASH})),
             ("llama, flash-attn, one row", (_job("llama", "ddp", "bf16-mixed", batch=1, length=16_000), FLASH)),
             (
                 "llama as a whole, flash-attn, one row, checkpointed",
@@ -100,6 +113,14 @@ OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
 """Jobs, and other options of the compiler."""
 
 
+def _lora(options: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of PEFT's LoraConfig; None without adapters."""
+    if "use_peft" not in options:
+        return None
+    modules, dropout = options["lora_target_modules"].split(","), options.get("lora_dropout", 0.0)
+    return {"r": options["lora_r"], "target_modules": modules, "lora_dropout": dropout}
+
+
 @pytest.fixture(scope="module")
 def other_peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
     jobs = {
@@ -109,6 +130,7 @@ def other_peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
             "none",
             options.get("memory_budget", 1.0),
             options.get("attention", "sdpa"),
+            _lora(options),
         ]
         for name, (job, options) in OTHERS.items()
     }
@@ -138,6 +160,7 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
         [
             ("the Trainer, sharded and checkpointed", ({"fsdp": True, "checkpointing": True}, SHARDED)),
             ("the Trainer in DDP", ({}, {})),
+            ("the Trainer in DDP, LoRA", ({"lora": True}, {})),
             (
                 "the Trainer, sharded and checkpointed, flash-attn",
                 ({**FLASH, "fsdp": True, "checkpointing": True}, SHARDED),
@@ -213,7 +236,7 @@ def test_trainers_that_compile_on_two_ranks_need_what_is_predicted(
     settings, options = TRAINERS[name]
     usual = {
         "model": "llama", "library": "trainer", "attention": "sdpa", "task": "sft", "fsdp": False, "checkpointing": False,
-        "regions": False,
+        "regions": False, "lora": False,
     }  # fmt: skip
     job = {**usual, **settings}
     config, _, precision, _, batch, length = _job(job["model"], "trainer", "bf16-mixed", length=8000)
@@ -227,6 +250,7 @@ def test_trainers_that_compile_on_two_ranks_need_what_is_predicted(
     row = row_of(
         tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, gpus=2,
         compile="layer" if job["regions"] else "model", task=job["task"], attention=job["attention"],
+        **(LORA if job["lora"] else {}),
         **{"framework": job["library"], "activation_checkpointing": "full" if job["checkpointing"] else "none", **options},
     )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(found["peak"], rel=1e-3)

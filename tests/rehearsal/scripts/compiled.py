@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,6 +27,12 @@ def reduced(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotatio
     return found
 
 
+def layers_of(model: Any) -> Any:
+    """The layers of a model, which may be in a PeftModel."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return base.model.layers
+
+
 def prepared(model: Any, engine: str, precision: str) -> Any:
     """The model under an engine on the first of two ranks, or on one GPU. FSDP2 moves one unit at a time to the GPU."""
     if engine == "single":
@@ -36,7 +43,7 @@ def prepared(model: Any, engine: str, precision: str) -> Any:
         wrapped.register_comm_hook(None, reduced)
         return wrapped
     halves = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if precision == "bf16-mixed" else {}
-    for layer in model.model.layers:
+    for layer in layers_of(model):
         fully_shard(layer, reshard_after_forward=True, **halves)
     return fully_shard(model, reshard_after_forward=True, **halves)
 
@@ -85,22 +92,25 @@ def launch_nothing() -> None:
 def peak_of(
     config: dict[str, Any], engine: str, precision: str, checkpointing: str, batch: int, length: int,
     compiled: str = "layer", fp8: str = "none", memory_budget: float = 1.0, attention: str = "sdpa",
+    lora: dict[str, Any] | None = None,
 ) -> int:  # fmt: skip
     import torch._functorch.config
 
     launch_nothing()
     torch._functorch.config.activation_memory_budget = memory_budget
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if precision == "bf16" or lora is not None else torch.float32
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype, attn_implementation=attention)
     model.train()
     if checkpointing == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if lora is not None:
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
     if fp8 == "mxfp8":
         in_mxfp8(model)
     elif fp8 != "none":
         in_fp8(model, fp8)
     if compiled == "layer":
-        for layer in model.model.layers:
+        for layer in layers_of(model):
             layer.compile()
     elif compiled == "model":
         model.compile()

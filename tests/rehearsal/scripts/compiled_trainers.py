@@ -2,7 +2,7 @@
 
 Arguments as JSON: the model's configuration, and the job: `library` (`trainer`, `trl` or `accelerate`), `attention`, `task` (of TRL),
 `fsdp` (FSDP2 instead of DDP), `checkpointing` (`gradient_checkpointing`; of accelerate `fsdp_activation_checkpointing`), `regions`
-(accelerate's regional compilation), `batch` and `length`.
+(accelerate's regional compilation), `lora` (adapters of queries and values on a base in bf16), `batch` and `length`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import TorchDynamoPlugin
-from compiled import launch_nothing
+from compiled import launch_nothing, layers_of
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from training import SteadyPeak, tokenizer, usual_arguments
 from transformers import (
     AutoConfig,
@@ -28,13 +29,15 @@ from transformers import (
     TrainingArguments,
 )
 
+ADAPTERS = LoraConfig(task_type="CAUSAL_LM", r=16, target_modules=["q_proj", "v_proj"])
+
 
 def arguments_of(model: Any, job: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a trainer that compiles the model."""
     settings = usual_arguments(job["batch"], "bf16-mixed")
     settings |= {"torch_compile": True, "gradient_checkpointing": job["checkpointing"]}
     if job["fsdp"]:
-        layer = type(model.model.layers[0]).__name__
+        layer = type(layers_of(model)[0]).__name__
         wrap = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": [layer]}
         settings |= {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True, **wrap}}
     return settings
@@ -107,7 +110,7 @@ def of_trl(model: Any, job: dict[str, Any]) -> int:
 def of_accelerate(model: Any, job: dict[str, Any]) -> int:
     sharded = None
     if job["fsdp"]:
-        layer = type(model.model.layers[0]).__name__
+        layer = type(layers_of(model)[0]).__name__
         sharded = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
@@ -144,7 +147,10 @@ def main() -> None:
     if job["task"] == "reward":
         settings.num_labels = 1
     auto = AutoModelForSequenceClassification if job["task"] == "reward" else AutoModelForCausalLM
-    model = auto.from_config(settings, dtype=torch.float32, attn_implementation=job["attention"])
+    dtype = torch.bfloat16 if job["lora"] else torch.float32
+    model = auto.from_config(settings, dtype=dtype, attn_implementation=job["attention"])
+    if job["lora"]:
+        model = get_peft_model(model, ADAPTERS)
     peak = {"trainer": of_trainer, "trl": of_trl, "accelerate": of_accelerate}[job["library"]](model, job)
     print(json.dumps({"rank": int(os.environ["RANK"]), "peak": peak}))
 
