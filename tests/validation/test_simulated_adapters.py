@@ -37,6 +37,17 @@ def test_predicted_peaks_equal_pytorch_with_an_adapted_model(case: Case, tmp_pat
     assert predicted == simulated
 
 
+def test_fsdp1_gathers_a_layer_without_a_backward_again_for_the_next_micro_batch(tmp_path: Path) -> None:
+    """It was prefetched for a backward that it does not have, because nothing below the second layer trains."""
+    adapter = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "layers_to_transform": [1]}
+    case = {
+        "model": "llama", "strategy": "zero3", "backend": "fsdp1", "gpus": "4", "precision": "fp32", "seq_len": "32",
+        "gradient_accumulation_steps": "2", "peft_config": json.dumps(adapter),
+    }  # fmt: skip
+    predicted, simulated = predicted_and_simulated(make_request(options_of(CONFIGS, case, tmp_path)))
+    assert predicted == simulated
+
+
 KEPT = read()
 """By name of the case."""
 SAMPLE = list(KEPT)[:: max(1, len(KEPT) // 3)]

@@ -262,6 +262,7 @@ class Fsdp1Step(StepHooks):
             for unit, kept in self._unsharded.items():
                 while kept:
                     self._free(step, unit)
+                    self._prefetched.discard(unit)  # prefetched for a backward that it does not have (`_reshard`)
         step.free(*self._offloaded)
         self._offloaded = []
 
