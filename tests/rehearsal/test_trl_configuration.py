@@ -99,7 +99,7 @@ def test_the_adapter_and_the_quantized_base_are_the_job_s(read: dict[str, dict[s
     assert [read[name]["rank"] for name in names] == [8, 8, None]
     assert [read[name]["adapted_task"] for name in ("lora", "reward")] == ["CAUSAL_LM", "SEQ_CLS"]
     assert [read[name]["modules"] for name in names] == [["q_proj", "v_proj"], "all-linear", None]
-    assert [read[name]["dtype"] for name in names] == ["bfloat16", "float32", "float32"]
+    assert [read[name]["dtype"] for name in names] == ["bfloat16", "bfloat16", "float32"]
     quantization = read["qlora"]["quantization"]
     assert {name: quantization.get(name) for name in NF4} == NF4
     assert [read[name]["precomputes"] for name in ("dpo", "precomputed", "kto", "whole")] == [False, True, False, None]
