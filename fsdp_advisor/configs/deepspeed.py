@@ -6,7 +6,6 @@ Source: deepspeed 0.19.8, runtime/config.py, runtime/zero/config.py, runtime/zer
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isqrt
 from typing import Any
 
 from fsdp_advisor.configs.accelerate import set_offload, set_stage
@@ -220,25 +219,17 @@ def _ratio(found: Collector, name: str, place: Mapping[str, Any]) -> float:
 
 
 def _buckets(found: Collector, section: Mapping[str, Any]) -> None:
-    """Set the sizes of buckets, of which the file's own count. Those that it leaves out are DeepSpeed's defaults: frameworks fill in "auto"
-    only. Sizes that fit one hidden size count as filled in.
+    """Set the sizes of buckets. Those that the file leaves out are DeepSpeed's defaults: frameworks fill in "auto" only.
 
     Source: transformers 5.23, integrations/deepspeed.py, `fill_only`; accelerate 1.15, utils/dataclasses.py, `fill_match`.
     """
-    hidden = isqrt(max(0, found.peek_number("zero_optimization.reduce_bucket_size") or 0))
-    by_transformers = {
-        "reduce_bucket_size": hidden**2,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden**2),
-        "stage3_param_persistence_threshold": 10 * hidden,
-    }
     sizes = {}
     for name, default in DEFAULT_SIZES.items():
         key = f"zero_optimization.{name}"
-        given = section.get(key)
-        value = None if given in (None, "auto") else found.peek_number(key)
+        if section.get(key) != "auto":
+            given = found.peek_number(key)
+            sizes[name] = default if given is None else given
         found.take(key)
-        if given != "auto" and (value is None or value != by_transformers.get(name)):
-            sizes[name] = default if value is None else value
     set_buckets(found.options, sizes)
     buffer = section.get("zero_optimization.allgather_bucket_size")
     if buffer is not None and active(buffer):

@@ -107,7 +107,7 @@ ZeroBuckets = Annotated[
         default='DeepSpeed\'s defaults; those for "auto" with accelerate and the Trainer',
         max_length=512,
         word=read_zero_buckets,
-        example=f"reduce_bucket_size=2e8; the keys are {', '.join(ZERO_BUCKETS)}",
+        example=f"sizes such as reduce_bucket_size=2e8, with the keys {', '.join(ZERO_BUCKETS)}",
     ),
 ]
 StateDictTypeOption = Annotated[

@@ -13,7 +13,8 @@ ZERO_BUCKETS = (
     "stage3_max_reuse_distance",
 )
 """The keys of ``zero_optimization`` that decide memory, in elements. Source: deepspeed 0.19.8, zero/config.py, DeepSpeedZeroConfig."""
-_MOST_ELEMENTS = 10**13
+_MOST_ELEMENTS = 10**19
+"""More than `sys.maxsize`, which stands for no limit."""
 
 
 def read_zero_buckets(text: str) -> str | None:
@@ -29,7 +30,7 @@ def read_zero_buckets(text: str) -> str | None:
             value = float(number)
         except ValueError:
             return None
-        least = 0 if name == "stage3_param_persistence_threshold" else 1
+        least = 1 if name == "reduce_bucket_size" else 0
         if name not in ZERO_BUCKETS or not least <= value <= _MOST_ELEMENTS or not value.is_integer():
             return None
         sizes[name] = int(value)

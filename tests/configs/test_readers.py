@@ -19,6 +19,7 @@ from fsdp_advisor.configs.known_keys import known_keys
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.batch import divided
 from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.job.zero_buckets import zero_buckets
 from fsdp_advisor.model import catalog
 from fsdp_advisor.render.check_line import check_result
 
@@ -482,6 +483,34 @@ def test_a_file_of_deepspeed_is_read_with_its_number_of_ranks() -> None:
     }  # fmt: skip
     assert "tensor_parallel: " in said(found, "not_modelled")
     assert "8 GPUs: train_batch_size / (micro-batch x accumulation)" in said(found, "assumed")
+
+
+@pytest.mark.parametrize(
+    ("stage", "sizes"),
+    [
+        (2, {"reduce_bucket_size": 10**8}),
+        (3, {"stage3_param_persistence_threshold": 0}),
+        (3, {"reduce_bucket_size": 10**6, "stage3_prefetch_bucket_size": 900_000}),
+        (3, {"stage3_max_live_parameters": 10**15, "stage3_max_reuse_distance": 0}),
+    ],
+)
+@pytest.mark.parametrize("framework", ["deepspeed", "trainer"])
+def test_sizes_of_buckets_in_a_file_count(framework: str, stage: int, sizes: dict[str, int]) -> None:
+    """Also 0, and a square as frameworks fill it in for "auto"."""
+    zero = {"stage": stage, "reduce_bucket_size": "auto", **sizes}
+    texts = {"ds.json": json.dumps({"zero_optimization": zero})}
+    if framework == "trainer":
+        texts["args.json"] = '{"per_device_train_batch_size": 4, "deepspeed": "ds.json", "bf16": true}'
+    options = from_texts(texts).options
+    assert options["framework"] == framework
+    assert zero_buckets(options["zero_buckets"]).items() >= sizes.items()
+    assert make_request({"model": "gpt2", **options}).zero_buckets == options["zero_buckets"]
+
+
+def test_a_size_of_buckets_that_deepspeed_refuses_is_refused_with_what_is_possible() -> None:
+    options = read("ds.json", '{"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}').options
+    with pytest.raises(UsageError, match="must be sizes such as reduce_bucket_size=2e8, with the keys"):
+        make_request({"model": "gpt2", **options})
 
 
 def test_the_optimizer_section_of_deepspeed_names_its_muon() -> None:

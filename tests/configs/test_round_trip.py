@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import yaml
-from export_jobs import RANKS, job, jobs, plan
+from export_jobs import HIDDEN, RANKS, job, jobs, plan
 from test_bundle import CASES, JOBS, files_of
 
 from fsdp_advisor.configs import Configuration, complete, from_paths, from_texts
+from fsdp_advisor.engines.deepspeed.settings import Settings, settings_for
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export import TARGETS, Job, export
 from fsdp_advisor.job.adaptation import Adaptation, launched
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.evaluation import Evaluation
-from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.generation import Generation
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
@@ -48,6 +48,11 @@ def different(plan: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
     return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
 
 
+def sizes_of(plan: Plan) -> Settings | None:
+    """The sizes of DeepSpeed's buckets that the estimate of a plan has."""
+    return settings_for(HIDDEN, plan) if plan.backend == "deepspeed" else None
+
+
 @pytest.mark.parametrize(("target", "name"), CASES)
 def test_a_bundle_reads_back_as_its_plan(target: str, name: str, tmp_path: Path) -> None:
     of = JOBS[name]
@@ -60,9 +65,8 @@ def test_a_bundle_reads_back_as_its_plan(target: str, name: str, tmp_path: Path)
     left = different(read, of.plan)
     if target == "trl":  # it has one loss
         left.pop("loss_code")
-    if not FRAMEWORKS[of.plan.framework].fills_deepspeed_buckets:  # files for another framework state DeepSpeed's sizes
-        left.pop("zero_buckets", None)
-    assert left == {}
+    left.pop("zero_buckets", None)
+    assert left == {} and sizes_of(read) == sizes_of(of.plan)
     expected = (
         {TARGETS[target].framework, of.plan.framework}
         if target in ("torchrun", "sbatch", "deepspeed", "deepspeed-launch")
@@ -88,7 +92,9 @@ def test_a_single_file_reads_back_as_its_plan(target: str) -> None:
         given |= {name: getattr(p, name) for name in NOT_IN_THE_FILE[target] - {"mesh"}}
         if target in ("trainer", "trl", "llamafactory") and p.backend == "ddp":  # no sharding: the launcher decides
             given["strategy"] = "ddp"
-        left = different(plan_of(from_texts(files), **given), p)
+        read = plan_of(from_texts(files), **given)
+        assert sizes_of(read) == sizes_of(p), (p, exported.text)
+        left = different(read, p)
         for name in _lost(target, of):
             left.pop(name, None)
         assert left == {}, (p, exported.text)
@@ -98,13 +104,11 @@ def _lost(target: str, of: Job) -> set[str]:
     """Differences without an effect, and what the consumer itself does not distinguish."""
     p, lost = of.plan, set()
     if p.backend == "deepspeed":
-        lost |= {"wrap", "backward_prefetch"}
+        lost |= {"wrap", "backward_prefetch", "zero_buckets"}  # files state the sizes that the plan leaves open
         optimizer = optimizer_named(p.optim)
         named = optimizer.deepspeed if p.offload == "none" else optimizer.deepspeed_offloaded
         if p.offload != "none" or target == "deepspeed":  # DeepSpeed's own AdamW and Lion stand for all others
             lost |= {"optim"} if isinstance(named, Refusal) or named.name in ("AdamW", "Lion") else set()
-        if not FRAMEWORKS[p.framework].fills_deepspeed_buckets:  # files for another framework state DeepSpeed's sizes
-            lost.add("zero_buckets")
     if p.strategy == "hsdp" and p.replica_degree == 1:
         lost.add("strategy")  # one replica is ZeRO-3
     if p.backend != "fsdp1":
