@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from transformers import optimization  # now, because packages that it imports keep tensors
 
 from fsdp_advisor.validation.deepspeed_on_cpu import skip_shm_operator
 
@@ -176,7 +177,8 @@ def classify(engine: Any, case: dict[str, Any]) -> dict[str, list[torch.Tensor]]
     return groups
 
 
-def optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer(name: str, framework: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer that the framework gives DeepSpeed."""
     match name:
         case "adamw_torch_fused":
             return torch.optim.AdamW(parameters, fused=True)
@@ -188,6 +190,9 @@ def optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Opti
             return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
         case "rmsprop":
             return torch.optim.RMSprop(parameters, foreach=True)
+        case "adafactor" if framework == "trainer":
+            options = {"scale_parameter": False, "relative_step": False, "lr": 1e-3}
+            return optimization.Adafactor(parameters, **options)  # type: ignore[no-untyped-call]  # transformers' own
         case "adafactor":
             return torch.optim.Adafactor(parameters)
     raise ValueError(name)
@@ -231,7 +236,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             config["optimizer"] = {"type": "Muon", "params": {"lr": 1e-3, "torch_adam": True}}
             made: dict[str, Any] = {"model_parameters": model.parameters()}
         else:
-            made = {"optimizer": optimizer(case["optim"], model.parameters())}
+            made = {"optimizer": optimizer(case["optim"], case["framework"], model.parameters())}
         engine, *_ = deepspeed.initialize(model=model, config=config, **made)
         del made
         ids = torch.randint(0, VOCABULARY, (2, 5))

@@ -356,6 +356,8 @@ CASES: list[dict[str, Any]] = [
     {"stage": 2, "precision": "fp32", "frozen": True},
     {"stage": 2, "precision": "bf16", "optim": "sgd_momentum"},
     {"stage": 2, "optim": "adafactor"},
+    {"stage": 2, "optim": "adafactor", "framework": "trainer"},
+    {"stage": 3, "optim": "adafactor", "framework": "trainer", "precision": "bf16"},
     {"stage": 1, "offload": "optimizer", "accumulation": 2},
     {"stage": 2, "offload": "optimizer", "accumulation": 2, "frozen": True},
     {"stage": 3},
@@ -383,18 +385,13 @@ CASES: list[dict[str, Any]] = [
 ]  # fmt: skip
 DEFAULT_CASE: dict[str, Any] = {
     "precision": "bf16-mixed", "offload": "none", "optim": "adamw_torch_fused", "accumulation": 1, "tied": True,
-    "frozen": False, "trains_embedding": True, "zero": {},
+    "frozen": False, "trains_embedding": True, "zero": {}, "framework": "deepspeed",
 }  # fmt: skip
-KEYS = {
-    "sub_group_size": "sub_group_size",
-    "stage3_max_live_parameters": "max_live_parameters",
-    "stage3_max_reuse_distance": "max_reuse_distance",
-}
 
 
 def settings_of(case: dict[str, Any]) -> Settings:
     small = {name: getattr(SMALL, name) for name in Settings.__slots__}
-    return Settings(**small | {KEYS[key]: value for key, value in case["zero"].items()})
+    return Settings(**small | {key.removeprefix("stage3_"): value for key, value in case["zero"].items()})
 
 
 def measure(ranks: int, cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
@@ -438,12 +435,13 @@ def test_states_peaks_and_gathered_parameters_equal_those_of_deepspeed(ranks: in
         settings = settings_of(case)
         job = plan(
             case["stage"], ranks, precision=case["precision"], offload=case["offload"], optim=case["optim"],
-            gradient_accumulation_steps=case["accumulation"],
+            gradient_accumulation_steps=case["accumulation"], framework=case["framework"],
         )  # fmt: skip
         expected = states(profile, job, settings)
         # torch's foreach optimizers keep their step counts on the host, which here is the device as well
         sub_group_count = len(sub_groups(profile, job, settings)) if case["stage"] == 3 else 1
-        steps = 4 * sub_group_count if case["optim"] in ("adamw_torch", "rmsprop", "adafactor") else 0
+        is_of_torch = case["framework"] != "trainer" and case["optim"] in ("adamw_torch", "rmsprop", "adafactor")
+        steps = 4 * sub_group_count if is_of_torch else 0
         assert found["unknown"] == [], case
         for name in ("parameters", "gradients", "communication"):
             assert sum(found[name]) == getattr(expected, name).exact, (case, name, found[name])
