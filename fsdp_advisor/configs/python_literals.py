@@ -34,8 +34,9 @@ def calls_of(tree: ast.Module) -> dict[str, list[ast.Call]]:
 def variables_of(tree: ast.Module) -> dict[str, Any]:
     """The literals by variable name, for variables that are assigned only once in the whole file.
 
-    Also the defaults of the script's own arguments by the name of their attribute (`args.batch_size`), those of functions' parameters
-    that no variable has the name of, and the fields of the file's own classes by that of an instance (`config.batch_size`).
+    Also the defaults of the script's own arguments by the name of their attribute (`args.batch_size`); those of functions' parameters that
+    no variable has the name of, or what a call gives them instead; and the fields of the file's own classes by that of an instance
+    (`config.batch_size`).
     """
     assigned = _known_once(_assignments(tree))
     parameters = _known_once(_defaults_of_parameters(tree))
@@ -53,14 +54,24 @@ def _known_once(pairs: Iterable[tuple[str, ast.expr]]) -> dict[str, Any]:
 
 
 def _defaults_of_parameters(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """The parameters of functions that have defaults, with them."""
+    """The parameters of functions that have defaults, with what the file's calls give them, or else with the defaults."""
+    calls = calls_of(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            given = node.args
-            positional = [*given.posonlyargs, *given.args]
-            pairs = [*zip(positional[len(positional) - len(given.defaults) :], given.defaults, strict=True)]
-            pairs += [(name, value) for name, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value]
-            yield from ((parameter.arg, default) for parameter, default in pairs)
+            own = node.args
+            positional = [*own.posonlyargs, *own.args]
+            pairs = [*zip(positional[len(positional) - len(own.defaults) :], own.defaults, strict=True)]
+            pairs += [(name, value) for name, value in zip(own.kwonlyargs, own.kw_defaults, strict=True) if value]
+            names = [parameter.arg for parameter in positional]
+            given = [
+                pair
+                for call in calls.get(node.name, ())
+                if isinstance(call.func, ast.Name)
+                for pair in (*zip(names, call.args, strict=False), *((k.arg, k.value) for k in call.keywords))
+            ]
+            for parameter, default in pairs:
+                values = [value for name, value in given if name == parameter.arg]
+                yield from ((parameter.arg, value) for value in values or [default])
 
 
 def _fields_of_instances(tree: ast.Module) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def read_sharding(found: Collector, tree: ast.Module, nodes: Calls, variables: M
         else:
             found.guess("gpus", 1, "1 GPU, because the code does not distribute the model")
     found.guess("gpus", 1, ONE_GPU)
-    _read_precision(found, nodes, variables)
+    read_precision(found, nodes, variables)
     _read_checkpoints(found, nodes, variables)
 
 
@@ -73,14 +73,32 @@ def set_fsdp1(found: Collector, keywords: Mapping[str, Any], *, offloads: bool) 
         found.options["forward_prefetch"] = True
 
 
+def _loops(tree: ast.Module) -> list[ast.For | ast.ListComp]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.ListComp)]
+
+
 def classes_in(node: ast.expr) -> list[str]:
     """The names of the classes in a set, a list or a tuple, or of the one class.
 
     >>> classes_in(ast.parse("{T5Block, modeling.T5Stack}", mode="eval").body)
     ['T5Block', 'T5Stack']
     """
-    several = isinstance(node, ast.Set | ast.List | ast.Tuple)
-    return [ast.unparse(each).rsplit(".", 1)[-1] for each in (node.elts if several else [node])]  # type: ignore[attr-defined]
+    return [ast.unparse(each).rsplit(".", 1)[-1] for each in _members(node)]
+
+
+def _members(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp):  # A | B
+        return [*_members(node.left), *_members(node.right)]
+    return node.elts if isinstance(node, ast.Set | ast.List | ast.Tuple) else [node]
+
+
+def _wrap_of_classes(found: Collector, node: ast.expr) -> str:
+    """The wrap policy of the classes in the code; one unit per layer where a variable holds them."""
+    names = classes_in(node)
+    if all(name[:1].isupper() for name in names):
+        return wrap_of(names)
+    found.assume(f"one FSDP unit per layer, because the code computes the classes of the units ({', '.join(names)})")
+    return "layer"
 
 
 def policy_of(found: Collector, policy: ast.expr | None, nodes: Calls, variables: Mapping[str, Any]) -> str:
@@ -88,13 +106,13 @@ def policy_of(found: Collector, policy: ast.expr | None, nodes: Calls, variables
     if policy is None or is_none(policy):
         return "none"
     if isinstance(policy, ast.Set):
-        return wrap_of(classes_in(policy))
+        return _wrap_of_classes(found, policy)
     keywords = [k for calls in nodes.values() for call in calls for k in call.keywords]
     for keyword in keywords:
         if keyword.arg == "transformer_layer_cls":
-            return wrap_of(classes_in(keyword.value))
+            return _wrap_of_classes(found, keyword.value)
     if wraps := [call.args[0] for call in nodes.get("ModuleWrapPolicy", ()) if call.args]:
-        return wrap_of(classes_in(wraps[0]))
+        return _wrap_of_classes(found, wraps[0])
     least = [literal_of(keyword.value, variables) for keyword in keywords if keyword.arg == "min_num_params"]
     if least and isinstance(least[0], int | float):
         return f"size:{int(least[0])}"
@@ -114,15 +132,14 @@ def _units(found: Collector, tree: ast.Module, nodes: Calls, variables: Mapping[
     policies = [k.value for call in calls for k in call.keywords if k.arg in ("auto_wrap_policy", "policy")]
     if policies:
         return policy_of(found, policies[0], nodes, variables)
-    inner = {id(call) for call in calls}
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.ListComp)]
-    wrapping = [loop for loop in loops if any(id(node) in inner for node in ast.walk(loop))]
+    wrapping = [loop for loop in _loops(tree) if any(node in calls for node in ast.walk(loop))]
     for loop in wrapping:
         tests = [
             n for n in ast.walk(loop) if isinstance(n, ast.Call) and ast.unparse(n.func) == "isinstance" and n.args
         ]
-        if names := [name for test in tests for name in classes_in(test.args[-1])]:
-            return wrap_of(names)
+        if tests:
+            several = ast.Tuple([each for test in tests for each in _members(test.args[-1])])
+            return _wrap_of_classes(found, several)
     if wrapping:
         return "layer"
     if len(calls) == 1:
@@ -133,9 +150,12 @@ def _units(found: Collector, tree: ast.Module, nodes: Calls, variables: Mapping[
 
 
 def _read_fsdp2(found: Collector, tree: ast.Module, nodes: Calls, variables: Mapping[str, Any]) -> None:
-    calls = [keywords_of(call, variables) for call in nodes["fully_shard"]]
-    reshards = [call["reshard_after_forward"] for call in calls if call.get("reshard_after_forward") is not None]
-    reshard = reshards[0] if reshards else True
+    calls = nodes["fully_shard"]
+    in_loops = {node for loop in _loops(tree) for node in ast.walk(loop)}
+    # the root's own argument, which is the last call's, counts only if the root is the one unit
+    of_units = [call for call in calls if call in in_loops] or calls[:-1] or calls
+    given = [keywords_of(call, variables).get("reshard_after_forward") for call in of_units]
+    reshard = next((each for each in given if each is not None), True)
     found.options |= {
         "strategy": "zero3" if reshard else "zero2",
         "backend": "fsdp2",
@@ -180,7 +200,7 @@ def _is_other(names: Any) -> bool:
 _HALF = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.half": "fp16"}
 
 
-def _read_precision(found: Collector, nodes: Calls, variables: Mapping[str, Any]) -> None:
+def read_precision(found: Collector, nodes: Calls, variables: Mapping[str, Any]) -> None:
     """Set the dtype in which FSDP's mixed precision or autocast computes, and report that in which gradients are reduced."""
     policies = [*nodes.get("MixedPrecisionPolicy", ()), *nodes.get("MixedPrecision", ())]
     sharded = found.options.get("backend") in ("fsdp1", "fsdp2")

@@ -46,11 +46,21 @@ WRAPPED = "model = FullyShardedDataParallel(model{})"
     [
         (FSDP2.replace("{more}", ""), {"strategy": "zero3", "backend": "fsdp2", "wrap": "layer", "precision": "bf16-mixed"}),
         (FSDP2.replace("{more}", ", reshard_after_forward=False"), {"strategy": "zero2", "backend": "fsdp2"}),
+        (
+            FSDP2.replace("{more}", "").replace("shard(model,", "shard(model, reshard_after_forward=False,"),
+            {"strategy": "zero3", "backend": "fsdp2", "wrap": "layer"},
+        ),
+        ("fully_shard(model.a)\nfully_shard(model, reshard_after_forward=False)", {"strategy": "zero3", "wrap": "layer"}),
+        ("fully_shard(model, reshard_after_forward=False)", {"strategy": "zero2", "wrap": "none"}),
         (FSDP2.replace("{more}", ", reshard_after_forward=4"), {"strategy": "zero3", "reshard_after_forward": "4"}),
         (FSDP2.replace("{more}", ", offload_policy=CPUOffloadPolicy()"), {"offload": "parameters"}),
         ("fully_shard(model)", {"wrap": "none", "precision": "fp32"}),
         (
             "for module in model.modules():\n    if isinstance(module, (GPT2Block, GPT2Attention)):\n        fully_shard(module)",
+            {"wrap": "class:GPT2Block,GPT2Attention"},
+        ),
+        (
+            "for module in model.modules():\n    if isinstance(module, GPT2Block | GPT2Attention):\n        fully_shard(module)",
             {"wrap": "class:GPT2Block,GPT2Attention"},
         ),
         (
@@ -153,6 +163,35 @@ def test_usual_names_of_variables_are_read(code: str, expected: dict[str, int]) 
     assert found.options.items() >= (expected | {"micro_batch_size": 4, "model": "gpt2"}).items()
     nothing = "because nothing limits the length of samples"
     assert any(nothing in text for text in found.readings[0].assumed) == ("seq_len" not in expected)
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        "for module in model.modules():\n    if isinstance(module, layer_class):\n        fully_shard(module)",
+        "model = FullyShardedDataParallel(model, auto_wrap_policy={layer_class})",
+        "model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy([layer_class]))",
+    ],
+)
+def test_layers_are_units_where_a_variable_has_the_classes(sharding: str) -> None:
+    found = read(sharding)
+    assert found.options["wrap"] == "layer"
+    assert any("computes the classes of the units (layer_class)" in text for text in found.readings[0].assumed)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("main()", (1024, 8)),
+        ("main(grad_accum=2)", (1024, 2)),
+        ("main(4096, grad_accum=2)", (4096, 2)),
+        ("main(compute(), grad_accum=2)", (None, 2)),
+        ("trainer.main(4096)", (1024, 8)),
+    ],
+)
+def test_what_a_call_gives_a_function_replaces_its_defaults(call: str, expected: tuple[int | None, int]) -> None:
+    options = read(f"def main(max_length: int = 1024, grad_accum: int = 8):\n    pass\n\n{call}").options
+    assert (options.get("seq_len"), options["gradient_accumulation_steps"]) == expected
 
 
 def test_fields_of_a_configuration_class_are_read() -> None:
