@@ -16,7 +16,7 @@ from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.fsdp import read_replicas
 from fsdp_advisor.configs.loop_code import read_loop
 from fsdp_advisor.configs.python_literals import calls_of, is_none, keywords_of, literal_of, variables_of
-from fsdp_advisor.configs.sharding_code import policy_of, read_sharding, set_fsdp1
+from fsdp_advisor.configs.sharding_code import policy_of, read_precision, read_sharding, set_fsdp1
 from fsdp_advisor.job.unknown_options import DATA_PARALLEL
 
 _PRECISIONS = {
@@ -53,10 +53,12 @@ def read(file: str, tree: ast.Module) -> Collector | None:
     precision = str(found.take("precision") or "32-true")
     if precision not in _PRECISIONS:
         found.omits(f"precision: {precision}; the estimate assumes bf16-mixed")
-    found.options["mixed"], dtype = _PRECISIONS.get(precision, ("bf16", None))
+    mixed, dtype = _PRECISIONS.get(precision, ("bf16", None))
+    if not _has_policy(found, nodes):
+        found.options["mixed"] = mixed
     if dtype is not None:
         found.options["dtype"] = dtype
-    if found.options.get("backend") == "fsdp1" and found.options["mixed"] != "no":
+    if found.options.get("backend") == "fsdp1" and mixed != "no" and not _has_policy(found, nodes):
         found.omits("Lightning's FSDP reduces gradients in 16 bits; the estimate in float32, which reserves more")
     if found.take("gradient_clip_val"):
         found.omits("gradient_clip_val: gradient clipping apart from the framework's")
@@ -65,6 +67,11 @@ def read(file: str, tree: ast.Module) -> Collector | None:
             "Lightning clears gradients between forward and backward: forward also has those of the step before"
         )
     return found
+
+
+def _has_policy(found: Collector, nodes: Mapping[str, Sequence[ast.Call]]) -> bool:
+    """Whether the code gives FSDP a mixed precision of its own, which then replaces that of Lightning's precision."""
+    return {"fsdp1": "MixedPrecision", "fsdp2": "MixedPrecisionPolicy"}.get(found.options.get("backend", "")) in nodes
 
 
 def _imports_lightning(tree: ast.Module) -> bool:
@@ -80,6 +87,8 @@ def _read_ranks(found: Collector) -> None:
         found.options["gpus"] = len(devices) * nodes
     elif isinstance(devices, int | str) and str(devices).isdecimal():
         found.options["gpus"] = int(devices) * nodes
+    elif isinstance(devices, str) and "," in devices:
+        found.options["gpus"] = len(devices.strip(" ,").split(",")) * nodes
     else:
         found.guess(
             "gpus",
@@ -139,6 +148,8 @@ def _read_fsdp(
     keywords = {"use_orig_params": True} | ({} if made is None else keywords_of(made, variables))
     arguments = {} if made is None else {keyword.arg: keyword.value for keyword in made.keywords}
     set_fsdp1(found, keywords, offloads=offloads or keywords.get("cpu_offload") is True or "CPUOffload" in nodes)
+    if "MixedPrecision" in nodes:
+        read_precision(found, nodes, variables)
     found.reads(", ".join(("FSDPStrategy", *(f"{key}: {ast.unparse(value)}" for key, value in arguments.items()))))
     if found.options["strategy"] != "ddp":
         found.options["wrap"] = policy_of(found, arguments.get("auto_wrap_policy"), nodes, variables)

@@ -40,6 +40,8 @@ def read(code: str) -> Configuration:
         ("L.Trainer()", {"strategy": "ddp", "gpus": 1, "precision": "fp32"}),
         ("L.Trainer(devices=4, num_nodes=2, strategy='ddp', precision='bf16-mixed')", {"gpus": 8, "nnodes": 2, "strategy": "ddp"}),
         ("L.Trainer(devices=[0, 2], precision='bf16-true')", {"gpus": 2, "precision": "bf16"}),
+        ("L.Trainer(devices='0,1', num_nodes=2)", {"gpus": 4}),
+        ("L.Trainer(devices='0,')", {"gpus": 1}),
         ("L.Trainer(accumulate_grad_batches=4, precision=16)", {"gradient_accumulation_steps": 4, "precision": "fp16-mixed"}),
         ("L.Trainer(strategy='fsdp')", {"strategy": "zero3", "backend": "fsdp1", "wrap": "none", "use_orig_params": True}),
         ("L.Trainer(strategy='fsdp_cpu_offload')", {"backend": "fsdp1", "offload": "parameters"}),
@@ -51,6 +53,8 @@ def read(code: str) -> Configuration:
         ("L.Trainer(strategy=DeepSpeedStrategy(stage=1))", {"strategy": "zero1", "backend": "deepspeed", "offload": "none"}),
         ("fabric = Fabric(devices=2, strategy='ddp', precision='bf16-mixed')", {"gpus": 2, "strategy": "ddp"}),
         (FSDP2, {"strategy": "zero3", "backend": "fsdp2", "wrap": "layer"}),
+        (FSDP2.replace("layer)", "layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"), {"precision": "bf16-mixed"}),
+        ("L.Trainer(strategy=FSDPStrategy(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)))", {"precision": "bf16-mixed"}),
     ],
 )  # fmt: skip
 def test_a_trainer_of_lightning_is_read(code: str, expected: dict[str, Any]) -> None:
@@ -67,6 +71,13 @@ def test_what_lightning_does_otherwise_is_reported() -> None:
     (of_deepspeed,) = read(f"L.Trainer({STAGE_3})").readings
     assert not any("reduce_bucket_size" in text for text in of_deepspeed.not_modelled)
     assert read(f"L.Trainer({STAGE_3})").options["zero_buckets"].startswith("reduce_bucket_size=200000000")
+
+
+def test_mixed_precision_that_the_code_gives_fsdp_replaces_lightnings() -> None:
+    given = "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+    found = read(f"L.Trainer(strategy=FSDPStrategy({given}), precision='16-mixed')")
+    assert found.options["precision"] == "bf16-mixed"
+    assert not any("reduces gradients" in text for text in found.readings[0].not_modelled)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
