@@ -14,9 +14,10 @@ from fsdp_advisor.job.search_request import RecommendRequest
 _OF_A_MODEL = ("model_type", "architectures")
 _PYTHON = re.compile(r"^(?:import|from|def|class) +\w", re.MULTILINE)
 _LAUNCHER = re.compile(
-    r"(?:^|[ /])(?:torchrun|accelerate launch|deepspeed|trl|swift|tune|axolotl|llamafactory-cli|python3?) ",
+    r"^(?! *#| *[\w.-]+:(?: |$))(?:.*[ /])?(?:torchrun|accelerate launch|deepspeed|trl|swift|tune|axolotl|llamafactory-cli|python3?) ",
     re.MULTILINE,
 )
+"""A command that trains; not in a comment, nor in a value of YAML."""
 
 
 def file_name(text: str) -> str | None:
@@ -26,6 +27,8 @@ def file_name(text: str) -> str | None:
     (None, 'pasted.json', 'pasted.yaml')
     >>> file_name("import torch"), file_name("torchrun --nproc-per-node 8 train.py")
     ('pasted.py', 'pasted.sh')
+    >>> file_name("# accelerate launch -m axolotl.cli.train this.yaml\\nbase_model: gpt2")
+    'pasted.yaml'
     """
     if text.lstrip().startswith("{"):
         try:

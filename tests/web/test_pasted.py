@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.server.pasted import with_pasted_file
+from fsdp_advisor.server.pasted import file_name, with_pasted_file
 
 LOOP = """
 import torch
@@ -34,6 +34,20 @@ def test_the_settings_of_a_pasted_script_win_over_the_form_and_its_assumptions_d
     }
     assert options.items() >= expected.items() and "config" not in options
     assert lines[0] == "pasted.py (loop in PyTorch)"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("# python -m axolotl.cli.train this.yaml\nbase_model: gpt2", "pasted.yaml"),
+        ("base_model: gpt2\nwandb_name: first deepspeed run", "pasted.yaml"),
+        ("export N=8\nCUDA_VISIBLE_DEVICES=0 torchrun train.py", "pasted.sh"),
+        ("srun --nodes 2 accelerate launch train.py", "pasted.sh"),
+        (".venv/bin/python train.py", "pasted.sh"),
+    ],
+)
+def test_a_launcher_in_a_comment_or_a_value_makes_no_script(text: str, name: str) -> None:
+    assert file_name(text) == name
 
 
 @pytest.mark.parametrize(
