@@ -122,8 +122,8 @@ def _most_saving(
     offload: str = "none",
     device: str = "cpu",
 ) -> tuple[ActivationChoice, tuple[StrategyChoice, ...]]:
-    """The last activation choice of the ladder that can be combined with the strategy and offload, and the strategy choices with it. None
-    of the latter if no activation choice can.
+    """The last activation choice of the ladder that can be combined with the strategy and offload, and the strategy choices with it. If
+    none can, the last of the ladder and no strategy choices.
     """
     for activations in reversed(ladder):
         if found := _choices(search, strategy, activations, offload, device):

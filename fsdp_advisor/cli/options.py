@@ -73,9 +73,9 @@ class ConfigFileOptions:
     config_file: Annotated[
         tuple[Path, ...],
         Rule(
-            about="read the job from files of accelerate, DeepSpeed, Trainer, TRL, axolotl, LLaMA-Factory, torchtune or torchtitan, "
-            "from launch scripts, Python scripts (also of Lightning, or with a loop in PyTorch), or a directory; options on the command "
-            "line win",
+            about="read the job from files of accelerate, DeepSpeed, Trainer, TRL, axolotl, LLaMA-Factory, ms-swift, torchtune or "
+            "torchtitan, from launch scripts, Python scripts (also of Lightning, or with a loop in PyTorch), or a directory; options on "
+            "the command line win",
             group="Model",
             metavar="FILE",
         ),

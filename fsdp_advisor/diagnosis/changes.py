@@ -206,7 +206,7 @@ def _without_categories(facts: Facts) -> Iterator[Change]:
             error = facts.error
             if facts.moment.phase == "backward" and error is not None and (error.requested_bytes or 0) >= _LIKE_LOGITS:
                 yield Change(
-                    what=f"if sequences x tokens x vocabulary x 2 or 4 bytes are the request, {_FUSED_LOSS}",
+                    what=f"if the request is sequences x tokens x vocabulary x 2 or 4 bytes, {_FUSED_LOSS}",
                     because=f"{format_gib(error.requested_bytes or 0)} are then the gradient of all logits, with which backward begins",
                 )
             yield Change(

@@ -50,7 +50,9 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
             f"layers are units because the configuration names their class; without it the embeddings are one too{fails}"
         )
     if plan.backend == "deepspeed" and plan.zero_buckets is None:
-        notes.append('bucket sizes and thresholds in the DeepSpeed configuration other than "auto": zero_buckets')
+        notes.append(
+            'bucket sizes and thresholds in the DeepSpeed configuration other than "auto"; zero_buckets gives them'
+        )
     if plan.framework == "accelerate":
         notes.append(
             "the memory of logits in a training loop that keeps the model's outputs after it has computed the loss"

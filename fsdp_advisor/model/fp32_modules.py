@@ -39,8 +39,8 @@ FP32_WEIGHTS: dict[str, tuple[str, ...]] = {
     "mistral_large4": _ROUTERS,
     "muse_spark": _ROUTERS,
 }
-"""Model type -> ends of the names of weights that transformers loads in fp32 also where the others are loaded in bf16. Types alone whose
-layers then have trained weights in both. Source: transformers 5.23, `_keep_in_fp32_modules_strict` of their classes.
+"""Model type -> ends of the names of weights that transformers loads in fp32 also where the others are loaded in bf16. Only types with
+trained weights of both dtypes in a layer or the root are listed. Source: transformers 5.23, `_keep_in_fp32_modules_strict` of the classes.
 """
 FP32_ROUTERS_SINCE_5_24 = frozenset({
     "axk1", "axk2", "deepseek_ocr2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note", "exaone_moe", "glm4_moe",

@@ -321,6 +321,6 @@ def test_an_error_in_the_loss_of_a_known_job_advises_another_loss_first() -> Non
 
 def test_a_large_request_of_backward_may_be_for_the_gradient_of_the_logits() -> None:
     first, second, *_ = diagnose_text(f"Traceback (most recent call last):\n{LOGITS.format('4.64')}").changes
-    assert first.what.startswith("if sequences x tokens x vocabulary") and "checkpointing" in second.what
+    assert first.what.startswith("if the request is sequences x tokens x vocabulary") and "checkpointing" in second.what
     small = diagnose_text(f"Traceback (most recent call last):\n{LOGITS.format('0.40')}").changes
     assert not any("loss" in change.what for change in small)
