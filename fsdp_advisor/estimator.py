@@ -137,6 +137,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
                 *backend_notes(request, possible),
                 *(lora_kernel_notes(profile.config, profile.parameter_names(), possible) if profile else ()),
                 *_left_out([*refused, *unable]),
+                *ignored_in_estimate(request, possible),
             ],
         ),
     )
@@ -171,7 +172,6 @@ def _notes(
         *batch_notes(request),
         *images,
         *of_plans,
-        *ignored_in_estimate(request),
     )
 
 

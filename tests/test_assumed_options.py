@@ -202,8 +202,14 @@ def test_an_export_without_a_strategy_keeps_what_is_assumed() -> None:
 )
 def test_an_option_without_effect_is_reported(options: dict[str, Any], name: str) -> None:
     request = make_request({"model": GPT2, **options}, RecommendRequest)
-    notes = [*ignored_in_estimate(request), *ignored_in_search(request)]
+    notes = [*ignored_in_estimate(request, ()), *ignored_in_search(request)]
     assert [note.partition(" ")[0] for note in notes] == [name]
+
+
+@pytest.mark.parametrize(("strategy", "is_ignored"), [("ddp", True), ("zero3", True), ("zero1", False), ("all", False)])
+def test_sizes_of_deepspeeds_buckets_are_reported_where_no_row_is_of_deepspeed(strategy: str, is_ignored: bool) -> None:
+    notes = estimate(model=GPT2, gpus=2, strategy=strategy, zero_buckets="reduce_bucket_size=2e8").notes
+    assert ("zero_buckets is ignored: only backend deepspeed has it" in notes) == is_ignored
 
 
 def test_commands_write_host_memory_as_a_size() -> None:
@@ -229,7 +235,7 @@ def test_options_with_an_effect_are_not_reported() -> None:
         "seq_len": 512,
     }
     request = make_request(options, RecommendRequest)
-    assert not [*ignored_in_estimate(request), *ignored_in_search(request)]
+    assert not [*ignored_in_estimate(request, ()), *ignored_in_search(request)]
 
 
 @pytest.mark.parametrize("options", [{"offload": "parameters"}, {"offload": "optimizer"}, {}])

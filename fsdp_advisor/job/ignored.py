@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 
 
-def ignored_in_estimate(request: EstimateRequest) -> Iterator[str]:
-    """A note per option that no figure of an estimate depends on."""
+def ignored_in_estimate(request: EstimateRequest, plans: Iterable[Plan]) -> Iterator[str]:
+    """A note per option that no figure of an estimate with these plans depends on."""
     given = request.given
     if "interconnect" in given and request.interconnect is not None and request.nnodes == 1:
         yield "interconnect is ignored: all GPUs are in one node"
@@ -25,6 +26,8 @@ def ignored_in_estimate(request: EstimateRequest) -> Iterator[str]:
         yield f"reshard_after_forward is ignored: {request.strategy} keeps parameters after forward"
     if not request.use_orig_params and request.backend != "fsdp1":
         yield "use_orig_params is ignored: only backend fsdp1 has it"
+    if request.zero_buckets is not None and all(plan.backend != "deepspeed" for plan in plans):
+        yield "zero_buckets is ignored: only backend deepspeed has it"
     if request.state_dict_type != "auto":
         backend = {"ddp": "ddp", "zero1": "deepspeed"}.get(request.strategy, request.backend)
         if backend in ("ddp", "deepspeed"):
