@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_advisor.job import generation
 from fsdp_advisor.job.choices import Framework
-from fsdp_advisor.job.zero_buckets import read_zero_buckets
+from fsdp_advisor.job.zero_buckets import ZERO_BUCKETS, read_zero_buckets
 from fsdp_advisor.recording.compiled import regions
 from fsdp_advisor.rehearsal.inside import job_facts
 from fsdp_advisor.rehearsal.prediction import NotRecognized, options_of
@@ -124,6 +124,7 @@ def test_deepspeed_is_recognized_with_its_sizes_of_buckets(tmp_path: Path) -> No
         "stage3_param_persistence_threshold=0,stage3_max_live_parameters=1000000000,stage3_max_reuse_distance=1000000000"
     )
     assert read_zero_buckets(found["zero-buckets"]) == found["zero-buckets"]
+    assert job_facts.BUCKETS == ZERO_BUCKETS
 
 
 def deepspeed_engine(masters: tuple[str, ...] = (), **offload: Any) -> dict[str, Any]:
