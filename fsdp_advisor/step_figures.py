@@ -14,7 +14,6 @@ from fsdp_advisor.engines.evaluation import kept_logits
 from fsdp_advisor.engines.job_peaks import bytes_between_steps
 from fsdp_advisor.engines.learned import learned
 from fsdp_advisor.engines.registry import states_of, step_program
-from fsdp_advisor.engines.rollouts import evaluation_peak
 from fsdp_advisor.engines.transfer import LoadMethod
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.hardware import Gpu
@@ -192,12 +191,11 @@ def evaluation_bytes(step: StepInput, evaluation: StepInput) -> int:
     """Peak tensor bytes of the evaluation between two steps."""
     profile, tape, own = evaluation.profile, evaluation.tape, evaluation.plan
     peak = peak_of_step(profile, tape, own)
-    forward = evaluation_peak(profile, own, peak.tape_phase_peaks)
     left = timeline_of_step(profile, tape, own)[-1].live_bytes
     # the evaluation's program has no gradients and optimizer states, which stay on the GPU
     kept = bytes_between_steps(step.plan, states_of(learned(profile, step.tape, step.plan), step.plan))
     of_training = kept - bytes_between_steps(own, states_of(learned(profile, tape, own), own))
-    return of_training + kept_logits(profile, step.plan).peak(forward=forward, left=left)
+    return of_training + kept_logits(profile, step.plan).peak(forward=peak.peak, left=left)
 
 
 # Of a plan, for a search

@@ -28,7 +28,7 @@ def phase_bytes(
     if generation is None:
         return {}
     if generation.generator == "transformers":
-        generates = None if peaks is None else _generation_peak(profile, plan, peaks)
+        generates = None if peaks is None else max(peaks[name] for name in GENERATION_PHASES)
     else:
         asleep = generation.generator == "colocate" and generation.sleeps
         generates = kept + handover_bytes(profile, plan) + (vllm_bytes(gpu, generation) if asleep else 0)
@@ -37,23 +37,6 @@ def phase_bytes(
     scores = [peaks[name] for name in ("policy", "reference") if name in peaks]
     trains = max(n_bytes for name, n_bytes in peaks.items() if name not in ROLLOUT_PHASES)
     return {"generate": generates, **({"score": max(scores)} if scores else {}), "train": trains}
-
-
-def evaluation_peak(profile: Profile, plan: Plan, peaks: Mapping[str, int]) -> int:
-    """Peak bytes of an evaluation: of its forwards, and of its generation if it has one. `peaks`: tensor bytes by phase of its tape."""
-    generates = _generation_peak(profile, plan, peaks) if GENERATION_PHASES[0] in peaks else 0
-    return max(generates, *peaks.values())
-
-
-def _generation_peak(profile: Profile, plan: Plan, peaks: Mapping[str, int]) -> int:
-    return max(peaks[name] for name in GENERATION_PHASES) + _gathered(profile, plan)
-
-
-def _gathered(profile: Profile, plan: Plan) -> int:
-    """Bytes of the parameters that ZeRO-3 gathers for transformers' `generate`: all. FSDP gathers a unit at a time."""
-    if plan.backend != "deepspeed" or plan.strategy != "zero3":
-        return 0
-    return profile.bytes_of(partial(cast_bytes, plan))
 
 
 def handover_bytes(profile: Profile, plan: Plan) -> int:

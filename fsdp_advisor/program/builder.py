@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId, unit_at
 from fsdp_advisor.model.profile import Profile, Run
-from fsdp_advisor.model.tape import BY_CODE, REFERENCE_PHASES, ROOT, Op, Polynomial, Tape, TapePhase
+from fsdp_advisor.model.tape import BY_CODE, GENERATION_PHASES, REFERENCE_PHASES, ROOT, Op, Polynomial, Tape, TapePhase
 from fsdp_advisor.program.accounts import Account, Phase, Stream
 from fsdp_advisor.program.hooks import OrderInUnit, StepHooks
 from fsdp_advisor.program.instructions import (
@@ -273,9 +273,14 @@ class _MicroBatchWalk:
         played = tuple(part for part in parts if part.phase not in self._left_out)
         entries = list(_entries(self._profile, played, backward=phase == "backward"))
         following = _following([entry.unit for entry in entries])
-        for entry, after in zip(entries, following, strict=True):
+        generating = [at for at, entry in enumerate(entries) if entry.phase in GENERATION_PHASES]
+        for at, (entry, after) in enumerate(zip(entries, following, strict=True)):
             self._step.following = after
+            if at in generating[:1]:
+                self._hooks.begin_generation(self._step)
             self._play(phase, entry)
+            if at in generating[-1:]:
+                self._hooks.end_generation(self._step)
             if phase == "backward" and entry.unit != AT_ROOT:
                 self._hooks.layer_done(self._step, entry.unit)
             name = unit_name(self._profile, entry.unit)

@@ -39,6 +39,12 @@ class StepHooks:
     def begin_forward(self, *, with_gradients: bool, repeated: bool) -> None:
         """Before a forward of the model. `with_gradients`: backward follows; `repeated`: it is not the first one of its micro-batch."""
 
+    def begin_generation(self, step: StepBuilder) -> None:
+        """Before the forwards in which transformers generates completions."""
+
+    def end_generation(self, step: StepBuilder) -> None:
+        """After the forwards in which transformers generates completions."""
+
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
         """Before a unit's forward."""
 

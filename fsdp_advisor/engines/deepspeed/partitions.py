@@ -8,7 +8,7 @@ per element of the masters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -184,20 +184,33 @@ def shards(profile: Profile, plan: Plan) -> Storages:
 
 
 def persistent(profile: Profile, plan: Plan, settings: Settings) -> Storages:
-    """Storages of the small parameters that stage 3 keeps gathered in addition to their shards, padded to a multiple of the ranks. They
-    are gathered again after every step.
+    """Storages of the small parameters that stage 3 keeps gathered in addition to their shards. They are gathered again after every step.
+
+    Source: zero/parameter_offload.py, mark_persistent_parameters.
+    """
+    return _gathered(profile, plan, lambda p: p.elements <= settings.param_persistence_threshold)
+
+
+def not_persistent(profile: Profile, plan: Plan, settings: Settings, *, shards: int | None = None) -> Storages:
+    """Storages of the other parameters, if stage 3 gathers them together; `shards`: only so many of each parameter's shards."""
+    return _gathered(profile, plan, lambda p: p.elements > settings.param_persistence_threshold, shards)
+
+
+def _gathered(
+    profile: Profile, plan: Plan, is_gathered: Callable[[Parameter], bool], shards: int | None = None
+) -> Storages:
+    """Storages of gathered parameters, one each, padded to a multiple of the ranks; `shards`: of so many of their shards.
 
     A single rank uses its shard directly, unless the shard is on the host.
-    Source: zero/parameter_offload.py, mark_persistent_parameters; zero/partition_parameters.py,
-    _allgather_params_coalesced.
+    Source: zero/partition_parameters.py, _allgather_params_coalesced.
     """
-    ranks, kept = plan.shard_degree, NO_STORAGES
+    ranks, found = plan.shard_degree, NO_STORAGES
     if ranks == 1 and not offloads_parameters(plan):
-        return kept
+        return found
     for p, n in profile.counted_parameters():
-        if p.elements <= settings.param_persistence_threshold:
-            kept += Storages.of(cast_bytes(plan, p) * ranks * shard_elements(p.elements, ranks), n)
-    return kept
+        if is_gathered(p):
+            found += Storages.of(cast_bytes(plan, p) * (shards or ranks) * shard_elements(p.elements, ranks), n)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,6 +165,8 @@ class DeepspeedStep(StepHooks):
         self._momentum = NO_BUFFER  # of Muon
         self._updates: list[BufferId] = []  # of Muon
         self._moments: list[BufferId] = []  # by flat partition
+        self._generates = False  # without the modules' hooks
+        self._whole_model = NO_BUFFER  # all parameters, gathered for a generation
         self._scored_after: Gathering | None = None  # the parameters gathered around a forward without gradients
 
     # The step
@@ -208,7 +210,7 @@ class DeepspeedStep(StepHooks):
 
     def begin_forward(self, *, with_gradients: bool, repeated: bool) -> None:
         """Under ZeRO-3, give a forward without gradients its own coordinator, which starts with nothing gathered but what no hook frees."""
-        if self._stage == 3 and not with_gradients:
+        if self._stage == 3 and not with_gradients and not self._generates:
             self._scored_after, idle = self._gathering, self._idle_stacks
             holds_head = self._gathering.holds_parameters
             self._gathering = Gathering(
@@ -216,12 +218,37 @@ class DeepspeedStep(StepHooks):
             )
             self._gathering.begin_forward()
 
+    def begin_generation(self, step: StepBuilder) -> None:
+        """Under ZeRO-3, gather all parameters, and remove the modules' hooks.
+
+        Source: trl 1.16, models/utils.py, _unwrap_model_for_generation; zero/partition_parameters.py, GatheredParameters and
+        _allgather_params_coalesced, which copies all shards from the host first if there are several ranks.
+        """
+        if self._stage < 3:
+            return
+        self._generates, plan = True, self._plan
+        copied = NO_BUFFER
+        if offloads_parameters(plan) and plan.shard_degree > 1:
+            shards = partitions.not_persistent(self._profile, plan, self._settings, shards=1)
+            copied = step.alloc(Account.TEMPORARIES, shards)
+        whole = partitions.not_persistent(self._profile, plan, self._settings)
+        self._whole_model = step.alloc(Account.UNSHARDED_PARAMETERS, whole)
+        step.free(copied)
+
+    def end_generation(self, step: StepBuilder) -> None:
+        self._generates = False
+        step.free(self._whole_model)
+
     def pre_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        if self._generates:
+            return
         self._gathering.enter(step, unit)
         self._run_hooks(step)
         self._fetch(step, unit)
 
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
+        if self._generates:
+            return
         self._gathering.leave(step, unit)
         self._fetch(step, AT_ROOT)
         if unit == AT_ROOT and self._scored_after is not None:
