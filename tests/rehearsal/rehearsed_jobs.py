@@ -25,6 +25,17 @@ FSDP2_SETTINGS = {
     },
 }  # fmt: skip
 FSDP2_OPTIONS = {"gpus": 2, "strategy": "zero3", "backend": "fsdp2"}
+ZERO3_SETTINGS = {
+    "deepspeed": {
+        "zero_optimization": {
+            "stage": 3, "overlap_comm": False, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+        },
+        "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+    },
+}  # fmt: skip
+ZERO3_OPTIONS = {"gpus": 2, "strategy": "zero3", "backend": "deepspeed"}
 LORA_SETTINGS = {"lora": True}
 LORA_OPTIONS = {"use_peft": True, "lora_r": 16, "lora_target_modules": "q_proj,v_proj"}
 

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 from matrix import in_turn, taken
-from rehearsed_jobs import CONFIG, FSDP2_OPTIONS, FSDP2_SETTINGS, LORA_OPTIONS, LORA_SETTINGS, SETTINGS, predicted
+from rehearsed_jobs import (
+    CONFIG,
+    FSDP2_OPTIONS,
+    FSDP2_SETTINGS,
+    LORA_OPTIONS,
+    LORA_SETTINGS,
+    SETTINGS,
+    ZERO3_OPTIONS,
+    ZERO3_SETTINGS,
+    predicted,
+)  # fmt: skip
 
 from fsdp_advisor.assumptions import gpu_of
 from fsdp_advisor.engines.registry import step_program
@@ -64,6 +74,11 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
                 ),
             ),
             ("a copy that FSDP2 shards", ({**OLD, **FSDP2_SETTINGS}, {**OLD, **FSDP2_OPTIONS})),
+            ("sharded by ZeRO-3", (ZERO3_SETTINGS, ZERO3_OPTIONS)),
+            (
+                "adapters that ZeRO-3 shards",
+                ({**LORA_SETTINGS, **ZERO3_SETTINGS, "beta": 0.1}, {**LORA_OPTIONS, **ZERO3_OPTIONS, "beta": 0.1}),
+            ),
             (
                 "adapters, accumulated and checkpointed",
                 (
@@ -121,6 +136,7 @@ def test_steps_and_phases_need_what_is_predicted(
     job = json.dumps({**SETTINGS, **usual, **settings})
     found = run_on_ranks("rollouts.py", json.dumps(CONFIG), job, gpus=options.get("gpus", 1))
     row = predicted(tmp_path, **{"task": "grpo", **usual, **options})
+
     assert row.peak_allocated_bytes == pytest.approx(max(found.values()), rel=1e-3)
     libraries = row.peak_allocated_bytes - row.peak_tensor_bytes
     for phase in {"generate", "score"} & set(row.job_peaks.phases):

@@ -12,9 +12,10 @@ This is the steady state: from the second micro-batch on DeepSpeed has a complet
 forwards with and without adapters alternate, as where the reference is the model without its adapters, or if the model generates,
 because TRL removes the modules' hooks meanwhile. With KTO the trace has only the forward of mismatched completions, and is valid for the
 next one, but not for backward. Without a trace nothing is prefetched, and each module frees its parameters after use. Two kinds
-stay longer: the head's weight, which TRL's loss reads outside of its module (`is_external_param`), and frozen weights of a checkpointed
-layer, which belong to the layer's backward from its recomputation on (`update_recompute_parameters`). If the model runs without its
-adapters between forward and backward, they stay until backward ends (`release_backward_leftovers`).
+stay longer: the head's weight, which TRL's loss reads outside of its module, so that the whole model's hook gathers it first and no hook
+frees it (`is_external_param`), and frozen weights of a checkpointed layer, which belong to the layer's backward from its recomputation
+on (`update_recompute_parameters`). If the model runs without its adapters between forward and backward, they stay until backward ends
+(`release_backward_leftovers`).
 
 Modules are derived from the parameters' names. Modules without parameters (an activation, a dropout) are therefore not modelled; their
 hooks prefetch too, which only makes the prefetch earlier.
@@ -255,6 +256,17 @@ class _Inventory:
         self.trained.extend(p.trainable for p in parameters)
         self.element_bytes.extend(cast_bytes(plan, p) for p in parameters)
 
+    def with_head_first(self) -> list[Turn]:
+        """The units in forward order if the head's weight belongs to the whole model's module, whose hook runs first."""
+        (unit_id, (first, *modules)), *others = self.units
+        return [
+            (unit_id, [(*first, *(p for p in self.of_head if p not in first)), *self._without_head(modules)]),
+            *((other, self._without_head(own)) for other, own in others),
+        ]
+
+    def _without_head(self, modules: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [tuple(p for p in own if p not in self.of_head) for own in modules]
+
     def with_backward(self, plan: Plan) -> list[Turn]:
         """The units with the modules that have a backward: those from the first trained parameter on. The hook before a module's backward
         is on outputs that require a gradient, as the embedding's do if layers are checkpointed.
@@ -295,7 +307,9 @@ def gathered(
     if plan.shard_degree == 1 and not offloads_parameters(plan):
         settings = Settings(param_persistence_threshold=profile.parameters)  # a single rank uses its shards directly
     inventory = _inventory(profile, plan, idle)
-    turns = [*inventory.units, *([] if forward_only else _backward(inventory.with_backward(plan), plan))]
+    head_first = plan.loss_code == "trl" and not _is_traced(plan)
+    forward = inventory.with_head_first() if head_first else inventory.units
+    turns = [*forward, *([] if forward_only else _backward(inventory.with_backward(plan), plan))]
     fetcher = _fetcher(inventory, turns, plan, settings, holds_head=holds_head)
     visits = []
     forwards, first_root = len(inventory.units), len(turns) - (not forward_only)
@@ -359,10 +373,15 @@ def _steps_traced(plan: Plan, forward: int, step: int) -> int:
 
     With KTO it is recorded in the forward of mismatched completions, where there is none, and ends before the step's backward.
     """
-    generates = plan.generation is not None and plan.generation.generator == "transformers"
     if plan.task == "kto":
         return forward if forward < step else 0
-    return 0 if generates or plan.reference == "adapters-off" else step
+    return step if _is_traced(plan) else 0
+
+
+def _is_traced(plan: Plan) -> bool:
+    """Whether the trace of modules is valid in all of a step."""
+    generates = plan.generation is not None and plan.generation.generator == "transformers"
+    return not (generates or plan.task == "kto" or plan.reference == "adapters-off")
 
 
 def _fetcher(inventory: _Inventory, turns: list[Turn], plan: Plan, settings: Settings, *, holds_head: bool) -> _Fetcher:
