@@ -13,7 +13,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from fsdp_advisor.engines.model_outputs import encoded_per_batch, logits_on, searches_unused
+from fsdp_advisor.engines.model_outputs import (
+    encoded_per_batch,
+    logits_on,
+    logits_per_batch,
+    output_bytes,
+    searches_unused,
+)
 from fsdp_advisor.engines.optimizer_state import kept_state
 from fsdp_advisor.engines.optimizer_work import (
     gpu_step,
@@ -166,7 +172,12 @@ class DdpStep(StepHooks):
         clones = searches_unused(self._profile, self._plan)
         if self._tape is None or not has_copies or not (converts or clones):
             return
-        logits = logits_on(self._tape, self._profile, converted=converts)
+        if self._plan.compile == "model":  # the loss is in the model's graph, so the tape has no storages of it
+            logits = logits_per_batch(
+                self._profile, FP32_BYTES if converts else output_bytes(self._profile, self._plan)
+            )
+        else:
+            logits = logits_on(self._tape, self._profile, converted=converts)
         encoded = encoded_per_batch(self._profile, self._plan)
         if unit == AT_ROOT:
             self._outputs = [step.alloc(Account.LOSS, per_batch=logits)]
