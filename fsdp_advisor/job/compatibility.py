@@ -15,7 +15,6 @@ from fsdp_advisor.job.compilation import (
     check_compile,
     check_graphs,
     compile_refusal,
-    compiled_adapters_refusal,
 )
 from fsdp_advisor.job.evaluation import evaluation_of
 from fsdp_advisor.job.fields import fields_of
@@ -124,7 +123,7 @@ def plans_and_refusals(request: EstimateRequest, *, seq_len: int) -> tuple[list[
     for check in (check_compile, check_graphs, check_fp8, check_tiled_mlp, check_lora_kernels):
         check(request)
     rows = (plan_of_row(request, s, o, seq_len) for s, o in _rows(request))
-    refusals = {plan: row_refusal(plan) or compiled_adapters_refusal(plan, request) for plan in rows}
+    refusals = {plan: row_refusal(plan) for plan in rows}
     left_out = [(label(plan.strategy, plan.offload), error) for plan, error in refusals.items() if error is not None]
     if len(left_out) == len(refusals):
         raise left_out[0][1]

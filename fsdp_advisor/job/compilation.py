@@ -92,8 +92,8 @@ def _batches(request: EstimateRequest) -> dict[str, bool]:
     }
 
 
-_WITH_ADAPTERS: tuple[Framework, ...] = ("torch", "trainer")
-"""The frameworks whose compiled steps with adapters were compared with their own code."""
+_WITH_ADAPTERS: tuple[Framework, ...] = ("torch", "accelerate", "trainer", "trl")
+"""The frameworks whose compiled steps with adapters were compared with their own code: of TRL those of SFT."""
 
 
 def _changes(request: EstimateRequest) -> dict[str, bool]:
@@ -104,6 +104,7 @@ def _changes(request: EstimateRequest) -> dict[str, bool]:
         "adapters other than LoRA": is_other,
         f"adapters in --framework {request.framework}": bool(adaptation.peft)
         and request.framework not in _WITH_ADAPTERS,
+        f"adapters in --task {request.task}": bool(adaptation.peft) and request.task != "sft",
         "--lora-target-parameters": bool(adaptation.peft.get("target_parameters")),
         "a quantized base": bool(adaptation.quantization),
         "--freeze": bool(adaptation.freeze),
@@ -130,16 +131,4 @@ def compile_refusal(plan: Plan) -> UsageError | None:
     return UsageError(
         f"--compile {plan.compile} is not modelled with backend {plan.backend}",
         hint=f"use --backend {' or '.join(COMPILING)}, or leave --compile out",
-    )
-
-
-def compiled_adapters_refusal(plan: Plan, request: EstimateRequest) -> UsageError | None:
-    """Why the adapters of the request are not modelled with compiled code under the plan's backend. None if they are. Only
-    DDP's were compared with their own code.
-    """
-    if plan.compile == "none" or plan.backend == "ddp" or plan.facts.own_models or not adaptation_of(request).peft:
-        return None
-    return UsageError(
-        f"--compile {plan.compile} with adapters is not modelled with backend {plan.backend}",
-        hint="use --backend ddp, or leave --compile out",
     )

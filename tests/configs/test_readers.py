@@ -347,6 +347,7 @@ FSDP2 = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_version: 2
     "text",
     [
         TRAINERS + "torch_compile: true",
+        TRAINERS + "torch_compile: true\nuse_peft: true\nlora_r: 8",
         TRAINERS + "torch_compile_mode: default",
         TRAINERS + "torch_compile_backend: inductor",
         "finetuning_type: full\ncutoff_len: 512\ndisable_gradient_checkpointing: true\ntorch_compile: true",
@@ -365,7 +366,7 @@ def test_compiled_models_are_read(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (TRAINERS + "torch_compile: true\nuse_peft: true\nlora_r: 8", "adapters"),
+        (TRAINERS + "torch_compile: true\nuse_peft: true\nload_in_4bit: true", "a quantized base"),
         ("base_model: a/b\nmicro_batch_size: 1\ntorch_compile: auto", "--framework axolotl"),
         ("finetuning_type: full\ncutoff_len: 512\ntorch_compile: true", "--activation-checkpointing reentrant"),
         (TRAINERS + "torch_compile_backend: eager", "backend eager"),

@@ -95,11 +95,8 @@ def test_layers_in_accelerates_checkpoints_are_not_compiled(tmp_path: Path) -> N
         ({"use_liger_kernel": True}, "--use-liger-kernel"),
         ({"use_peft": True, "use_dora": True}, "adapters other than LoRA"),
         ({"use_peft": True, "load_in_4bit": True}, "a quantized base"),
-        (
-            {"use_peft": True, "strategy": "zero3", "backend": "fsdp2"},
-            "with adapters is not modelled with backend fsdp2",
-        ),
-        ({"use_peft": True, "framework": "trl"}, "adapters in --framework trl"),
+        ({"use_peft": True, "framework": "llamafactory"}, "adapters in --framework llamafactory"),
+        ({"use_peft": True, "framework": "trl", "task": "dpo"}, "adapters in --task dpo"),
         ({"use_peft": True, "lora_target_parameters": "c_attn.weight"}, "--lora-target-parameters"),
         ({"freeze": ["wte"]}, "--freeze"),
         ({"padding_free": True}, "packed or padded"),

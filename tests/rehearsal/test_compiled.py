@@ -30,10 +30,16 @@ Job = tuple[dict[str, Any], str, str, str, int, int]
 
 
 def _job(
-    model: str, engine: str, precision: str, checkpointing: str = "none", batch: int = 4, length: int = 4000
+    model: str,
+    engine: str,
+    precision: str,
+    checkpointing: str = "none",
+    batch: int = 4,
+    length: int = 4000,
+    **shapes: int,
 ) -> Job:
     experts = EXPERTS if model in ("mixtral", "qwen3_moe") else {}
-    return {"model_type": model, **SHAPES, **experts}, engine, precision, checkpointing, batch, length
+    return {"model_type": model, **SHAPES, **experts, **shapes}, engine, precision, checkpointing, batch, length
 
 
 JOBS = {"qwen3_moe, one GPU": _job("qwen3_moe", "single", "bf16")}
@@ -47,6 +53,8 @@ CASES: dict[str, Job] = dict(taken(list(JOBS.items()), list(MORE.items())))
 """Configuration, engine, precision, checkpointing, micro-batch, sequence length."""
 
 FLASH = {"attention": "flash_attention_2"}
+FROZEN_ENDS = {"vocab_size": 20_480}
+"""A vocabulary with which FSDP2 gathers large frozen weights of embedding and head."""
 LORA: dict[str, Any] = {"use_peft": True, "lora_r": 16, "lora_target_modules": "q_proj,v_proj"}
 LORA_OF_ALL = {
     **LORA,
@@ -63,6 +71,7 @@ OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
             ("llama as a whole, sharded", (_job("llama", "fsdp2", "bf16-mixed", "full"), {"compile": "model"})),
             ("llama in the Trainer", (_job("llama", "trainer", "bf16-mixed"), {"compile": "model"})),
             ("llama, LoRA of all layers with dropout", (_job("llama", "single", "bf16-mixed"), LORA_OF_ALL)),
+            ("llama, sharded, LoRA", (_job("llama", "fsdp2", "bf16-mixed", **FROZEN_ENDS), LORA)),
             ("llama, flash-attn", (_job("llama", "fsdp2", "bf16-mixed", "full"), FLASH)),
             (
                 "llama as a whole, flash-attn, one row",
@@ -88,6 +97,18 @@ OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
             (
                 "llama as a whole in DDP, LoRA",
                 (_job("llama", "ddp", "bf16", "full"), {**LORA_OF_ALL, "compile": "model"}),
+            ),
+            (
+                "qwen3, sharded and checkpointed, LoRA of all layers",
+                (_job("qwen3", "fsdp2", "bf16-mixed", "full", **FROZEN_ENDS), LORA_OF_ALL),
+            ),
+            (
+                "llama as a whole, sharded, LoRA",
+                (_job("llama", "fsdp2", "bf16", **FROZEN_ENDS), {**LORA, "compile": "model"}),
+            ),
+            (
+                "llama as a whole, sharded and checkpointed, LoRA of all layers",
+                (_job("llama", "fsdp2", "bf16-mixed", "full", **FROZEN_ENDS), {**LORA_OF_ALL, "compile": "model"}),
             ),
             ("qwen3_moe, LoRA, flash-attn", (_job("qwen3_moe", "single", "bf16-mixed", "full"), {**LORA, **FLASH})),
             ("llama, flash-attn, one row", (_job("llama", "ddp", "bf16-mixed", batch=1, length=16_000), FLASH)),
@@ -153,14 +174,18 @@ def test_whole_models_and_memory_budgets_need_what_is_predicted(
 OF_TRL = {"library": "trl", "regions": True}
 OF_ACCELERATE = {"library": "accelerate", "regions": True}
 SHARDED: dict[str, Any] = {"strategy": "zero3", "backend": "fsdp2"}
+HALF: dict[str, Any] = {"dtype": "bfloat16"}
+HALF_ADAPTED = {**HALF, "lora": True}
 LONG = {"batch": 4, "length": 16_000}
 """A batch whose tensors are much larger than the rest, up to 1 MiB, that the allocator does not split from a block."""
+WHOLE = {"length": 8192}
+"""A length with which large tensors fill blocks, so that the allocator leaves no rest."""
 TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
     taken(
         [
             ("the Trainer, sharded and checkpointed", ({"fsdp": True, "checkpointing": True}, SHARDED)),
             ("the Trainer in DDP", ({}, {})),
-            ("the Trainer in DDP, LoRA", ({"lora": True}, {})),
+            ("the Trainer in DDP, LoRA", (HALF_ADAPTED, {})),
             (
                 "the Trainer, sharded and checkpointed, flash-attn",
                 ({**FLASH, "fsdp": True, "checkpointing": True}, SHARDED),
@@ -185,10 +210,43 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
                 ),
             ),
             ("a reward model", ({"library": "trl", "task": "reward"}, {})),
+            ("TRL, sharded, LoRA", ({"library": "trl", "lora": True, "fsdp": True}, SHARDED)),
+            (
+                "regions in TRL, checkpointed, LoRA",
+                ({"model": "qwen3", **OF_TRL, "lora": True, "checkpointing": True}, {}),
+            ),
             ("TRL, an MoE, checkpointed", ({"model": "qwen3_moe", "library": "trl", "checkpointing": True}, {})),
         ],
         [
             ("TRL in DDP", ({"library": "trl"}, {})),
+            (
+                "regions in TRL, sharded and checkpointed, LoRA",
+                (
+                    {"model": "qwen3", **OF_TRL, **HALF_ADAPTED, **WHOLE, "fsdp": True, "checkpointing": True},
+                    {**SHARDED, **HALF},
+                ),
+            ),
+            (
+                "TRL, sharded and checkpointed, LoRA",
+                (
+                    {"model": "qwen3", "library": "trl", **HALF_ADAPTED, **WHOLE, "fsdp": True, "checkpointing": True},
+                    {**SHARDED, **HALF},
+                ),
+            ),
+            (
+                "the Trainer, sharded and checkpointed, LoRA",
+                ({**HALF_ADAPTED, "fsdp": True, "checkpointing": True}, SHARDED),
+            ),
+            (
+                "regions in the Trainer, sharded, LoRA",
+                ({"model": "qwen3", **HALF_ADAPTED, "regions": True, "fsdp": True}, SHARDED),
+            ),
+            ("regions, sharded, LoRA", ({**OF_ACCELERATE, **HALF_ADAPTED, "fsdp": True}, SHARDED)),
+            (
+                "accelerate, sharded and checkpointed, LoRA",
+                ({"library": "accelerate", **HALF_ADAPTED, "fsdp": True, "checkpointing": True}, SHARDED),
+            ),
+            ("accelerate, LoRA", ({"model": "qwen3", "library": "accelerate", **HALF_ADAPTED}, {})),
             ("TRL, an MoE", ({"model": "qwen3_moe", "library": "trl"}, {})),
             (
                 "regions in TRL, an MoE, sharded and checkpointed",
@@ -236,12 +294,14 @@ def test_trainers_that_compile_on_two_ranks_need_what_is_predicted(
     settings, options = TRAINERS[name]
     usual = {
         "model": "llama", "library": "trainer", "attention": "sdpa", "task": "sft", "fsdp": False, "checkpointing": False,
-        "regions": False, "lora": False,
+        "regions": False, "lora": False, "dtype": "float32",
     }  # fmt: skip
     job = {**usual, **settings}
     config, _, precision, _, batch, length = _job(job["model"], "trainer", "bf16-mixed", length=8000)
     if job["library"] == "trl":  # more than one tile of its loss
         config |= {"vocab_size": 40_000}
+    elif job["lora"]:
+        config |= FROZEN_ENDS
     if job["task"] != "sft":  # a step has two sequences per example, or two batches
         batch, length = 2, 4000
     batch, length = job.get("batch", batch), job.get("length", length)

@@ -2,7 +2,8 @@
 
 Arguments as JSON: the model's configuration, and the job: `library` (`trainer`, `trl` or `accelerate`), `attention`, `task` (of TRL),
 `fsdp` (FSDP2 instead of DDP), `checkpointing` (`gradient_checkpointing`; of accelerate `fsdp_activation_checkpointing`), `regions`
-(accelerate's regional compilation), `lora` (adapters of queries and values on a base in bf16), `batch` and `length`.
+(accelerate's regional compilation), `lora` (adapters of queries and values, in fp32), `dtype` (in which the model is loaded), `batch` and
+`length`.
 """
 
 from __future__ import annotations
@@ -147,8 +148,7 @@ def main() -> None:
     if job["task"] == "reward":
         settings.num_labels = 1
     auto = AutoModelForSequenceClassification if job["task"] == "reward" else AutoModelForCausalLM
-    dtype = torch.bfloat16 if job["lora"] else torch.float32
-    model = auto.from_config(settings, dtype=dtype, attn_implementation=job["attention"])
+    model = auto.from_config(settings, dtype=getattr(torch, job["dtype"]), attn_implementation=job["attention"])
     if job["lora"]:
         model = get_peft_model(model, ADAPTERS)
     peak = {"trainer": of_trainer, "trl": of_trl, "accelerate": of_accelerate}[job["library"]](model, job)
