@@ -79,7 +79,8 @@ def environment(
     """The environment in which a command that runs on this interpreter sees simulated GPUs.
 
     `outside` is the environment of the caller. A REHEARSAL_ variable that is already set there stays. Compiles the libraries on
-    first use. Raises RehearsalError if the interpreter or the GPU cannot be simulated.
+    first use. torch.compile uses no cache: what it chose on a simulated GPU is not for a real one, and a step whose code comes
+    from the cache may need more memory. Raises RehearsalError if the interpreter or the GPU cannot be simulated.
     """
     installation = find_installation(python)
     machine = machine_of(gpu, gpus_per_node, nnodes)
@@ -91,6 +92,7 @@ def environment(
         "LD_PRELOAD": ":".join([*preload, *filter(None, [outside.get("LD_PRELOAD")])]),
         "PYTHONPATH": _path_list(str(SITE), outside.get("PYTHONPATH")),
         "TRITON_LIBCUDA_PATH": str(libraries),
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
     }
     kept = {name: value for name, value in outside.items() if name.startswith("REHEARSAL_")}
     hidden = {"CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"}  # variables about the real machine
