@@ -16,7 +16,13 @@ from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.fsdp import read_replicas
 from fsdp_advisor.configs.loop_code import read_loop
 from fsdp_advisor.configs.python_literals import calls_of, is_none, keywords_of, literal_of, variables_of
-from fsdp_advisor.configs.sharding_code import policy_of, read_precision, read_sharding, set_fsdp1
+from fsdp_advisor.configs.sharding_code import (
+    offloads_parameters,
+    policy_of,
+    read_precision,
+    read_sharding,
+    set_fsdp1,
+)
 from fsdp_advisor.job.unknown_options import DATA_PARALLEL
 
 _PRECISIONS = {
@@ -147,7 +153,7 @@ def _read_fsdp(
     """Set the options of FSDPStrategy, which is FSDP1 with original parameters. `made`: its call, if there is one."""
     keywords = {"use_orig_params": True} | ({} if made is None else keywords_of(made, variables))
     arguments = {} if made is None else {keyword.arg: keyword.value for keyword in made.keywords}
-    set_fsdp1(found, keywords, offloads=offloads or keywords.get("cpu_offload") is True or "CPUOffload" in nodes)
+    set_fsdp1(found, keywords, offloads=offloads or offloads_parameters(nodes, keywords))
     if "MixedPrecision" in nodes:
         read_precision(found, nodes, variables)
     found.reads(", ".join(("FSDPStrategy", *(f"{key}: {ast.unparse(value)}" for key, value in arguments.items()))))

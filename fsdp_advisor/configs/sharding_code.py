@@ -35,7 +35,7 @@ def read_sharding(found: Collector, tree: ast.Module, nodes: Calls, variables: M
     elif "FullyShardedDataParallel" in nodes:
         keywords = keywords_of(nodes["FullyShardedDataParallel"][-1], variables)
         found.reads("FullyShardedDataParallel")
-        set_fsdp1(found, keywords, offloads=_offloads(nodes, keywords))
+        set_fsdp1(found, keywords, offloads=offloads_parameters(nodes, keywords))
         if found.options["strategy"] != "ddp":
             found.options["wrap"] = _units(found, tree, nodes, variables, "FullyShardedDataParallel")
         _read_mesh(found, nodes, variables)
@@ -168,10 +168,11 @@ def _read_fsdp2(found: Collector, tree: ast.Module, nodes: Calls, variables: Map
     _read_mesh(found, nodes, variables)
 
 
-def _offloads(nodes: Calls, keywords: Mapping[str, Any]) -> bool:
-    """Whether FSDP1 offloads parameters. `keywords`: those of its class."""
-    of_class = [keywords_of(call, {}).get("offload_params") for call in nodes.get("CPUOffload", ())]
-    return True in of_class or keywords.get("cpu_offload") is True
+def offloads_parameters(nodes: Calls, keywords: Mapping[str, Any]) -> bool:
+    """Whether FSDP1 offloads parameters. `keywords`: those of its class, or of Lightning's strategy."""
+    calls = nodes.get("CPUOffload", ())
+    given = [literal_of(word, {}) for call in calls for word in (*call.args, *(k.value for k in call.keywords))]
+    return True in given or keywords.get("cpu_offload") is True
 
 
 def _read_mesh(found: Collector, nodes: Calls, variables: Mapping[str, Any]) -> None:

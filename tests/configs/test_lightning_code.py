@@ -48,6 +48,8 @@ def read(code: str) -> Configuration:
         (FSDP.format(""), {"strategy": "zero3", "wrap": "layer", "activation_checkpointing": "full", "precision": "bf16-mixed"}),
         (FSDP.format(", sharding_strategy='SHARD_GRAD_OP'"), {"strategy": "zero2"}),
         (FSDP.format(", cpu_offload=True"), {"offload": "parameters"}),
+        (FSDP.format(", cpu_offload=CPUOffload(True)"), {"offload": "parameters"}),
+        (FSDP.format(", cpu_offload=CPUOffload()"), {"offload": "none"}),
         (FSDP.format(", sharding_strategy='HYBRID_SHARD', device_mesh=(2, 8)"), {"strategy": "hsdp", "nnodes": 2, "gpus": 16}),
         (f"L.Trainer({STAGE_3})", {"strategy": "zero3", "backend": "deepspeed", "offload": "parameters", "precision": "bf16-mixed"}),
         ("L.Trainer(strategy=DeepSpeedStrategy(stage=1))", {"strategy": "zero1", "backend": "deepspeed", "offload": "none"}),

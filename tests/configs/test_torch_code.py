@@ -74,6 +74,7 @@ WRAPPED = "model = FullyShardedDataParallel(model{})"
         (WRAPPED.format(", use_orig_params=True"), {"strategy": "zero3", "wrap": "none", "use_orig_params": True}),
         (WRAPPED.format(", auto_wrap_policy=size_based_auto_wrap_policy"), {"wrap": "size:100000000"}),
         (WRAPPED.format(", cpu_offload=CPUOffload(offload_params=True)"), {"offload": "parameters"}),
+        (WRAPPED.format(", cpu_offload=CPUOffload(True)"), {"offload": "parameters"}),
         (WRAPPED.format(", sharding_strategy=ShardingStrategy.NO_SHARD"), {"strategy": "ddp", "backend": "ddp"}),
         ("model = DistributedDataParallel(model)", {"strategy": "ddp", "backend": "ddp"}),
         ("", {"strategy": "ddp", "gpus": 1}),
