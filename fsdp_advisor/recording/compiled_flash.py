@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, modeling_fl
 from transformers.integrations.flash_attention import flash_attention_forward
 
 from fsdp_advisor.recording.fake_operators import fake_operator
-from fsdp_advisor.recording.flash import flash, flash_forward, varlen, varlen_forward
+from fsdp_advisor.recording.flash import VarlenAttention, flash, flash_forward, varlen
 
 COMPILED = "recorded_compiled_attention"
 """The name of transformers' flash attention over these operators."""
@@ -61,17 +61,8 @@ class _Attention(torch.autograd.Function):
         return gradients
 
 
-class _VarlenAttention(torch.autograd.Function):
-    """The same for sequences in one row."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, sequences: int
-    ) -> torch.Tensor:
-        out, lse = varlen_forward(q, k, v, sequences)
-        ctx.save_for_backward(q, k, v, out, lse, lengths)
-        ctx.sequences = sequences
-        return out
+class _VarlenAttention(VarlenAttention):
+    """The same for sequences in one row, with the forward of the uncompiled function."""
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -187,7 +187,7 @@ def _varlen_backward(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-class _VarlenAttention(torch.autograd.Function):
+class VarlenAttention(torch.autograd.Function):
     """`flash_attn_varlen_func`, over tensors of shape (tokens, H, D). `lengths`: the cumulative lengths of the sequences."""
 
     @staticmethod
@@ -226,7 +226,7 @@ def varlen_scratch(q: torch.Tensor, k: torch.Tensor, sequences: int) -> list[tor
 
 def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, sequences: int) -> torch.Tensor:
     """The output over `sequences` in one row, of cumulative `lengths`. q, k, v have shape (tokens, H, D)."""
-    out: torch.Tensor = _VarlenAttention.apply(q, k, v, lengths, sequences)  # type: ignore[no-untyped-call]  # torch's
+    out: torch.Tensor = VarlenAttention.apply(q, k, v, lengths, sequences)  # type: ignore[no-untyped-call]  # torch's
     return out
 
 
