@@ -54,6 +54,7 @@ _LAUNCHERS: dict[Consumer, tuple[str, tuple[str, ...]]] = {
 }
 """Consumer -> (its launch script, packages whose versions that script names)."""
 
+_NO_MODEL = "a bare parameter count is not a model to launch"
 _WITHOUT_SCRIPT: tuple[Consumer, ...] = ("axolotl", "trl", "llamafactory")
 """Consumers that have training scripts of their own."""
 
@@ -99,9 +100,7 @@ def bundle(target: Target, job: Job) -> Bundle:
     """
     check_supported(target, job)
     if job.task is None:
-        raise UsageError(
-            "a bare parameter count is not a model to launch", hint="-o FILE writes the configuration alone"
-        )
+        raise UsageError(_NO_MODEL, hint="-o FILE writes the configuration alone")
     consumer = _consumer(target, job)
     starter, packages = _LAUNCHERS[consumer]
     files = {
@@ -128,10 +127,8 @@ def _notes(job: Job, consumer: Consumer) -> Iterator[str]:
         yield NVME_NOTE
 
 
-def start_command(target: Target, job: Job, folder: str) -> str | None:
-    """The command that starts the job from a bundle's folder; None for a bare parameter count, which has no bundle."""
-    if job.task is None:
-        return None
+def start_command(target: Target, job: Job, folder: str) -> str:
+    """The command that starts the job from a bundle's folder."""
     if target.name == "sbatch":
         return f"cd {folder} && sbatch {SLURM_FILE}"
     consumer = _consumer(target, job)
@@ -167,7 +164,9 @@ def _configuration(job: Job, consumer: Consumer) -> dict[str, str]:
 
 
 def script_limit(target: Target, job: Job) -> str | None:
-    """Why the bundle of a target has no script that trains the job; None if it has one, or its consumer needs none."""
+    """Why a target has no bundle that trains the job; None if it has one."""
+    if job.task is None:
+        return _NO_MODEL
     return _script_limit(job, _consumer(target, job))
 
 

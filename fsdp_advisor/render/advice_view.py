@@ -386,7 +386,8 @@ _FOLDER = "run/"
 
 
 def _launch(advice: Advice) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(commands, other targets). The commands export the plan for the first target that supports it, and run it.
+    """(commands, other targets). The commands export the plan for the first target that supports it, and run it. If no target has a
+    training script for the plan, they export the target's file alone, which serves the user's own script.
 
     Each framework tiles by code of its own, so a plan with a tiled MLP is exported for the estimated framework alone.
     """
@@ -397,13 +398,15 @@ def _launch(advice: Advice) -> tuple[tuple[str, ...], tuple[str, ...]]:
     able = [target for target in TARGETS.values() if target.limit(job) is None]
     if job.plan.tiled_mlp != "none":
         able = [target for target in able if target.behaves_as(job.plan) == job.plan.framework]
-    if job.task is not None:
-        able = [target for target in able if script_limit(target, job) is None] or able
+    scripted = [target for target in able if script_limit(target, job) is None]
+    able = scripted or able
     able.sort(key=lambda target: target.behaves_as(job.plan) != job.plan.framework)  # the estimated framework first
     if not able:
         return (), ()
     target, *others = able
-    start = start_command(target, job, _FOLDER)
-    output, start = (target.file_name, target.line(job, target.file_name)) if start is None else (_FOLDER, start)
+    if scripted:
+        output, start = _FOLDER, start_command(target, job, _FOLDER)
+    else:
+        output, start = target.file_name, target.line(job, target.file_name)
     command = f"fsdp-advisor export {target.name} {shlex.join(r.options)} -o {output}"
     return (command, start), tuple(other.name for other in others)

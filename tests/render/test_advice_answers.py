@@ -19,6 +19,16 @@ def test_a_recommendation_says_what_its_figures_lack(shown: Callable[..., str]) 
     assert "Not modelled: tensors that a data collator adds" in " ".join(shown(advice).split())
 
 
+def test_without_a_training_script_the_commands_export_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for batches with images. An export into a folder, which needs a training script, is refused for them."""
+    advice = recommend(model="openai-community/gpt2", gpus=2, gpu="H100", strategy="zero3")
+    exported, _ = advice_view(advice).launch_commands
+    assert exported.endswith("-o run/")
+    monkeypatch.setattr("fsdp_advisor.render.advice_view.script_limit", lambda target, job: "without images")
+    exported, start = advice_view(advice).launch_commands
+    assert exported.endswith("-o train.py") and "train.py" in start
+
+
 @pytest.mark.parametrize("columns", [50, 120])
 def test_a_narrow_screen_has_the_reasons_too(columns: int) -> None:
     advice = recommend(model="openai-community/gpt2", gpus=2, gpu="H100")
