@@ -171,6 +171,22 @@ def image_notes(request: EstimateRequest, profile: Profile | None) -> list[str]:
     return notes
 
 
+def unquantized_notes(request: EstimateRequest, profile: Profile | None) -> list[str]:
+    """A note if bitsandbytes is to quantize the base and quantizes none of its layers.
+
+    Source: transformers 5.23, integrations/bitsandbytes.py, `replace_with_bnb_linear`: it compares types, so subclasses of nn.Linear, such
+    as Falcon's, stay as they are.
+    """
+    if profile is None or not (request.load_in_4bit or request.load_in_8bit):
+        return []
+    if any(p.role == "quantized" for p, _ in profile.counted_parameters()):
+        return []
+    return [
+        "no layer of the base is quantized: transformers quantizes modules of the type nn.Linear alone, and this model has linear layers of"
+        " a type of its own; LoRA without load_in_4bit and load_in_8bit needs less memory"
+    ]
+
+
 def adapted_expert_notes(profile: Profile | None) -> list[str]:
     """Notes on experts that are 3-D parameters and not linear layers: they are not quantized, and often have no adapters.
 

@@ -12,6 +12,7 @@ from fsdp_advisor.assumption_notes import (
     batch_notes,
     image_notes,
     memory_notes,
+    unquantized_notes,
 )
 from fsdp_advisor.assumptions import gpu_of, sequence_length, settled
 from fsdp_advisor.engines.deepspeed.settings import hidden_size
@@ -163,6 +164,7 @@ def _notes(
         *support_notes(request, gpu),
         *kernel_notes(request, profile),
         *expert_notes(request, profile),
+        *unquantized_notes(request, profile),
         *adapted_expert_notes(profile),
         *liger_notes(has_kernels=request.use_liger_kernel and profile is not None),
         *compile_notes(request.compile, request.attention, request.micro_batch_size),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_advisor.assumption_notes import adapted_expert_notes
+from fsdp_advisor.assumption_notes import adapted_expert_notes, unquantized_notes
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.model import catalog
@@ -102,6 +102,17 @@ def test_notes_name_experts_without_quantization_or_adapters(
 ) -> None:
     notes = adapted_expert_notes(with_adapters(model, *modules, packed=packed))
     assert len(notes) == len(words) and all(word in note for word, note in zip(words, notes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "packed", "said"),
+    [({"load_in_8bit": "true"}, False, True), ({"load_in_4bit": "true"}, True, False), ({}, False, False)],
+)
+def test_a_note_says_that_no_layer_of_the_base_is_quantized(options: dict[str, str], packed: bool, said: bool) -> None:
+    """As in Falcon, whose linear layers are a subclass of nn.Linear."""
+    request = make_request({"model": DENSE, "use_peft": "true", **options})
+    notes = unquantized_notes(request, with_adapters(DENSE, "self_attn.q_proj", packed=packed))
+    assert any("no layer of the base is quantized" in note for note in notes) == said
 
 
 @pytest.mark.parametrize("model_type", sorted(LOOPS))
