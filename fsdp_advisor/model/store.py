@@ -34,7 +34,7 @@ from fsdp_advisor.model.tape import (
 )
 
 FORMAT = 4
-RECORDING = 24
+RECORDING = 25
 """The version of recordings. Increase it whenever the recorder's tapes change: profiles with another version are recorded
 again.
 """
@@ -42,6 +42,8 @@ _COLUMNS, _WIDE_COLUMNS = "BHH", "BII"
 """The `array` type code of each column of events, and those of a profile with a number that needs more than two bytes. Code that loops
 over the tokens of a sequence allocates that many storages in one layer.
 """
+_TILED_LENGTHS = len(Tiled._fields) - len(Tiled._field_defaults), len(Tiled._fields)
+"""The lengths of a tile's row. Recordings that were shipped before the fields with defaults existed lack these."""
 
 
 class StoredTapes(MutableMapping[str, Tape]):
@@ -222,7 +224,7 @@ def load(data: bytes) -> Profile:
 
 def _size(row: list[Any]) -> Size:
     """The size that a stored row describes, by the number and type of its values."""
-    if len(row) == len(Tiled._fields):
+    if len(row) in _TILED_LENGTHS:
         return Tiled(*row)
     if len(row) == len(Divided._fields):
         return Divided(_quantity(row[0]), *row[1:])

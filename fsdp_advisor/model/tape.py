@@ -78,8 +78,9 @@ class Staging(NamedTuple):
 class Tiled(NamedTuple):
     """The size of a storage with one row for each token of a tile. A loss divides the tokens that it scores into tiles.
 
-    `scored`: the scored tokens of each sequence; 0: all but `unscored` of them. `most`: the largest number of tokens of a tile; 0: the
-    scored tokens of all sequences divided by `parts`, rounded up to a power of two.
+    `scored`: the scored tokens of each sequence; 0: all but `unscored` of them, without the fraction `ignored`. `most`: the largest number
+    of tokens of a tile; 0: the scored tokens of all sequences divided by `parts`, rounded up to a power of two. `second_bytes`: the bytes
+    that are needed only if there is a second tile.
     """
 
     bytes_per_token: int
@@ -87,16 +88,20 @@ class Tiled(NamedTuple):
     scored: int
     most: int
     parts: int
+    ignored: float = 0.0
+    second_bytes: int = 0
 
     def bytes_at(self, b: int, t: int) -> int:
         """Bytes at micro-batch `b` and `t` tokens.
 
         >>> Tiled(10, unscored=1, scored=0, most=4096, parts=0).bytes_at(2, 101), Tiled(10, 0, 0, 0, parts=63).bytes_at(2, 4096)
         (2000, 2560)
+        >>> [Tiled(0, unscored=1, scored=0, most=4096, parts=0, second_bytes=5).bytes_at(2, t) for t in (2049, 2050)]
+        [0, 5]
         """
-        tokens = b * (self.scored or t - self.unscored)
+        tokens = b * self.scored or b * (t - self.unscored) - int(b * (t - self.unscored) * self.ignored)
         tile = self.most or 1 << (-(-tokens // self.parts) - 1).bit_length()
-        return self.bytes_per_token * min(tile, tokens)
+        return self.bytes_per_token * min(tile, tokens) + (self.second_bytes if tokens > tile else 0)
 
 
 MULTIPROCESSORS = 132

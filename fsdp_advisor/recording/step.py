@@ -34,7 +34,7 @@ from fsdp_advisor.recording.source import Source
 from fsdp_advisor.recording.step_events import StepEvents
 from fsdp_advisor.recording.storages import StorageWatch
 from fsdp_advisor.recording.tiled_mlp import gradients_wait
-from fsdp_advisor.recording.tiles import current_tile
+from fsdp_advisor.recording.tiles import current_tile, tiles_recorded
 from fsdp_advisor.recording.unit_hooks import UnitHooks
 
 
@@ -138,7 +138,8 @@ class Step:
             watch.ignore(tensor)
         del buffers  # the model's code may free some
         gc.collect()
-        with watch, watched_copies(self._copied), self._offloading(), terms_recorded(self._events.begin):
+        terms = terms_recorded(self._events.begin)
+        with watch, watched_copies(self._copied), self._offloading(), terms, tiles_recorded():
             batch = self._source.batch(micro_batch_size, seq_len)
             if self._key.precision == "bf16":  # a trainer passes images and audio in the model's dtype
                 batch = cast_floating(batch, torch.bfloat16)

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 
 VOCABULARY = 70_001
 CONFIGS = small_models(vocabulary=VOCABULARY, gpt2={"vocab_size": 50_257})
+CONFIGS = {**CONFIGS, "one tile": {**CONFIGS["llama"], "vocab_size": 20_001}}
 MODELS = ("llama", "qwen3", "mistral", "phi3", "mixtral", "olmo2", "gpt2")
 ENGINES: tuple[dict[str, str], ...] = (
     {"strategy": "ddp", "gpus": "1"},
@@ -61,6 +62,7 @@ def _complete(case: Case) -> Case:
 
 FEW: list[Case] = [
     {"model": "llama", "loss": "chunked", **ENGINES[2], **VARIATIONS[4]},
+    {"model": "one tile", "loss": "chunked", **ENGINES[0], **VARIATIONS[4]},  # of the vocabulary
     {"model": "qwen3", "loss": "liger", **ENGINES[3], **VARIATIONS[2]},
     {"model": "llama", "loss": "cce", **ENGINES[1], **VARIATIONS[6]},
     {"model": "llama", "loss": "chunked", **ENGINES[0], **VARIATIONS[5]},

@@ -33,6 +33,8 @@ class LossInputs:
     labels: torch.Tensor
     scored: int
     """The number of tokens with a label. It is given because fake labels have no values."""
+    ignored: float
+    """The fraction of the labels that are ignored."""
     examples: tuple[int, int]
     """(number of sequences, tokens per sequence) of the labels, even if all sequences are in one row."""
 
@@ -77,7 +79,8 @@ class FusedLoss(nn.Module):
             weight = weight.to(getattr(torch, self.gathered_head), copy=True)
         elif isinstance(weight, DTensor):  # a simulated step of a head that no unit gathers; the same source
             weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
-        return self._compute(LossInputs(hidden, weight, bias, labels, scored, (sequences, length)))
+        ignored = self._ignored_labels
+        return self._compute(LossInputs(hidden, weight, bias, labels, scored, ignored, (sequences, length)))
 
 
 class FusedLossSource(WrappedSource):

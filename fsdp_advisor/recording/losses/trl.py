@@ -31,7 +31,14 @@ def log_probs(
     `sequences`: sequences per example of the batch. `completion_length`: the number of last tokens of a sequence that are scored; 0: all
     tokens but the first.
     """
-    tile = Tile.of(inputs.examples, unscored=1, scored=completion_length, most=TILE_TOKENS, sequences=sequences)
+    tile = Tile.of(
+        inputs.examples,
+        unscored=1,
+        scored=completion_length,
+        most=TILE_TOKENS,
+        ignored=inputs.ignored,
+        sequences=sequences,
+    )
     hidden, labels = inputs.hidden[:, :-1], inputs.labels[:, 1:]
     mask = labels != -100
     rows, columns = _indices(mask, inputs.scored)
@@ -108,6 +115,9 @@ class _TiledLogProbs(torch.autograd.Function):
             for gradient in (for_hidden, for_weight):
                 if gradient is not None:
                     loss_product(hidden, part, ctx.dtype.itemsize)
+        if part.dtype != weight.dtype and weight.shape[0] <= TILE_VOCABULARY and ctx.tile.has_second:
+            with sized_by(ctx.tile.second):  # the next tile of tokens casts the only part again
+                weight[:TILE_VOCABULARY].to(ctx.dtype)
         results = [
             gradient.to(x.dtype) if gradient is not None else None
             for gradient, x in zip((for_hidden, for_weight, for_bias), (hidden, weight, bias), strict=True)

@@ -29,8 +29,11 @@ def cut_forward(self: Any, labels: torch.Tensor, **inputs: Any) -> CausalLMOutpu
     return CausalLMOutput(loss=linear_cross_entropy(hidden, self.get_output_embeddings().weight, labels, shift=True))
 
 
-def peak_of(model: Any, loss: str, precision: str, batch: int, length: int) -> int:
+def peak_of(model: Any, loss: str, precision: str, batch: int, length: int, ignored: float) -> int:
     rows = {"input_ids": [list(range(1, length + 1))] * (4 * batch)}
+    if ignored:
+        prompt = round(length * ignored)
+        rows["completion_mask"] = [[0] * prompt + [1] * (length - prompt)] * (4 * batch)
     found = SteadyPeak()
     usual = usual_arguments(batch, precision)
     trainer: Trainer
@@ -50,8 +53,8 @@ def peak_of(model: Any, loss: str, precision: str, batch: int, length: int) -> i
     return found.peak
 
 
-def measured(config: dict[str, Any], job: tuple[str, str, bool, int, int, bool]) -> int:
-    loss, precision, tied, batch, length, adapts = job
+def measured(config: dict[str, Any], job: tuple[str, str, bool, int, int, bool, float]) -> int:
+    loss, precision, tied, batch, length, adapts, ignored = job
     settings = AutoConfig.for_model(**{**config, "tie_word_embeddings": tied})
     kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     model = kind.from_config(settings, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
@@ -59,7 +62,7 @@ def measured(config: dict[str, Any], job: tuple[str, str, bool, int, int, bool])
         model = get_peft_model(
             model, LoraConfig(r=16, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
         )
-    return peak_of(model, loss, precision, batch, length)
+    return peak_of(model, loss, precision, batch, length, ignored)
 
 
 if __name__ == "__main__":
