@@ -88,8 +88,8 @@ def _may_choose_storage(request: RecommendRequest) -> bool:
 
 
 def stores_frozen_base_in_fp32(request: EstimateRequest) -> bool:
-    """Whether adapters are trained on a base in fp32 that could be in 16 bits: it is not quantized, and its dtype is neither given nor
-    assumed to be 16 bits.
+    """Whether adapters are trained on a base in fp32 that could be in 16 bits. The base is not quantized, and 16 bits are neither given nor
+    assumed.
     """
     adaptation = adaptation_of(request)
     whole = bool(adaptation.peft) and not adaptation.quantization

@@ -52,8 +52,8 @@ class Difference:
 class Comparison:
     """Two jobs, and their differences with the largest effect first.
 
-    `cure` are the options that make job B fit with the values of job A, if A fits, B does not and no single difference is
-    enough: as few as suffice when the largest reductions of memory come first and the hardware last.
+    `cure` names the options of job B that must take the values of job A so that B fits. It is empty unless A fits, B does not, and no
+    single option is enough. Options are added until B fits, those that save most memory first and the hardware last.
     """
 
     a: Side
@@ -118,8 +118,8 @@ def _cure(a: Side, b: Side, found: list[Difference], models: dict[str, Resolved]
 
 
 def best_row(report: Report) -> StrategyEstimate:
-    """The row to judge a job by: on one GPU plain PyTorch (DDP's row) if it fits, else the fastest that fits (one that offloads only if no
-    other fits), else the one that needs least.
+    """The row by which a job is judged. On one GPU it is plain PyTorch (DDP's row) if that fits. Otherwise it is the fastest row that fits,
+    with offload only if no other fits. If none fits, it is the one that needs least.
     """
     fitting = [row for row in report.estimates if row.fits]
     fitting = [row for row in fitting if row.offload == "none"] or fitting

@@ -204,9 +204,9 @@ def evaluation_bytes(step: StepInput, evaluation: StepInput) -> int:
 def tensor_bytes(model: Resolved, plan: Plan, gpu: Gpu) -> int:
     """Peak tensor bytes of a plan's step, a lower bound of its memory. Raises AdvisorError if there is no tape.
 
-    If every micro-batch needs a recording of its own, which takes the longer the larger it is, the result is a lower bound of the peak but
-    for the rounding of storages: the highest of the lines through the peaks of each visit at micro-batches 2 and 3. Such a peak is a
-    maximum of straight lines, so it never grows more slowly later.
+    If every micro-batch needs a recording of its own, only micro-batches 2 and 3 are recorded, because larger ones take longer. The peak of
+    each visit is extrapolated on the line through its values at 2 and 3, and the result is the highest. It is a lower bound, except for the
+    rounding of storages: such a peak is a maximum of straight lines, so it never grows more slowly later.
     """
     if _is_recorded_small(model, plan, gpu):
         two, three = (timeline_of_step(step.profile, step.tape, step.plan) for step in _small_steps(model, plan, gpu))
@@ -247,8 +247,8 @@ def logits_bytes_at_peak(model: Resolved, plan: Plan, gpu: Gpu) -> int:
 def step_seconds(model: Resolved, plan: Plan, gpu: Gpu) -> float | None:
     """Seconds of a plan's step, without allocator retries; None if unknown.
 
-    If every micro-batch needs a recording of its own, each part of the step is on the line through its seconds at micro-batches 2 and 3,
-    and at least 0: time that the GPU waits shrinks while its work grows.
+    If every micro-batch needs a recording of its own, the seconds of each part of the step are extrapolated from micro-batches 2 and 3.
+    They are at least 0, because the time that the GPU waits shrinks while its work grows.
     """
     if model.profile is None:
         return None

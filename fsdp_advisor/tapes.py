@@ -51,9 +51,9 @@ def cpu_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> SelectedTap
     A missing tape is recorded now if that is allowed, and so are the tapes with the kernels of `gpu`, or of every GPU if it is None. The
     profile keeps them.
 
-    If the tape cannot be recorded, falls back to a similar one: for FSDP1 with autocast to the tape without autocast, which counts no
-    casts; for reentrant checkpointing and for accelerate's to the tape of the model's non-reentrant checkpointing; for
-    ZeRO-3 to the tape of linear layers that save no input.
+    If the tape cannot be recorded, returns a similar one. FSDP1 with autocast: the tape without autocast, which counts no casts. Reentrant
+    checkpointing, and accelerate's: the tape of the model's non-reentrant checkpointing. ZeRO-3: the tape of linear layers that save no
+    input.
     """
     profile = _profile_of(model)
     key = tape_key_of(plan, profile)

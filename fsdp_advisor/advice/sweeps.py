@@ -247,8 +247,8 @@ class Sweep:
         return any(search.may_fit(choice, size) for choice in reversed(search.choices) for size in sizes)
 
     def _last_doubling(self, worlds: Sequence[int]) -> Sequence[int]:
-        """The part of `worlds` in which the first number that may fit lies: it ends at the first of the 1st, 2nd, 4th, 8th ... and last
-        number that may fit.
+        """The part of `worlds` that contains the first number that may fit. Only the 1st, 2nd, 4th, 8th, ... and last number are tried; the
+        part ends at the first of these that may fit.
         """
         passed, at = 0, 0
         while at < len(worlds) and not self._may_fit(worlds[at]):

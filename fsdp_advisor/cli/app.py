@@ -27,9 +27,9 @@ JOB = "--model MODEL [--gpus N] [--gpu GPU] [options]"
 class Command(NamedTuple):
     """A command: `function` and the dataclass of its `options` are names in `module`, which is imported when it runs.
 
-    The function's last argument is the options. If the command is about a job, the job comes first: as a request, or with `partial` as the
-    given fields of a request, whose values are text and which may lack the model; with `needs_no_model` the help does not ask for one.
-    With `wraps` the function also gets the words after `--`. The function's docstring is the command's help.
+    The function's last argument is the options. If the command is about a job, its first argument is a `request`; with `partial` it is only
+    the given fields, with values as text and perhaps without a model. With `needs_no_model` the help does not require a model. With `wraps`
+    the function also gets the words after `--`. The function's docstring is the command's help.
     """
 
     summary: str

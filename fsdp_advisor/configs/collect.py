@@ -20,7 +20,7 @@ MISSPELT = 0.92
 """The least similarity (difflib's ratio) with which an unread key is taken for a misspelling of a key that a reader knows."""
 
 LIKE = 0.85
-"""The least similarity with which an unknown key, which is reported in any case, is taken for a misspelling of a key of the consumer."""
+"""The least similarity of an unknown key to a key of the consumer for which the report suggests a misspelling."""
 
 UNRESOLVED = re.compile(r"\$[\w{@*]")
 """Matches the beginning of a variable with unknown value, in a shell script or in YAML."""

@@ -122,7 +122,8 @@ def _fused(found: Collector, arguments: Any) -> None:
 
 
 def _batch(found: Collector) -> None:
-    """Set the batch sizes, of which the number of ranks gives the missing one, and the number of ranks if nothing else does.
+    """Set the batch sizes. A missing one follows from the number of ranks. If nothing else sets the number of ranks, it follows from the
+    batch sizes.
 
     Source: runtime/config.py, `_set_batch_related_parameters`.
     """

@@ -70,7 +70,8 @@ _PARTS = {
 def excluded(model_type: str, frozen: Frozen, *, everywhere: bool) -> str | None:
     """PEFT's `exclude_modules`, a pattern of the modules that get no adapters; None if any module can get one.
 
-    `everywhere`: `lora_target` is all, which takes the names of layers outside of the projector.
+    `everywhere`: `lora_target` is `all`. LLaMA-Factory then collects the names of the layers outside of the projector,
+    so the projector gets adapters only if its layers have the same names as the tower's.
 
     >>> excluded("qwen2_5_vl", USUAL, everywhere=True)
     '.*(visual\\\\.patch_embed|visual\\\\.blocks|visual\\\\.merger|patch_embed).*'

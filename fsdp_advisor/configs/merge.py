@@ -293,7 +293,7 @@ def _check_modelled(readings: Sequence[ConfigReading]) -> None:
 
 
 def _check_compiled(found: Configuration, options: Mapping[str, Any]) -> None:
-    """Raises UsageError for compiled layers of torchtitan of which every nth one is checkpointed, which is not modelled."""
+    """Raises UsageError if every nth of torchtitan's compiled layers is checkpointed, because that is not modelled."""
     every = str(options.get("activation_checkpointing")).startswith("every")
     titan = next((reading.file for reading in found.readings if "torchtitan" in reading.format), None)
     if titan is not None and every and options.get("compile", "none") != "none":
@@ -391,7 +391,7 @@ def _noted(
 
 
 def _uses_llamafactory_cli(readings: Sequence[ConfigReading], options: Mapping[str, Any]) -> bool:
-    """Whether LLaMA-Factory's command is assumed to start several ranks, for which it sets PYTORCH_ALLOC_CONF, which the GPU reads.
+    """Whether LLaMA-Factory's command is assumed to start several ranks. It then sets PYTORCH_ALLOC_CONF.
 
     Source: LLaMA-Factory 0.9.5, launcher.py, OPTIM_TORCH.
     """

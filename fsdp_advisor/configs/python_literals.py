@@ -34,9 +34,9 @@ def calls_of(tree: ast.Module) -> dict[str, list[ast.Call]]:
 def variables_of(tree: ast.Module) -> dict[str, Any]:
     """The literals by variable name, for variables that are assigned only once in the whole file.
 
-    Also the defaults of the script's own arguments by the name of their attribute (`args.batch_size`); those of functions' parameters that
-    no variable has the name of, or what a call gives them instead; and the fields of the file's own classes by that of an instance
-    (`config.batch_size`).
+    They include the defaults of the script's arguments (by attribute, `args.batch_size`) and the fields of the file's own classes (by
+    instance, `config.batch_size`). A function's parameter counts as a variable unless a variable has its name; its value is what the call
+    passes, or else its default.
     """
     assigned = _known_once(_assignments(tree))
     parameters = _known_once(_defaults_of_parameters(tree))

@@ -176,7 +176,7 @@ def offloads_parameters(nodes: Calls, keywords: Mapping[str, Any]) -> bool:
 
 
 def _read_mesh(found: Collector, nodes: Calls, variables: Mapping[str, Any]) -> None:
-    """Set the replicas and shards of a device mesh of two dimensions, the first of which is replicated."""
+    """Set the replicas and shards of a device mesh of two dimensions: replicas first, then shards."""
     for call in nodes.get("init_device_mesh", ()):
         words = {"mesh_shape": call.args[1]} if len(call.args) > 1 else {}
         words |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}

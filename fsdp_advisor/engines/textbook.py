@@ -1,12 +1,13 @@
 """States of a bare parameter count: by the textbook, and as a backend keeps them.
 
 Source of the textbook: Rajbhandari et al., ZeRO (arXiv:1910.02054), section 3. Per GPU P + G + O, P + G + O/N, P + (G + O)/N, (P + G + O)/N
-for parameters P, gradients G and optimizer states O on N GPUs. In mixed precision P and G have 2 bytes per parameter, and O has masters;
-where all of them are divided by the same number, DDP's and FSDP's 4 and 4 bytes without masters have the same sum.
+for parameters P, gradients G and optimizer states O on N GPUs. In mixed precision P and G have 2 bytes per parameter each, and O has
+masters of 4 bytes. DDP and FSDP keep P and G in 4 bytes each, without masters. The sums are equal if P, G and O are divided by the same
+number.
 
 Backends differ. FSDP's ZeRO-2 keeps P/N and gathers whole parameters in the dtype of the computation from forward to the end of backward.
-DeepSpeed's O has masters in every precision (`master_bytes`). DDP's buckets, and that DeepSpeed frees gradients between steps, are left
-out in both.
+DeepSpeed's O has masters in every precision (`master_bytes`). Neither the textbook's states nor the backends' contain DDP's buckets. Both
+contain the gradients, although DeepSpeed frees them between steps.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ def packed_warnings(profile: Profile, plan: Plan) -> list[str]:
 
 
 def dtype_warnings(profile: Profile, plan: Plan) -> list[str]:
-    """A warning about weights that transformers loads in fp32 beside those in 16 bits: FSDP needs one dtype in a unit.
+    """A warning about weights that transformers loads in fp32 although the others are in 16 bits: FSDP needs one dtype
+    in a unit.
 
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `_init_mp_dtypes`; distributed/fsdp/_flat_param.py,
     `_validate_tensors_to_flatten`.

@@ -174,7 +174,7 @@ def _parallel_sizes(profile: Profile, plan: Plan) -> list[int]:
 
 
 def _share(profile: Profile, plan: Plan, gpu: Gpu, generation: Generation) -> VllmShare:
-    """The share without remedies. Only matrices are divided among GPUs; the rest is so small that it counts as divided too."""
+    """The share without remedies. Only matrices are divided among GPUs. The rest is small and is counted as divided, too."""
     length = generation.max_length or _longest(profile) or plan.seq_len
     return VllmShare(
         share_bytes=vllm_bytes(gpu, generation),
@@ -233,8 +233,8 @@ def _longest(profile: Profile) -> int | None:
 
 @lru_cache(maxsize=256)
 def _cache_bytes(profile: Profile, length: int, tensor_parallel: int) -> int:
-    """Bytes of keys and values of one sequence on a GPU, at least: layers of other kinds than those below count as none, and where the
-    configuration does not say which layers have a sliding window, all have it.
+    """The least bytes of keys and values of one sequence on a GPU. Layers of kinds that are not known below count as 0. If the
+    configuration does not say which layers have a sliding window, all are assumed to have it.
     """
     config = profile.text_config
     stack = next((s for s in profile.stacks if s.depth == config.get("num_hidden_layers")), None)
@@ -252,9 +252,7 @@ def _cache_bytes(profile: Profile, length: int, tensor_parallel: int) -> int:
 
 
 def _layer_bytes(unit: Unit, config: Mapping[str, Any], tensor_parallel: int) -> int:
-    """Bytes of a token's keys and values in a layer: of its heads, which are divided among GPUs, or of the latent vector of MLA, which is
-    not.
-    """
+    """Bytes of a token's keys and values in a layer. Heads are divided among GPUs; the latent vector of MLA is not."""
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(kv_heads, int):

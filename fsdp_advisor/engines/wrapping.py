@@ -122,7 +122,8 @@ def wrapping_for(profile: Profile, plan: Plan) -> Wrapping:
 
 
 def effective_wrap(profile: Profile, plan: Plan) -> str:
-    """The plan's policy; `layer` or `none` if it has the same units, and for backends without units.
+    """The policy that divides the model into FSDP units: PEFT's or axolotl's where the framework sets it, else the
+    plan's. A policy whose units are those of `layer` or `none` is named so. Backends without units: `layer`.
 
     With FSDP1 the Trainer uses PEFT's policy if the model has adapters. Source: transformers/distributed/fsdp.py (5.23),
     update_fsdp_plugin_peft. FSDP2 under accelerate does not use it: fsdp2_prepare_auto_wrap_policy. axolotl makes units of LoRA's matrices.

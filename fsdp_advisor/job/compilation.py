@@ -112,8 +112,8 @@ def _changes(request: EstimateRequest) -> dict[str, bool]:
 
 
 def leaves_layers_uncompiled(plan: Plan) -> bool:
-    """Whether the layers run without compiled code: accelerate's FSDP2 has its hooks, which break the graph, within the checkpoints, and
-    PyTorch disables the compiler in a checkpoint that is not part of a graph.
+    """Whether the layers run without compiled code. Under accelerate, the hooks of FSDP2 are within the checkpoints and break the graph,
+    and PyTorch disables the compiler in a checkpoint that is not part of a graph.
 
     Source: accelerate 1.15, accelerator.py, `_prepare_fsdp2`, and utils/fsdp_utils.py, `fsdp2_apply_ac`; torch 2.13,
     distributed/fsdp/_fully_shard/_fsdp_common.py, `_dynamo_disable`, and utils/checkpoint.py, `checkpoint`.

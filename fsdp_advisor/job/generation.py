@@ -160,8 +160,8 @@ def check_ranks(request: EstimateRequest, gpus: int) -> None:
 
 
 def least_micro_batch(request: EstimateRequest, *, gpus: int, accumulation: int) -> int:
-    """The smallest micro-batch with which GRPO generates whole groups of completions, of which all others are multiples; 1 for other
-    tasks.
+    """The smallest micro-batch with which GRPO generates whole groups of completions; 1 for other tasks. All possible micro-batches are
+    multiples of it.
     """
     if request.task != "grpo":
         return 1

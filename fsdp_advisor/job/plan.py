@@ -207,7 +207,7 @@ class Plan:
 
     @property
     def replica_degree(self) -> int:
-        """Copies of the states."""
+        """The number of copies of the states."""
         return self.mesh.dp_replicate
 
     @property
@@ -255,12 +255,13 @@ class Plan:
         return "selective-trl" if policy.kind == "selective" and self.facts.keeps_attention_alone else policy.kind
 
     def plugin_checkpoints(self, *, adapters: bool, partly_frozen: bool) -> bool:
-        """Whether accelerate's FSDP plugin checkpoints the layers in files for accelerate and its Trainers, not transformers. The plugin
-        checkpoints only all layers fully. `partly_frozen`: with adapters too.
+        """Whether files for accelerate and its Trainers let accelerate's FSDP plugin checkpoint the layers. Otherwise transformers
+        checkpoints them. The plugin can only checkpoint every layer as a whole. `partly_frozen`: whether any parameter is frozen, as the
+        base of adapters is.
 
-        It would also checkpoint each of FSDP1's units of adapters, which fails: "Recomputed values for the following tensors have
-        different metadata". With FSDP2 and frozen parameters or compiled code, only the estimate for accelerate has the plugin's
-        checkpoints (`tape_key_of`); the others have transformers'.
+        With adapters under FSDP1 the plugin would also checkpoint each unit of adapters, which fails: "Recomputed values for the following
+        tensors have different metadata". Under FSDP2 with frozen parameters or compiled code, only the estimate for accelerate assumes the
+        plugin (`tape_key_of`); those for its Trainers assume transformers' checkpoints.
         """
         if self.checkpointing != "full" or self.offload_code == "inputs":
             return False

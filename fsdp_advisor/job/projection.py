@@ -16,7 +16,7 @@ _NUMBERS = {"rank": 65_536, "update_proj_gap": 10**6}
 """Settings that change figures, and the largest value of each."""
 _WITHOUT_EFFECT = ("scale",)
 _ONLY = {"proj_type": "std", "proj": "random", "scale_type": "channel"}
-"""Settings of which one value is modelled: the Trainer's default."""
+"""Settings that are modelled only with the Trainer's default."""
 _NAME = re.compile(r"[\w.-]+")
 
 

@@ -65,11 +65,12 @@ def projections_of_text(profile: Profile) -> list[str]:
 
 
 def absent_targets(adaptation: Adaptation, adapted: Profile) -> tuple[str, ...]:
-    """Notes on names of modules in an adapter's settings that the adapted model lacks. PEFT leaves them out without a word if it finds
-    others, as lists for several models need. Patterns are not checked.
+    """Notes on names of modules in an adapter's settings that the adapted model lacks. If PEFT finds some of the names, it ignores the
+    others without an error, because one list may serve several models. Patterns are not checked.
 
-    Source: peft 0.21, tuners/tuners_utils.py, `check_target_module_exists` and `inject_adapter`. Where PEFT adapts experts that are 3-D
-    parameters, names may be those of linear layers in transformers 4 (utils/transformers_weight_conversion.py): nothing is said there.
+    Source: peft 0.21, tuners/tuners_utils.py, `check_target_module_exists` and `inject_adapter`. If PEFT adapts experts that are 3-D
+    parameters, there are no notes: names may be those that transformers 4 gave to linear layers, which PEFT converts
+    (utils/transformers_weight_conversion.py).
     """
     named = {
         key: names

@@ -143,9 +143,9 @@ _MEANT = {
 def by_words(name: str) -> list[Entry]:
     """The models whose names match the words of `name`.
 
-    The models whose names have exactly these words; else those whose names begin with them; else, if the words include a number, those
-    whose names begin with the first word and contain the others in this order. If there is none, the first word may be an owner's, or a
-    number may be the model's count of parameters, which its name lacks.
+    The models whose names have exactly these words. If there are none, those whose names begin with them. If there are none either and the
+    words include a number, those whose names begin with the first word and contain the others in this order. If there is none, the first
+    word may be an owner's, or a number may be the model's count of parameters, which its name lacks.
 
     >>> [entry.id for entry in by_words("llama 4 scout fp8")], len(by_words("qwen3.5")) > 1, by_words("bert cased")
     (['meta-llama/Llama-4-Scout-17B-16E'], True, [])

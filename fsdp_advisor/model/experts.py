@@ -13,7 +13,7 @@ Source: transformers 5.23, their modeling files, which do not use integrations/m
 """
 
 MOST_ON_CPU = 128
-"""The most experts of a loop of which a step on a CPU is recorded. With the 768 of LongCat-Flash a recording takes a minute."""
+"""The most experts of a loop that is recorded for a CPU. With the 768 of LongCat-Flash a recording takes a minute."""
 
 COPIED = frozenset({
     "afmoe", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "ernie4_5_moe",

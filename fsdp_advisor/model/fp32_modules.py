@@ -51,8 +51,8 @@ FP32_ROUTERS_SINCE_5_24 = frozenset({
 
 
 def weights_in_fp32(profile: Profile) -> tuple[str, str] | None:
-    """A trained weight that transformers loads in fp32 also where the others are loaded in bf16, and the first version that does, such as
-    " 5.24"; empty for 5.23 and earlier ones. None if there is no such weight.
+    """A trained weight that transformers loads in fp32 even if the others are loaded in bf16; and the first version that does so, such as "
+    5.24", empty for 5.23 and earlier ones. None if there is no such weight.
     """
     model_type = str(profile.config.get("model_type")).removesuffix("_text")
     is_new = model_type in FP32_ROUTERS_SINCE_5_24

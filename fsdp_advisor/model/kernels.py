@@ -43,9 +43,9 @@ TOKENS_OF_ITERATION = {
 }
 """Model type -> tokens of one iteration of the loop in Python that transformers runs where kernels are missing, as on a CPU."""
 MOST_ITERATIONS = 64
-"""The longest loop of which a step on a CPU is recorded. An iteration takes about a tenth of a second for each tape of Qwen3.5-397B."""
+"""The longest loop that is recorded for a CPU. An iteration takes about a tenth of a second for each tape of Qwen3.5-397B."""
 MOST_ITERATIONS_ON_GPU = 2048
-"""The longest loop of which a step on a GPU without the kernels is recorded, which takes 15 s (Mamba-1) to 70 s (Qwen3.5)."""
+"""The longest loop that is recorded for a GPU without the kernels. A recording of this length takes 15 s (Mamba-1) to 70 s (Qwen3.5)."""
 _ASSUMED = (
     " are assumed to be installed (kernel_packages); without them transformers runs its own code in PyTorch, which needs more memory"
     " and time"

@@ -25,8 +25,8 @@ TRAINED_WITH_IMAGES = frozenset({"blip", "kosmos-2", "kosmos-2.5", "pix2struct",
 
 
 WITHOUT_TOWER = {"google/gemma-3-4b-pt": 0.42e9, "google/gemma-3-12b-pt": 0.42e9, "google/gemma-3-27b-pt": 0.42e9}
-"""Models of the catalog of which it has only the language model -> parameters of the checkpoint's vision tower and projector. Source:
-safetensors metadata of the hub repositories.
+"""Models that the catalog has without their vision tower -> parameters of the checkpoint's tower and projector. Source: safetensors
+metadata of the hub repositories.
 """
 TEXT_CHECKPOINTS = frozenset({"google/medgemma-27b-text-it"})
 """Aliases of these models whose checkpoints have no vision tower."""

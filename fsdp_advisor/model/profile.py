@@ -69,9 +69,9 @@ models/{gpt2,bert,bart,opt,whisper,gptj}/modeling_*.py. Relative positions and t
 class Buffer(NamedTuple):
     """A tensor that lives as long as the model and is not a parameter. `bytes_per_element`: in its own dtype.
 
-    `registered`: False for the scales and tables of a quantized layer, which engines neither cast nor broadcast. `matrix`: the shape of
-    the weight that a buffer of packed values contains; None for other tensors. `is_usual`: whether the model has it in the dtype in which
-    it is loaded, like its weights; then its own dtype does not count.
+    `registered`: False for the scales and tables of a quantized layer, which engines neither cast nor broadcast. `matrix`: the shape of the
+    weight that a buffer of packed values contains; None for other tensors. `is_usual`: whether the buffer has the dtype in which the
+    weights are loaded, whichever that is; `bytes_per_element` then does not apply.
     """
 
     name: str

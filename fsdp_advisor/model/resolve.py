@@ -34,10 +34,9 @@ _PATH_SHAPED = re.compile(r"[./~]|.*\.json$|.*\\|.*/.*/", re.DOTALL)
 def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allow_recording: bool = True) -> Resolved:
     """The model that `name` means.
 
-    Tries, in this order: an id or alias of the catalog; a file or directory on disk (if `allow_paths`); a bare parameter count;
-    an id of the catalog without its owner, or some of its words, if they fit only one model; the hub (if
-    `allow_hub`). Without `allow_recording`, `Resolved.tape` of a catalog model never imports torch.
-    Raises UnknownModel, UsageError, UnreadableConfig, HubError or MissingExtra.
+    Tries these meanings in order: an id or alias of the catalog; a file or directory (if `allow_paths`); a bare parameter count; an id of
+    the catalog without its owner; words of an id that fit only one model; the hub (if `allow_hub`). Without `allow_recording`,
+    `Resolved.tape` of a catalog model never imports torch. Raises UnknownModel, UsageError, UnreadableConfig, HubError or MissingExtra.
     """
     wanted = name.strip()
     names_hint = NAMES_HINT if allow_paths else PASTING_HINT

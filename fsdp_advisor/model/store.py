@@ -1,7 +1,8 @@
 """Profiles as bytes, the format of the catalog and the cache.
 
-A stored profile is a zlib or LZMA stream of a JSON header, a zero byte, and the events of all tapes in three columns: the kinds (one
-byte each), the first arguments and the second arguments (two bytes each, or four where two are too few, little-endian).
+A stored profile is a zlib or LZMA stream: a JSON header, a zero byte, and the events of all tapes in three columns. The columns are the
+kinds of the events (one byte each), their first arguments and their second arguments (little-endian, two bytes each, or four if two are too
+few).
 
 Tapes share most of their segments and sizes, so these are stored once. Reading is lazy: a tape is decoded on first use, and the
 decoded tape is dropped when it has not been used for a while.

@@ -57,8 +57,8 @@ def packing_refusal(profile: Profile, plan: Plan) -> UsageError | None:
 
 @lru_cache(maxsize=64)
 def with_cast_biases(profile: Profile) -> Profile:
-    """The profile after the first forward of layers in 4 bits whose other weights are in fp32: each has cast its bias to the dtype in which
-    it computes, for good. Under FSDP a layer cannot replace its parameter: the bias keeps its dtype.
+    """The profile after the first forward of a model with layers in 4 bits and other weights in fp32. Each of these layers has cast its
+    bias permanently to the dtype in which it computes. Under FSDP a layer cannot replace its parameter: the bias keeps its dtype.
 
     Source: bitsandbytes 0.50.2, nn/modules.py, `Linear4bit.forward`; peft 0.21, `prepare_model_for_kbit_training`.
     """

@@ -23,8 +23,8 @@ NO_BUFFER: BufferId = -1
 """The result of an empty allocation. Freeing it has no effect."""
 
 Start = Literal["with previous compute", "with next compute", "after compute"]
-"""The time at which the host issues a collective: when the previous compute starts (the host runs ahead of the GPU), when the next compute
-starts (explicit prefetch), or when all previous compute has ended.
+"""The time at which the host issues a collective: at the start of the previous compute (the host runs ahead of the GPU), at the start of
+the next compute (explicit prefetch), or at the end of all previous compute.
 """
 
 HostKernel = Literal["one_pass", "many_passes"]

@@ -1,9 +1,9 @@
 """Build the catalog: `python -m fsdp_advisor.recording.catalog` records every model of `architectures.yaml` under every tape key.
 
-A work folder keeps finished models, keyed by their configuration, the versions, the tape keys and `RECORDING`. A second run
-records only models for which one of these has changed. With `--add` the catalog's tapes and refusals are kept if this version of the
-recorder has made them, and only missing tapes are recorded; with `--add --retry` also those that were refused. Models of types that
-the installed transformers lacks are not recorded; with `--add` they stay as they are.
+A work folder keeps finished models, keyed by their configuration, the versions, the tape keys and `RECORDING`. A second run records only
+models for which one of these has changed. With `--add`, tapes and refusals of this version of the recorder are kept, and only missing tapes
+are recorded. With `--add --retry`, refused tapes are tried again. Models of types that the installed transformers lacks are not recorded;
+with `--add` they stay as they are.
 """
 
 from __future__ import annotations

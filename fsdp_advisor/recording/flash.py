@@ -88,8 +88,8 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def flash_scratch(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
-    """What FlashAttention's backward allocates beside its results, for q and k of shape (B, T, H, D), k with maybe fewer heads: dq
-    in fp32 with D rounded up, one fp32 value per row and head, and dk and dv for all heads of q if k has fewer.
+    """The temporaries of FlashAttention's backward: dq in fp32 with D rounded up, one fp32 value per row and head, and dk and dv for all
+    heads of q if k has fewer. q and k have shape (B, T, H, D).
     """
     b, t, h, d = q.shape
     rounded = -(-d // HEAD_ROUNDING) * HEAD_ROUNDING
@@ -100,7 +100,7 @@ def flash_scratch(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
 
 
 def cudnn_scratch(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
-    """What cuDNN's backward allocates beside its results, for q of shape (B, T, H, D): dq and a value per row and head, in fp32."""
+    """The temporaries of cuDNN's backward: dq and a value per row and head, in fp32. q has shape (B, T, H, D)."""
     b, t, h, d = q.shape
     return [q.new_empty((b, t, h, d + 1), dtype=torch.float32)]
 

@@ -59,8 +59,8 @@ def on_fake_tensors(recipe: Fp8) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _autocast_of_cpu() -> Iterator[None]:
-    """Context in which converted layers, which ask whether CUDA's autocast is on, get the state of the CPU's. Source: torchao 0.18,
-    float8/float8_linear.py, `Float8Linear.forward`.
+    """Context in which the question whether CUDA's autocast is on, which converted layers ask, is answered by the CPU's. Source: torchao
+    0.18, float8/float8_linear.py, `Float8Linear.forward`.
     """
     enabled = torch.is_autocast_enabled
 
@@ -76,7 +76,9 @@ def _autocast_of_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_kernels() -> Iterator[None]:
-    """Context in which torchao's import is silent about its compiled kernels, which a recording does not run."""
+    """Context in which torchao's import does not warn that its compiled kernels are missing. A recording does not run
+    them.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

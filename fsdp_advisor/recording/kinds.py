@@ -38,7 +38,8 @@ def signature(layer: nn.Module) -> Hashable:
 
 
 def shared_tensors(layers: Sequence[nn.Module]) -> list[Hashable]:
-    """For each layer, a comparable value that tells which of its tensors other layers share, and for which of these it is the first layer.
+    """A value for each layer that is equal for layers with the same sharing: which of its tensors other layers also have, and for which of
+    them it is the first layer.
 
     A tensor that several layers share belongs to the first of them. PEFT's Lily and VeRA have such matrices.
     """
@@ -56,8 +57,8 @@ def shared_tensors(layers: Sequence[nn.Module]) -> list[Hashable]:
 def position_of_reused_keys(layer: nn.Module, position: int) -> int | None:
     """The layer's position if its attention reuses keys and values of another layer, else None.
 
-    Backward sums their gradient over all layers that reuse them, so each of these layers frees what the one after it has allocated, however
-    far apart they are. Gemma 3n and 4 have such layers.
+    Backward sums their gradient over all layers that reuse them. So each of these layers frees what the next one of them has allocated,
+    even if other layers lie between. Gemma 3n and 4 have such layers.
     """
     return position if any(getattr(module, "is_kv_shared_layer", False) for module in layer.modules()) else None
 

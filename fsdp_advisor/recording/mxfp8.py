@@ -1,10 +1,10 @@
 """Linear layers that multiply in MXFP8, by the layer of torchao's prototype (`torchao.prototype.moe_training.mxfp8_linear`, 0.18).
 
-32 neighbouring elements share a scale of one byte. Each product casts both of its operands along the dimension that it sums over: forward
-and the gradient of the input along rows, which a kernel of Triton does, the gradient of the weight and the weight in backward along
-columns, which a kernel of CUDA does. The scales are then copied twice into the layout of the product's kernel, in blocks of 128 x 4, which
-they fill with zeros. Weights, activations and gradients between the layers are in bf16. Autograd saves the operands in bf16 and casts
-them again in backward.
+32 neighbouring elements share a scale of one byte. Each product casts both of its operands along the dimension that it sums over. A kernel
+of Triton casts along rows, for forward and for the gradient of the input. A kernel of CUDA casts along columns, for the gradient of the
+weight and for the weight in backward. The scales are then copied twice into the layout of the product's kernel, in blocks of 128 x 4, which
+they fill with zeros. Weights, activations and gradients between the layers are in bf16. Autograd saves the operands in bf16 and casts them
+again in backward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def linear_in_mxfp8(layer: nn.Linear, mxfp8_linear: type[nn.Linear]) -> nn.Linea
 
 @contextlib.contextmanager
 def kernels_on_fake_tensors() -> Iterator[None]:
-    """Context in which the layers call operators that allocate what torchao's kernels do, which a machine without a GPU does not have."""
+    """Context in which the layers call operators that allocate the same as torchao's kernels. A machine without a GPU does not have these
+    kernels.
+    """
     tensor: Any = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
     kernels: Any = importlib.import_module("torchao.prototype.mx_formats.kernels")
     with (

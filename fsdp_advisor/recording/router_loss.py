@@ -1,9 +1,8 @@
 """The load-balancing loss of a model's routers, which TRL's trainers add to the loss of models with experts.
 
 After the model's own loss, each layer's router logits become a term. The recorded layers stand for more real ones, so each term is a
-segment of its layer. A term allocates what it keeps in two parts: its gradient, which waits for the layer's backward, and the other bytes
-of the probabilities, which the loss's backward frees.
-Source: trl 1.16, trainer/utils.py, `add_fused_lm_head`, and `aux_loss_enabled` of the trainers; transformers 5.23,
+segment of its layer. A term keeps two storages: its gradient until the layer's backward, and the other bytes of the probabilities until the
+loss's backward. Source: trl 1.16, trainer/utils.py, `add_fused_lm_head`, and `aux_loss_enabled` of the trainers; transformers 5.23,
 models/mixtral/modeling_mixtral.py, `load_balancing_loss_func`, and utils/output_capturing.py.
 """
 

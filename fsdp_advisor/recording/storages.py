@@ -135,7 +135,7 @@ class StorageWatch(TorchDispatchMode):
 
 @lru_cache(maxsize=64)
 def _is_made_of_tensors(kind: type) -> bool:
-    """Whether tensors of this class run operators on tensors inside them, as DTensor and torchao's tensors in fp8 and MXFP8 do."""
+    """Whether tensors of this class run operators on tensors inside them. DTensor and torchao's tensors in fp8 and MXFP8 do."""
     return issubclass(kind, DTensor) or kind.__name__ in ("Float8TrainingTensor", "MXTensor")
 
 

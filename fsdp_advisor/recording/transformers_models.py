@@ -274,9 +274,9 @@ def _inputs(config: type, task: str) -> frozenset[str]:
 
 
 def _check_class(name: str, config: Any, values: Mapping[str, Any]) -> None:
-    """Raise UnreadableConfig if `architectures` names a class that transformers lacks and the configuration is not for transformers' model
-    of the same type: if its name has nothing of the type (Grok-2's file has model_type git), or if values of the language model are not in
-    text_config, where transformers reads them (files of LLaVA's own repository).
+    """Raise UnreadableConfig if `architectures` names a class that transformers lacks, and transformers' model of the same `model_type` is
+    another model. This is so if the class is named differently than the type (Grok-2's file has model_type git), or if values of the
+    language model are not in text_config, where transformers reads them (files of LLaVA's own repository).
     """
     begin = re.sub(r"[^a-z]", "", config.model_type.lower())[:3]
     is_flat = "hidden_size" in values and "text_config" not in values and hasattr(config, "text_config")
@@ -349,8 +349,8 @@ def _max_seq_len(config: Any) -> int | None:
 
 
 def _original_max_seq_len(config: Any) -> int | None:
-    """The sequence length above which longrope and dynamic ropes change their frequencies, for which a step allocates one more table of
-    a few kilobytes. None for other ropes.
+    """The sequence length above which longrope and dynamic ropes change their frequencies. A longer step allocates one more table of a few
+    kilobytes. None for other ropes.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("default", "linear", "yarn", "llama3", "proportional"):

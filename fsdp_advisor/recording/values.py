@@ -45,7 +45,7 @@ _SIZED_BY_VALUES = (
 _CHOICE = _aten.topk.default
 """The operator with which routers choose experts."""
 _CONCATENATED = _aten.cat.default
-"""The operator with which GLM-5.3 puts the mask of its tokens beside their keys, whose values are unknown."""
+"""The operator with which GLM-5.3 stores the mask of its tokens next to their keys, whose values are unknown."""
 _EMPTY = (_aten.new_empty.default, _aten.new_empty_strided.default, _aten.empty_like.default)
 """Operators whose result is uninitialized memory. It is assumed to be zeros, so that indices in it exist."""
 _RANDOM = torch.Tag.nondeterministic_seeded

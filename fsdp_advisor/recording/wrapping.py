@@ -61,9 +61,9 @@ def modules_of_lora(source: Source, model: nn.Module) -> list[nn.Module]:
 def units_to_record(source: Source, profile: Profile, key: TapeKey) -> Units | None:
     """The units of the key's wrap policy; None for a unit per layer.
 
-    Raises NotRecordable if PyTorch's own policy selects other modules, or if it is not modelled how units within checkpointed layers gather
-    their parameters again while a layer is recomputed: adapters if not all layers are checkpointed, other units under FSDP1 and in
-    reentrant checkpoints.
+    Raises NotRecordable if PyTorch's own policy selects other modules. It also does if units are within checkpointed layers and it is not
+    modelled how a recomputation gathers them: adapters if not all layers are checkpointed, other units under FSDP1 and in reentrant
+    checkpoints.
     """
     policy = wrap_policy(key.wrap)
     if policy is None:

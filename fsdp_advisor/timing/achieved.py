@@ -253,11 +253,11 @@ def _is_rtx_blackwell(gpu: Gpu) -> bool:
 def _with_flash_2(found: Achieved, gpu: Gpu) -> Achieved:
     """The shares with FlashAttention-2 on Hopper and Blackwell, where `sdpa` runs cuDNN's faster kernels.
 
-    Source: on H100 forward 335 TFLOP/s (FlashAttention-3, arXiv:2407.08608, figure 5), both together 163, 221, 265, 294, 308, 328 at
-    512 ... 16384 tokens (flash2_h100_fwd_bwd_benchmark.png in Dao-AILab/flash-attention). Blackwell runs the same kernel, which does not
-    use the instructions of its tensor cores: the rate of Hopper's multiprocessors, of which the B200 has 148 instead of 132, is 377 and
-    322 TFLOP/s. With 2 x 65,536 tokens of Qwen3-4B and checkpoints, eight B200 took 39.6 s (PrimeIntellect-ai/prime-rl 559b4477,
-    benchmarks/baselines), of which about 34 are attention: 335 TFLOP/s, and 344 at these rates.
+    Source: on H100 forward 335 TFLOP/s (FlashAttention-3, arXiv:2407.08608, figure 5), both together 163, 221, 265, 294, 308, 328 at 512
+    ... 16384 tokens (flash2_h100_fwd_bwd_benchmark.png in Dao-AILab/flash-attention). Blackwell runs the same kernel, which does not use
+    the instructions of its tensor cores. With the rate of Hopper's multiprocessors, 148 instead of 132, a B200 has 377 and 322 TFLOP/s.
+    With 2 x 65,536 tokens of Qwen3-4B and checkpoints, eight B200 took 39.6 s (PrimeIntellect-ai/prime-rl 559b4477, benchmarks/baselines),
+    of which about 34 are attention: 335 TFLOP/s, and 344 at these rates.
     """
     forward, backward = (0.34, 0.29) if gpu.architecture == "hopper" else (0.17, 0.14)
     return replace(

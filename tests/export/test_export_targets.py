@@ -96,8 +96,8 @@ REHEARSED = ("trl", "liger_kernel", "torchao")
 
 
 def test_checked_versions_equal_installed_versions() -> None:
-    """But for LLaMA-Factory, for axolotl, which is installed last and not everywhere, and for TRL, Liger and torchao, which only the
-    tests of rehearsals have.
+    """Not checked: LLaMA-Factory; axolotl, which is installed last and not everywhere; TRL, Liger and torchao, which only the tests of
+    rehearsals have.
     """
     others = {package: VERSIONS[package] for package in ("axolotl", "llamafactory", *REHEARSED)}
     installed = {package: version(package).partition("+")[0] for package in VERSIONS if package not in others}

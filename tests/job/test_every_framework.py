@@ -1,4 +1,4 @@
-"""Every framework is known wherever one is named."""
+"""Each framework has facts, a name and a consumer; where files are merged, it replaces a less specific one."""
 
 from __future__ import annotations
 

@@ -200,8 +200,8 @@ def case_settings(case: dict[str, Any]) -> Settings:
 def test_peaks_of_backward_and_optimizer_equal_those_of_deepspeed(tmp_path: Path) -> None:
     """The highest moment of backward and of the optimizer step, in bytes above the states.
 
-    Stages 1, 2 to the byte but for scalars; stage 3 as far as the loss is the peak. Elsewhere stage 3's gathered parameters
-    are taken at the highest within a layer, wherever in it the tape is at its highest (``within``: relative to the step).
+    Stages 1 and 2 to the byte, except for scalars; stage 3 only while the peak is in the loss. Elsewhere stage 3's gathered parameters are
+    taken at the highest within a layer, wherever in it the tape is at its highest (``within``: relative to the step).
     """
     if not os.environ.get("CI"):
         pytest.importorskip("deepspeed")

@@ -1,5 +1,5 @@
-"""Which questions record a tape for any micro-batch and length, and which a tape for one: the first question, and every question about
-a model whose sizes are no polynomials (linear attention runs in chunks, and pads sequences to whole ones).
+"""Questions that record a tape for any micro-batch and length, and questions that record a tape for one. The latter are the first question
+about a model, and every question about a model whose sizes are no polynomials: linear attention pads sequences to whole chunks.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def tape_of(key: TapeKey, **config: Any) -> Tape:
 
 
 def scratch_of(tape: Tape, segment: Segment) -> list[Polynomial]:
-    """What kernels take for themselves, but for what sums stage."""
+    """The workspaces of kernels, without those of sums."""
     taken = [tape.sizes[a] for op, a, c in segment.events if op == Op.ALLOC and c == Category.SCRATCH]
     return [size for size in taken if not isinstance(size, Staging)]
 

@@ -87,7 +87,9 @@ def marks_of(tape: Tape) -> dict[Mark, tuple[int, int]]:
 
 
 def births_before_marks(tape: Tape) -> dict[Mark, tuple[int, int]]:
-    """Segment of each mark, and how many storages are born in it before, but for what kernels take for themselves."""
+    """The segment of each mark, and the number of storages that are allocated in it before the mark, without the
+    workspaces of kernels.
+    """
     counts = {}
     for (op, unit), (number, at) in marks_of(tape).items():
         before = tape.segments[number].events[:at]

@@ -274,8 +274,8 @@ class DdpStep(StepHooks):
         ]
 
     def rebuilt_buckets(self, tape: Tape) -> Storages:
-        """The buckets from the second step on, in the order in which gradients became ready in the first step, in which one bucket
-        holds all gradients. Empty if DDP searches for unused parameters: then the first bucket stays.
+        """The buckets from the second step on. They follow the order in which gradients became ready in the first step, which has one
+        bucket for all gradients. Empty if DDP searches for unused parameters: then the first bucket stays.
 
         Source: `_ddp_init_helper`, compute_bucket_size_limits; `rebuild_buckets` in reducer.cpp, called at the second forward.
         """

@@ -8,12 +8,12 @@ parameters of a model with fewer than about 5e8 are never freed between forward 
 
 Source: zero/partitioned_param_coordinator.py (DeepSpeed 0.19.8); zero/partition_parameters.py, all_gather_coalesced.
 
-This is the steady state: from the second micro-batch on DeepSpeed has a complete trace of the modules. No trace is ever valid if
-forwards with and without adapters alternate, as where the reference is the model without its adapters, or if the model generates,
+This is the steady state: from the second micro-batch on DeepSpeed has a complete trace of the modules. In two cases no trace is ever valid:
+if forwards with and without adapters alternate, because the reference is the model without its adapters; and if the model generates,
 because TRL removes the modules' hooks meanwhile. With KTO the trace has only the forward of mismatched completions, and is valid for the
-next one, but not for backward. Without a trace nothing is prefetched, and each module frees its parameters after use. Two kinds
-stay longer: the head's weight, which TRL's loss reads outside of its module, so that the whole model's hook gathers it first and no hook
-frees it (`is_external_param`), and frozen weights of a checkpointed layer, which belong to the layer's backward from its recomputation
+next one, but not for backward. Without a trace nothing is prefetched, and each module frees its parameters after use. Two kinds stay
+longer. One is the head's weight (`is_external_param`): TRL's loss reads it outside of its module, so the hook of the whole model gathers it
+first and no hook frees it. The other is frozen weights of a checkpointed layer, which belong to the layer's backward from its recomputation
 on (`update_recompute_parameters`). If the model runs without its adapters between forward and backward, they stay until backward ends
 (`release_backward_leftovers`).
 

@@ -110,8 +110,8 @@ def _own_state(profile: Profile, plan: Plan) -> int:
 
 
 def _gathered_state_bytes(profile: Profile, plan: Plan, *, sharded: bool) -> int:
-    """GPU bytes of gathering the state of the largest unit: one whole state, and a copy of this rank's shard
-    (`_allgather_orig_param_states`); of flat parameters all states, and this rank's rows of them if the state dict is sharded
+    """GPU bytes of gathering the state of the largest unit. With original parameters: one whole state, and a copy of this rank's shard
+    (`_allgather_orig_param_states`). With flat parameters: all states, and this rank's rows of them if the state dict is sharded
     (`_unflatten_optim_state`).
     """
     if (

@@ -122,8 +122,8 @@ class Fsdp1Step(StepHooks):
                 self._unshard(step, step.following, "with next compute")
 
     def post_forward(self, step: StepBuilder, unit: UnitId) -> None:
-        """Free the unit's parameters, except the root's, which stay until backward (`_post_forward_reshard`), and uploaded ones
-        under NO_SHARD, which autograd has saved.
+        """Free the unit's parameters. The root's stay until backward (`_post_forward_reshard`). So do uploaded ones under NO_SHARD, because
+        autograd has saved them.
         """
         if unit not in self._units:
             return

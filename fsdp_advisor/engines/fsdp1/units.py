@@ -72,7 +72,7 @@ def reduced_element_bytes(unit: Unit, plan: Plan) -> int:
 
 
 def _alignment(unit: Unit, plan: Plan) -> int:
-    """The elements to a multiple of which FSDP1 aligns each parameter of a unit."""
+    """FSDP1 aligns each parameter of a unit to a multiple of this number of elements."""
     return ALIGNMENT_BYTES // gathered_element_bytes(unit, plan) if plan.use_orig_params else 1
 
 

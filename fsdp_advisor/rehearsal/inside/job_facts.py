@@ -29,7 +29,7 @@ GENERATION = (
 
 
 def collect(facts: dict[str, Any], module: Any, torch: ModuleType) -> bool:
-    """Add the facts that can be read in this call of a module. Returns whether all facts are known, which is so once the first layer is
+    """Add the facts that can be read in this call of a module. Returns whether all facts are known. They are once the first layer is
     called.
 
     The outermost module shows the engine and the model, the first module without children the batch and the precision.

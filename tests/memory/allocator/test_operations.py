@@ -277,7 +277,9 @@ def test_fsdp1_allocates_gradients_on_the_all_gather_stream() -> None:
 @pytest.mark.parametrize("model", ["google/gemma-3-4b-pt", "google/gemma-3-12b-pt"])
 @pytest.mark.parametrize(("strategy", "backend"), [("ddp", "ddp"), ("zero3", "fsdp2"), ("zero3", "deepspeed")])
 def test_storages_shared_by_layers_are_freed_once(model: str, strategy: str, backend: str) -> None:
-    """Every sixth layer sees all tokens, and one recorded layer stands for many of these: their mask is the root's."""
+    """Layers with full attention share one mask, which the root allocates. One recorded layer stands for many of them,
+    but the mask is freed once.
+    """
     profile, tape, plan = job(model, strategy, backend, activation_checkpointing="full", gradient_accumulation_steps=2)
     steps = operations_of(profile, tape, plan)
     for operations in (steps.first, steps.following):
