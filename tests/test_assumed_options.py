@@ -39,12 +39,18 @@ def test_given_nodes_and_precision_stay() -> None:
 
 
 @pytest.mark.parametrize("framework", ["torchtitan", "axolotl"])
-def test_frameworks_run_with_the_allocator_settings_of_their_launchers(framework: str) -> None:
+def test_the_allocator_setting_of_a_frameworks_launcher_is_assumed(framework: str) -> None:
+    job = {"model": "meta-llama/Llama-3.1-8B", "gpus": 8, "gpu": "H100", "framework": framework}
+    assert settled(make_request(job)).allocator_conf == "expandable_segments:True"
+    assert settled(make_request({**job, "framework": "trainer"})).allocator_conf is None
+
+
+def test_an_assumed_allocator_setting_changes_the_estimate_like_a_given_one() -> None:
     job = {
         "model": "meta-llama/Llama-3.1-8B",
         "gpus": 8,
         "gpu": "H100",
-        "framework": framework,
+        "framework": "axolotl",
         "strategy": "zero3",
         "backend": "fsdp2",
     }
@@ -53,7 +59,6 @@ def test_frameworks_run_with_the_allocator_settings_of_their_launchers(framework
     [without] = estimate(**job, allocator_conf="expandable_segments:False").estimates
     assert assumed.allocator == stated.allocator
     assert assumed.needed_bytes < without.needed_bytes
-    assert settled(make_request({**job, "framework": "trainer"})).allocator_conf is None
 
 
 def test_a_request_constructed_directly_is_taken_as_it_is() -> None:

@@ -106,7 +106,7 @@ def _write_file(options: ExportOptions, consumer: Target, job: Job) -> None:
     for remark in exported.notes:
         note(remark, quiet=quiet)
     if exported.media_type == "application/json":  # JSON has no comments
-        for line in summary(job, *consumer.checked)[1:-1]:
+        for line in summary(job)[1:-1]:
             note(line, quiet=quiet)
     options.file.write(exported.text)
     if options.output is not None:

@@ -12,17 +12,13 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
 
 
-def _adapts_rank(profile: Profile) -> bool:
-    return any(".lora_E." in p.name for p, _ in profile.counted_parameters())
-
-
 def adalora_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     """Why the plan's engine cannot train a model with AdaLoRA; None if it can, or if the model has none.
 
     Each was run: after a reshard the matrices are empty, and PEFT fails. With reentrant checkpointing their gradients are complete twice,
     after the regularization and after the layer, which DDP and DeepSpeed's ZeRO-2 refuse. ZeRO-1 accepts it.
     """
-    if not _adapts_rank(profile):
+    if not any(".lora_E." in p.name for p, _ in profile.counted_parameters()):
         return None
     is_deepspeed = plan.backend == "deepspeed"
     name = label(plan.strategy) if is_deepspeed else BACKEND_NAMES[plan.backend]

@@ -48,7 +48,7 @@ def stepping_refusal(profile: Profile, plan: Plan) -> UsageError | None:
             f"{plan.optim} does not support gradient accumulation: it steps in every backward",
             hint="--gradient-accumulation-steps 1, or another --optim",
         )
-    if plan.world_size > 1 and _updates_on_host(profile, plan):
+    if plan.world_size > 1 and host_elements(profile, plan):
         return UsageError(
             f"{plan.optim} copies gradients to the host in backward, before DDP reduces those of {plan.world_size} GPUs",
             hint="--gpus 1, or --offload optimizer",
@@ -57,10 +57,6 @@ def stepping_refusal(profile: Profile, plan: Plan) -> UsageError | None:
         if parameter.trainable and (failure := optimizer.shard_failure(parameter, shards)) is not None:
             return UsageError(failure, hint="fewer ranks per shard (hsdp), or another --optim")
     return None
-
-
-def _updates_on_host(profile: Profile, plan: Plan) -> bool:
-    return host_elements(profile, plan) > 0
 
 
 def host_elements(profile: Profile, plan: Plan) -> int:

@@ -113,7 +113,7 @@ def wrap_warnings(profile: Profile, plan: Plan) -> list[str]:
     if plan.backend not in ("fsdp1", "fsdp2") or plan.shard_degree == 1 or effective_wrap(profile, plan) == "layer":
         return []
     units = _named_units(profile, plan.without_step)
-    usual = _named_units(profile, _per_layer(plan))
+    usual = _named_units(profile, replace(plan.without_step, wrap="layer"))
     name, largest = max(units, key=lambda unit: unit[1])
     warnings = []
     if largest > COARSE_SHARE * profile.parameters and largest > 2 * max(n for _, n in usual):
@@ -129,7 +129,3 @@ def wrap_warnings(profile: Profile, plan: Plan) -> list[str]:
             f"below {format_count(EFFICIENT_GATHER_ELEMENTS)} are inefficient; use --wrap layer"
         )
     return warnings
-
-
-def _per_layer(plan: Plan) -> Plan:
-    return replace(plan.without_step, wrap="layer")

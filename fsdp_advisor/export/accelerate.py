@@ -22,6 +22,7 @@ from fsdp_advisor.export.constants import (
     DEEPSPEED_FILE,
     HEAD_NODE,
     MIXED,
+    PACKAGES,
     SCRIPT,
     WRAP_POLICY,
 )
@@ -54,7 +55,7 @@ def config_unsupported(job: Job) -> str | None:
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
     """The configuration, and notes on what it cannot set."""
-    return yaml_text(_config(job), job, *TARGET.checked), tuple(_notes(job))
+    return yaml_text(_config(job), job, *PACKAGES["accelerate"]), tuple(_notes(job))
 
 
 def _config(job: Job) -> dict[str, Any]:
@@ -228,7 +229,6 @@ TARGET = Target(
     description="accelerate launch configuration (YAML)",
     file_name=ACCELERATE_FILE,
     media_type="application/yaml",
-    checked=("accelerate", "transformers", "torch"),
     unsupported=config_unsupported,
     write=write,
     usage=usage,

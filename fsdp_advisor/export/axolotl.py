@@ -14,7 +14,7 @@ from fsdp_advisor.export.adapters import lora, lora_limit
 from fsdp_advisor.export.batches import axolotl_keys as batch_keys
 from fsdp_advisor.export.batches import axolotl_limit
 from fsdp_advisor.export.checkpointing import checkpointing_limit
-from fsdp_advisor.export.constants import AXOLOTL_FILE, NVME_NOTE, WRAP_POLICY
+from fsdp_advisor.export.constants import AXOLOTL_FILE, NVME_NOTE, PACKAGES, WRAP_POLICY
 from fsdp_advisor.export.evaluation import evaluation_limit
 from fsdp_advisor.export.header import yaml_text
 from fsdp_advisor.export.job import Job
@@ -74,7 +74,7 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
         notes.append("leave liger_rope out for GLM-4, whose positions Liger does not compute")
     if job.offloads_to_nvme:
         notes.append(NVME_NOTE)
-    return yaml_text(_config(job), job, *TARGET.checked), tuple(notes)
+    return yaml_text(_config(job), job, *PACKAGES["axolotl"]), tuple(notes)
 
 
 def _config(job: Job) -> dict[str, Any]:
@@ -175,7 +175,6 @@ TARGET = Target(
     description="axolotl configuration (YAML)",
     file_name=AXOLOTL_FILE,
     media_type="application/yaml",
-    checked=("axolotl",),
     unsupported=unsupported,
     write=write,
     usage=usage,

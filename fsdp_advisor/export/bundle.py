@@ -29,6 +29,7 @@ from fsdp_advisor.export.constants import (
     LINES_FILE,
     LLAMAFACTORY_FILE,
     NVME_NOTE,
+    PACKAGES,
     README_FILE,
     SCRIPT,
     SLURM_FILE,
@@ -40,19 +41,19 @@ from fsdp_advisor.export.header import plan_items, prediction_items, printable_l
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import loss_limit
 from fsdp_advisor.export.rendering import render
-from fsdp_advisor.export.scripts import PACKAGES, training_script
+from fsdp_advisor.export.scripts import training_script
 from fsdp_advisor.export.target import Target, with_environment
 
-_LAUNCHERS: dict[Consumer, tuple[str, tuple[str, ...]]] = {
-    "torch": ("torchrun.sh", ("torch",)),
-    "trainer": ("torchrun.sh", ("torch",)),
-    "accelerate": ("accelerate-launch.sh", ("accelerate", "torch")),
-    "deepspeed": ("deepspeed-launch.sh", ("deepspeed", "torch")),
-    "axolotl": (launch.AXOLOTL_SCRIPT, ("axolotl",)),
-    "trl": ("torchrun.sh", ("trl", "torch")),
-    "llamafactory": ("torchrun.sh", ("llamafactory", "torch")),
+_LAUNCH_SCRIPTS: dict[Consumer, str] = {
+    "torch": "torchrun.sh",
+    "trainer": "torchrun.sh",
+    "accelerate": "accelerate-launch.sh",
+    "deepspeed": "deepspeed-launch.sh",
+    "axolotl": launch.AXOLOTL_SCRIPT,
+    "trl": "torchrun.sh",
+    "llamafactory": "torchrun.sh",
 }
-"""Consumer -> (its launch script, packages whose versions that script names)."""
+"""Consumer -> its launch script."""
 
 _NO_MODEL = "a bare parameter count is not a model to launch"
 _WITHOUT_SCRIPT: tuple[Consumer, ...] = ("axolotl", "trl", "llamafactory")
@@ -102,11 +103,11 @@ def bundle(target: Target, job: Job) -> Bundle:
     if job.task is None:
         raise UsageError(_NO_MODEL, hint="-o FILE writes the configuration alone")
     consumer = _consumer(target, job)
-    starter, packages = _LAUNCHERS[consumer]
+    starter = _LAUNCH_SCRIPTS[consumer]
     files = {
         **_configuration(job, consumer),
         **_script(job, consumer, with_environment(job, f"bash {starter}")),
-        starter: launch.launch_script(job, starter, packages, consumer, target.name),
+        starter: launch.launch_script(job, starter, consumer, target.name),
         **_several_nodes(job, consumer, target),
     }
     notes = tuple(_notes(job, consumer))
@@ -133,7 +134,7 @@ def start_command(target: Target, job: Job, folder: str) -> str:
         return f"cd {folder} && sbatch {SLURM_FILE}"
     consumer = _consumer(target, job)
     one_node = job.plan.nnodes == 1 or consumer == "deepspeed"  # DeepSpeed's launcher starts the other nodes itself
-    return f"bash {folder}{_LAUNCHERS[consumer][0]}" + (
+    return f"bash {folder}{_LAUNCH_SCRIPTS[consumer]}" + (
         "" if one_node else f"  # on each of the {job.plan.nnodes} nodes"
     )
 
@@ -202,7 +203,7 @@ def _several_nodes(job: Job, consumer: Consumer, target: Target) -> dict[str, st
     plan = job.plan
     files = {}
     if plan.nnodes > 1 or target.name == "sbatch":
-        files[SLURM_FILE] = launch.launch_script(job, SLURM_FILE, PACKAGES[consumer], consumer, target.name)
+        files[SLURM_FILE] = launch.launch_script(job, SLURM_FILE, consumer, target.name)
     if plan.nnodes > 1 and consumer == "deepspeed":
         nodes = range(1, plan.nnodes + 1)
         files[HOST_FILE] = "".join(f"node-{number} slots={plan.ranks_per_node}\n" for number in nodes)

@@ -26,6 +26,17 @@ compared with the classes of these versions.
 Consumer = Literal["torch", "accelerate", "deepspeed", "trainer", "axolotl", "trl", "llamafactory"]
 """The library whose training loop runs a job."""
 
+PACKAGES: dict[Consumer, tuple[str, ...]] = {
+    "torch": ("torch", "transformers"),
+    "accelerate": ("accelerate", "transformers", "torch"),
+    "deepspeed": ("deepspeed", "transformers", "torch"),
+    "trainer": ("transformers", "accelerate", "torch"),
+    "axolotl": ("axolotl",),
+    "trl": ("trl",),
+    "llamafactory": ("llamafactory",),
+}
+"""Consumer -> the packages whose versions its files name."""
+
 # Files, addresses and training values
 
 SCRIPT = "train.py"

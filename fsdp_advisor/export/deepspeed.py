@@ -206,7 +206,6 @@ TARGET = Target(
     description="DeepSpeed configuration (JSON)",
     file_name=DEEPSPEED_FILE,
     media_type="application/json",
-    checked=("deepspeed", "torch"),
     unsupported=unsupported,
     write=write,
     usage=_usage,

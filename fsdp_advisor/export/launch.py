@@ -18,6 +18,7 @@ from fsdp_advisor.export.constants import (
     AXOLOTL_FILE,
     DEEPSPEED_FILE,
     LLAMAFACTORY_FILE,
+    PACKAGES,
     RENDEZVOUS_PORT,
     SCRIPT,
     SLURM_FILE,
@@ -85,12 +86,12 @@ def torchtitan_line(plan: Plan) -> str:
     return f"{start} --module MODULE --config CONFIG {words}"
 
 
-def launch_script(job: Job, file_name: str, packages: tuple[str, ...], consumer: Consumer, target: str) -> str:
+def launch_script(job: Job, file_name: str, consumer: Consumer, target: str) -> str:
     """The text of a launch script. `target` is the export that writes the files next to it."""
     plan = job.plan
     return render(
         f"{file_name}.jinja",
-        header=header(job, *packages),
+        header=header(job, *PACKAGES[consumer]),
         script=SCRIPT,
         program=program(consumer, plan.task),
         consumer=consumer,
@@ -116,17 +117,17 @@ def _any_script(job: Job) -> str | None:
 
 
 def _any_launcher(job: Job) -> str | None:
-    """None for every job, because Slurm can start every launcher."""
+    """Why no launcher can start a training script for the job; None if one can. Slurm can start every launcher."""
     return script_loss_limit(job) or script_batch_limit(job)
 
 
 def _target(
-    name: str, description: str, file_name: str, *packages: str, starts_with: str = "bash",
+    name: str, description: str, file_name: str, *, starts_with: str = "bash",
     unsupported: Callable[[Job], str | None], backend: str | None = None, framework: Framework = "torch",
     consumer: Consumer | None = None, place: str = "its own folder",
 ) -> Target:  # fmt: skip
     def write(job: Job) -> tuple[str, tuple[str, ...]]:
-        text = launch_script(job, file_name, packages, consumer_of(job.plan), name)
+        text = launch_script(job, file_name, consumer or consumer_of(job.plan), name)
         return text, (f"it starts {SCRIPT} in {place} and passes its command-line arguments on to it",)
 
     return Target(
@@ -134,7 +135,6 @@ def _target(
         description=description,
         file_name=file_name,
         media_type="text/x-shellscript",
-        checked=packages,
         unsupported=unsupported,
         write=write,
         usage=lambda job, file: f"{starts_with} {file}",
@@ -144,16 +144,16 @@ def _target(
     )
 
 
-TORCHRUN = _target("torchrun", "torchrun launch line (shell)", "torchrun.sh", "torch", unsupported=_any_script)
+TORCHRUN = _target("torchrun", "torchrun launch line (shell)", "torchrun.sh", unsupported=_any_script)
 ACCELERATE = _target(
-    "accelerate-launch", "accelerate launch line (shell)", "accelerate-launch.sh", "accelerate", "torch",
+    "accelerate-launch", "accelerate launch line (shell)", "accelerate-launch.sh",
     unsupported=accelerate.config_unsupported, framework="accelerate", consumer="accelerate",
 )  # fmt: skip
 DEEPSPEED = _target(
-    "deepspeed-launch", "deepspeed launch line (shell)", "deepspeed-launch.sh", "deepspeed", "torch",
+    "deepspeed-launch", "deepspeed launch line (shell)", "deepspeed-launch.sh",
     unsupported=deepspeed.unsupported, backend="deepspeed", framework="deepspeed",
 )  # fmt: skip
 SBATCH = _target(
-    "sbatch", "Slurm batch script (shell)", SLURM_FILE, "torch", starts_with="sbatch", unsupported=_any_launcher,
+    "sbatch", "Slurm batch script (shell)", SLURM_FILE, starts_with="sbatch", unsupported=_any_launcher,
     place="the folder where it is submitted",
 )  # fmt: skip

@@ -12,7 +12,7 @@ from fsdp_advisor.export import accelerate, deepspeed, trainer
 from fsdp_advisor.export.adapters import lora, lora_limit, weights
 from fsdp_advisor.export.batches import llamafactory_keys, llamafactory_limit
 from fsdp_advisor.export.checkpointing import checkpointing_limit
-from fsdp_advisor.export.constants import LLAMAFACTORY_FILE, NVME_NOTE
+from fsdp_advisor.export.constants import LLAMAFACTORY_FILE, NVME_NOTE, PACKAGES
 from fsdp_advisor.export.evaluation import evaluation_limit
 from fsdp_advisor.export.header import yaml_text
 from fsdp_advisor.export.job import Job
@@ -85,7 +85,7 @@ def _task_limit(job: Job) -> str | None:
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
     """The configuration, and notes on what it cannot set."""
-    return yaml_text(_config(job), job, *TARGET.checked), tuple(notes(job))
+    return yaml_text(_config(job), job, *PACKAGES["llamafactory"]), tuple(notes(job))
 
 
 def notes(job: Job) -> list[str]:
@@ -167,7 +167,6 @@ TARGET = Target(
     description="LLaMA-Factory configuration (YAML)",
     file_name=LLAMAFACTORY_FILE,
     media_type="application/yaml",
-    checked=("llamafactory",),
     unsupported=unsupported,
     write=write,
     usage=lambda job, file: torchrun_line(job, f"-m llamafactory.launcher {file}"),

@@ -11,7 +11,7 @@ from fsdp_advisor.export.adapters import packages as adapting_packages
 from fsdp_advisor.export.adapters import template_values, weights
 from fsdp_advisor.export.batches import batch_limit
 from fsdp_advisor.export.checkpointing import checkpointing_call, saves_on_host, script_checkpointing_limit
-from fsdp_advisor.export.constants import HEAD_NODE, RENDEZVOUS_PORT, SCRIPT
+from fsdp_advisor.export.constants import HEAD_NODE, PACKAGES, RENDEZVOUS_PORT, SCRIPT
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import NO_MODEL, needs_fsdp2, optimizer_limit
@@ -50,13 +50,13 @@ def _unsupported(job: Job, backend: Backend) -> str | None:
     )
 
 
-def _write(job: Job, checked: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+def _write(job: Job) -> tuple[str, tuple[str, ...]]:
     plan = job.plan
     optimizer = optimizer_of(plan).script
     assert job.task is not None and not isinstance(optimizer, Refusal)
     text = render(
         "train.py.jinja",
-        header=header(job, *checked, *adapting_packages(job), *loss_packages(job), *_step_packages(plan)),
+        header=header(job, *PACKAGES["torch"], *adapting_packages(job), *loss_packages(job), *_step_packages(plan)),
         launch=with_environment(job, torchrun_line(job, SCRIPT)),
         script=SCRIPT,
         plan=plan,
@@ -107,15 +107,13 @@ def torchrun_line(job: Job, file: str) -> str:
 
 
 def _target(name: Literal["ddp", "fsdp2"], description: str, *, backend: str | None = None) -> Target:
-    packages = ("torch", "transformers")
     return Target(
         name=name,
         description=description,
         file_name=SCRIPT,
         media_type="text/x-python",
-        checked=packages,
         unsupported=lambda job: _unsupported(job, name),
-        write=lambda job: _write(job, packages),
+        write=_write,
         usage=torchrun_line,
         consumer="torch",
         backend=backend,

@@ -17,7 +17,7 @@ from fsdp_advisor.export import accelerate, deepspeed
 from fsdp_advisor.export.adapters import packages as adapting_packages
 from fsdp_advisor.export.adapters import template_values, weights
 from fsdp_advisor.export.checkpointing import checkpointing_call, is_of_model, saves_on_host
-from fsdp_advisor.export.constants import DEEPSPEED_FILE, LINES_FILE, SCRIPT, Consumer
+from fsdp_advisor.export.constants import DEEPSPEED_FILE, LINES_FILE, PACKAGES, SCRIPT, Consumer
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.losses import packages as loss_packages
@@ -29,17 +29,6 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.tasks import AUTO_CLASSES
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.policies.optimizers.interface import Constructor
-
-PACKAGES: dict[Consumer, tuple[str, ...]] = {
-    "torch": ("torch", "transformers"),
-    "accelerate": ("accelerate", "transformers", "torch"),
-    "deepspeed": ("deepspeed", "transformers", "torch"),
-    "trainer": ("transformers", "accelerate", "torch"),
-    "axolotl": ("axolotl",),
-    "trl": ("trl",),
-    "llamafactory": ("llamafactory",),
-}
-"""Consumer -> packages whose versions its script names."""
 
 
 def training_script(job: Job, consumer: Consumer, launch: str) -> tuple[str, str]:

@@ -33,7 +33,6 @@ class Exported:
 class Target:
     """A consumer: its name, its file, which jobs it supports, and the function that writes the file.
 
-    - `checked`: the packages whose versions the header names.
     - `unsupported(job)`: why the consumer cannot train the job with an unpacked base, as the end of the sentence "NAME
       cannot do this: ..."; None if it can.
     - `write(job)`: the text of the file, and notes.
@@ -51,7 +50,6 @@ class Target:
     description: str
     file_name: str
     media_type: str
-    checked: tuple[str, ...]
     unsupported: Callable[[Job], str | None]
     write: Callable[[Job], tuple[str, tuple[str, ...]]]
     usage: Callable[[Job, str], str]

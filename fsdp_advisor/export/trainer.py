@@ -15,11 +15,7 @@ from fsdp_advisor.export.adapters import packages as adapting_packages
 from fsdp_advisor.export.adapters import template_values
 from fsdp_advisor.export.batches import FLATTENING_NOTE, batch_limit
 from fsdp_advisor.export.checkpointing import checkpointing_limit, is_of_model, keywords
-from fsdp_advisor.export.constants import (
-    ARGUMENTS_FILE,
-    NVME_NOTE,
-    WRAP_POLICY,
-)
+from fsdp_advisor.export.constants import ARGUMENTS_FILE, NVME_NOTE, PACKAGES, WRAP_POLICY
 from fsdp_advisor.export.evaluation import evaluation_arguments, evaluation_notes
 from fsdp_advisor.export.header import header
 from fsdp_advisor.export.job import Job
@@ -50,7 +46,7 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
     plan = job.plan
     text = render(
         "trainer.py.jinja",
-        header=header(job, *TARGET.checked, *adapting_packages(job), *loss_packages(job)),
+        header=header(job, *PACKAGES["trainer"], *adapting_packages(job), *loss_packages(job)),
         model=job.model_name,
         auto=AUTO_CLASSES[job.task or ""],
         model_arguments=model_arguments(job),
@@ -146,7 +142,6 @@ TARGET = Target(
     description="Hugging Face TrainingArguments (Python)",
     file_name=ARGUMENTS_FILE,
     media_type="text/x-python",
-    checked=("transformers", "accelerate", "torch"),
     unsupported=unsupported,
     write=write,
     usage=lambda job, file: f"from {PurePath(file).stem} import training_arguments",

@@ -13,7 +13,7 @@ from fsdp_advisor.export import accelerate, trainer
 from fsdp_advisor.export.adapters import lora, lora_limit, weights
 from fsdp_advisor.export.batches import UNTRUNCATED_NOTE, trl_keys
 from fsdp_advisor.export.checkpointing import checkpointing_limit
-from fsdp_advisor.export.constants import NVME_NOTE, TRL_FILE
+from fsdp_advisor.export.constants import NVME_NOTE, PACKAGES, TRL_FILE
 from fsdp_advisor.export.header import yaml_text
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import NO_MODEL
@@ -72,7 +72,7 @@ def unsupported(job: Job) -> str | None:
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
     """The configuration, and notes on what it cannot set."""
-    return yaml_text(_config(job), job, *TARGET.checked), tuple(notes(job))
+    return yaml_text(_config(job), job, *PACKAGES["trl"]), tuple(notes(job))
 
 
 def notes(job: Job) -> list[str]:
@@ -193,7 +193,6 @@ TARGET = Target(
     description="configuration of TRL's sft, dpo, kto, reward or grpo (YAML)",
     file_name=TRL_FILE,
     media_type="application/yaml",
-    checked=("trl",),
     unsupported=unsupported,
     write=write,
     usage=lambda job, file: torchrun_line(job, f"-m trl.scripts.{job.plan.task} --config {file}"),

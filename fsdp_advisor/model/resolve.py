@@ -52,14 +52,9 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
         return replace(found, weights=str(path.parent.resolve()))
     if _count_shaped(wanted):
         return _counted(wanted)
-    named = catalog.by_short_name(wanted)
     is_path = allow_paths and _PATH_SHAPED.match(wanted) is not None
-    if not named and not is_path and "/" not in wanted and (lacking := catalog.lacking(wanted)) is not None:
-        raise UnknownModel(wanted[:200], hint=hint(lacking))
-    if named or (not is_path and (named := catalog.by_words(wanted))):
-        if len(named) > 1:
-            raise UnknownModel(wanted[:200], hint=_which(named, wanted))
-        return _catalogued(named[0], wanted, allow_recording)
+    if (entry := _by_part_of_name(wanted, is_path)) is not None:
+        return _catalogued(entry, wanted, allow_recording)
     if is_path:
         raise UnknownModel(wanted[:200], hint="there is no such file or directory")
     if not allow_hub or not hub.can_be_repo_id(wanted):
@@ -70,11 +65,22 @@ def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allo
     return resolve_config(data, wanted, "hub", notes)
 
 
-def _which(named: list[catalog.Entry], wanted: str) -> str:
-    """A hint that lists the models whose names contain the words of `wanted`."""
-    most = 6
-    more = f" and {len(named) - most} more, which `fsdp-advisor models` lists" if len(named) > most else ""
-    return f"several models have this name: {', '.join(catalog.name_with_words(entry, wanted) for entry in named[:most])}{more}"
+def _by_part_of_name(wanted: str, is_path: bool) -> catalog.Entry | None:
+    """The one model of the catalog with this name after its owner, or with these words in its name; None if there is none.
+
+    Raises UnknownModel if there are several, or if it is known why the catalog lacks the model.
+    """
+    named = catalog.by_short_name(wanted)
+    if not named and not is_path:
+        if "/" not in wanted and (lacking := catalog.lacking(wanted)) is not None:
+            raise UnknownModel(wanted[:200], hint=hint(lacking))
+        named = catalog.by_words(wanted)
+    if len(named) > 1:
+        most = 6
+        names = ", ".join(catalog.name_with_words(entry, wanted) for entry in named[:most])
+        more = f" and {len(named) - most} more, which `fsdp-advisor models` lists" if len(named) > most else ""
+        raise UnknownModel(wanted[:200], hint=f"several models have this name: {names}{more}")
+    return named[0] if named else None
 
 
 def is_count(name: str) -> bool:

@@ -147,7 +147,10 @@ class FlatUnit:
 
 
 def alignment(itemsize: int) -> int:
-    """FSDP1 with `use_orig_params` aligns parameters to a multiple of this number of elements. Source: `_get_aligned_numel` (torch 2.13)."""
+    """FSDP1 with `use_orig_params` aligns parameters to a multiple of this number of elements.
+
+    Source: `_get_aligned_numel` (torch 2.13).
+    """
     return 16 // itemsize
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +82,22 @@ def _varlen_flops(query: torch.Tensor, value: torch.Tensor, sequences: int, prod
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
-    """The work of one ATen operator. Views cost nothing."""
-    name = func._schema.name
+    """The work of one operator. Views cost nothing."""
+    known = _work_by_name(func._schema.name, args)
+    if known is not None:
+        return known
+    if (count := flop_registry.get(func._overloadpacket)) is not None:
+        return Work(matmul_flops=int(count(*args, **kwargs, out_val=result)), operators=1)
+    inputs = {t.untyped_storage()._cdata: t for t in tensors_in((*args, *kwargs.values()))}
+    outputs = tensors_in(result)
+    is_view = not func._schema.is_mutable and all(o.untyped_storage()._cdata in inputs for o in outputs)
+    if not outputs or is_view:
+        return NONE
+    return Work(traffic_bytes=_n_bytes(inputs.values()) + _n_bytes(outputs), operators=1)
+
+
+def _work_by_name(name: str, args: tuple[Any, ...]) -> Work | None:
+    """The work of attention and of operators that a recording defines; None for other operators."""
     if name in _ATTENTION:
         query, value, products = _ATTENTION[name]
         return Work(attention_flops=_attention_flops(args[query], args[value], products), operators=1)
@@ -94,36 +109,29 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         query, value, sequences, products = _VARLEN[name]
         flops = _varlen_flops(args[query], args[value], args[sequences], products)
         return Work(attention_flops=flops, operators=1)
-    if name == "fsdp_advisor::attention_kernel":
-        return Work(attention_flops=args[2] * 2 * args[0].numel() * args[1], operators=1)
-    if name == "fsdp_advisor::linear_attention_kernel":
-        return Work(attention_flops=args[1], traffic_bytes=sum(t.numel() * t.element_size() for t in args[0]))
-    if name == "fsdp_advisor::fused_kernel":
-        traffic = sum(t.numel() * t.element_size() for tensors in args[:2] for t in tensors)
-        return Work(matmul_flops=sum(args[2:]), traffic_bytes=traffic, operators=1)
-    if name == "fsdp_advisor::mxfp8_rows":
-        return Work(traffic_bytes=sum(t.numel() * t.element_size() for t in args), operators=1)
-    if name in ("fsdp_advisor::allocation", "aten::empty_strided"):  # the latter allocates in Inductor's code
-        return NONE
-    if name == "aten::_grouped_mm":
-        rows, inner = args[0].shape[-2], args[0].shape[-1]
-        return Work(matmul_flops=2 * rows * inner * args[1].shape[-1], operators=1)
-    if name == "fsdp_advisor::loss_product":
-        logits = args[0].shape[0] * args[1].shape[0]
-        return Work(matmul_flops=2 * logits * args[0].shape[1], traffic_bytes=logits * args[2], operators=1)
-    packet = func._overloadpacket
-    if packet in flop_registry:
-        flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
-        return Work(matmul_flops=flops, operators=1)
-    outputs = tensors_in(result)
-    if not outputs:
-        return NONE
-    inputs = {t.untyped_storage()._cdata: t for t in tensors_in((*args, *kwargs.values()))}
-    if not func._schema.is_mutable and all(o.untyped_storage()._cdata in inputs for o in outputs):
-        return NONE
-    read = sum(t.numel() * t.element_size() for t in inputs.values())
-    written = sum(t.numel() * t.element_size() for t in outputs)
-    return Work(traffic_bytes=read + written, operators=1)
+    match name.removeprefix("fsdp_advisor::"):
+        case "attention_kernel":
+            return Work(attention_flops=args[2] * 2 * args[0].numel() * args[1], operators=1)
+        case "linear_attention_kernel":
+            return Work(attention_flops=args[1], traffic_bytes=_n_bytes(args[0]))
+        case "fused_kernel":
+            return Work(matmul_flops=sum(args[2:]), traffic_bytes=_n_bytes(args[0]) + _n_bytes(args[1]), operators=1)
+        case "mxfp8_rows":
+            return Work(traffic_bytes=_n_bytes(args), operators=1)
+        case "loss_product":
+            logits = args[0].shape[0] * args[1].shape[0]
+            return Work(matmul_flops=2 * logits * args[0].shape[1], traffic_bytes=logits * args[2], operators=1)
+        case "aten::_grouped_mm":
+            rows, inner = args[0].shape[-2:]
+            return Work(matmul_flops=2 * rows * inner * args[1].shape[-1], operators=1)
+        case "allocation" | "aten::empty_strided":  # the latter allocates in Inductor's code
+            return NONE
+        case _:
+            return None
+
+
+def _n_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)
 
 
 def rows_and_columns(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:

@@ -21,7 +21,8 @@ from fsdp_advisor.advice import recommend
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.export import TARGETS, Job, export, find
 from fsdp_advisor.export.choice import NothingFits, report_for
-from fsdp_advisor.export.constants import VERSIONS
+from fsdp_advisor.export.constants import PACKAGES, VERSIONS
+from fsdp_advisor.export.launch import consumer_of
 from fsdp_advisor.job.adaptation import Adaptation
 from fsdp_advisor.job.optimizers import limit_of
 from fsdp_advisor.job.parsing import make_request
@@ -78,7 +79,9 @@ def test_header_states_prediction_and_checked_versions(target: str) -> None:
     assert rest[0] == "# Environment: no variables."
     assert rest[1] == "# Predicted peak per GPU: 23.24 GiB in tensors; H100-80GB has 79.19 GiB, margin 70.6 %."
     assert rest[2] == "# Predicted host memory per node: 8.00 GiB in training."
-    assert all(f"{package} {VERSIONS[package]}" in rest[4] for package in TARGETS[target].checked)
+    assert all(
+        f"{package} {VERSIONS[package]}" in rest[4] for package in PACKAGES[TARGETS[target].consumer or consumer_of(p)]
+    )
 
 
 @pytest.mark.parametrize("target", ["trl", "axolotl", "llamafactory", "trainer"])

@@ -301,7 +301,9 @@ def adapted(framework: str, backend: str) -> dict[str, SaveMethod]:
     ("framework", "backend"), [("trainer", "fsdp1"), ("trainer", "fsdp2"), ("torch", "fsdp1"), ("torch", "fsdp2")]
 )
 def test_a_file_of_adapters_does_not_show_what_is_gathered(framework: str, backend: str) -> None:
-    """FSDP1 gathers the whole model, and so does accelerate under FSDP2. With `ignore_frozen_params` PyTorch leaves out frozen parameters."""
+    """FSDP1 gathers the whole model, and so does accelerate under FSDP2. With
+    `ignore_frozen_params` PyTorch leaves out frozen parameters.
+    """
     methods = adapted(framework, backend)
     adapters = only_files(methods["full"]).tensor_bytes
     assert adapters == only_files(methods["sharded"]).tensor_bytes * 8 == 4 * 1_703_936
