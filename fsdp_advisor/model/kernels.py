@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.choices import Attention, Fp8, Framework
@@ -71,8 +71,17 @@ def has_long_loop(profile: Profile, seq_len: int) -> bool:
     return has_loop(profile) and seq_len > MOST_ITERATIONS * TOKENS_OF_ITERATION[_model_type(profile)]
 
 
+def iteration_tokens(config: Mapping[str, object]) -> int:
+    """The tokens of one iteration of the loop that a model of this configuration runs where kernels are missing; 0 if it has none."""
+    return TOKENS_OF_ITERATION.get(_type_of(config), 0)
+
+
+def _type_of(config: Mapping[str, object]) -> str:
+    return str(config.get("model_type")).removesuffix("_text")
+
+
 def _model_type(profile: Profile) -> str:
-    return str(profile.config.get("model_type")).removesuffix("_text")
+    return _type_of(profile.config)
 
 
 def called_packages(profile: Profile) -> tuple[str, ...]:

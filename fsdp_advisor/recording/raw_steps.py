@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 
 from fsdp_advisor.errors import NotPolynomial
 from fsdp_advisor.model.tape import (
@@ -120,6 +120,17 @@ def operators(works: list[Work]) -> int:
     return sum(work.operators for work in works)
 
 
+def frees_in_order(events: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The events, with storages that are freed together sorted by birth. (Autocast frees its cache in the order of addresses, which
+    varies.)
+    """
+    ordered: list[tuple[int, int, int]] = []
+    for are_frees, group in groupby(events, key=lambda event: event[0] == Op.FREE):
+        together = list(group)
+        ordered += sorted(together) if are_frees else together
+    return ordered
+
+
 @dataclass(frozen=True)
 class Fitted:
     """The polynomials of a tape: the sizes of all storages in order of allocation, the columns of the workspaces of sums, the bytes of
@@ -185,6 +196,11 @@ def fit_confirmed(raw_steps: dict[tuple[int, int], RawStep], chunks: tuple[int, 
 def constant(raw_step: RawStep) -> Fitted:
     """The sizes of one recording, which are valid at its own (B, T)."""
     return _fitted(raw_step, [(value, 0, 0, 0, 0, 0) for value in raw_step.totals])
+
+
+def is_equal(one: RawStep, other: RawStep) -> bool:
+    """Whether two steps at one (B, T) have the same events in the same order, with the same sizes and work."""
+    return storages_of(one) == storages_of(other) and one.totals == other.totals
 
 
 def check_order(raw_steps: Sequence[RawStep]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable
 
 import torch
 
 from fsdp_advisor.model.tape import ROOT, Category, Op, TapePhase
-from fsdp_advisor.recording.raw_steps import RawSegment, RawStep, RawStorage
+from fsdp_advisor.recording.raw_steps import RawSegment, RawStep, RawStorage, frees_in_order
 from fsdp_advisor.recording.scoring import scoring_phase
 from fsdp_advisor.recording.tiles import current_parts, current_tile
 
@@ -117,16 +116,5 @@ class StepEvents:
         for number in self._alive.values():
             self._storages[number].outlives_phase()
         for segment in self._segments:
-            segment.events = _frees_in_order(segment.events)
+            segment.events = frees_in_order(segment.events)
         return RawStep(self._segments, self._storages)
-
-
-def _frees_in_order(events: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The events, with storages that are freed together sorted by birth. (Autocast frees its cache in the order of addresses, which
-    varies.)
-    """
-    ordered: list[tuple[int, int, int]] = []
-    for are_frees, group in itertools.groupby(events, key=lambda event: event[0] == Op.FREE):
-        together = list(group)
-        ordered += sorted(together) if are_frees else together
-    return ordered

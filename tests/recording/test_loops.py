@@ -1,0 +1,58 @@
+"""Steps with a loop over the sequence, made from short sequences: equal to recordings of long ones, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from fsdp_advisor.model.tape import Tape
+from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeEngine, TapeKey
+from fsdp_advisor.recording import recorder
+from fsdp_advisor.recording.loops import NotRepeated
+from fsdp_advisor.recording.recorder import Recorder
+from fsdp_advisor.recording.transformers_models import TransformersSource
+
+MAMBA = {
+    "model_type": "mamba", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "state_size": 4, "time_step_rank": 2,
+    "vocab_size": 320,
+}  # fmt: skip
+LENGTH = 270
+"""A little more than the shortest sequence that is made from shorter ones."""
+
+
+def tape(engine: TapeEngine, checkpointing: TapeCheckpointing, length: int) -> Tape:
+    key = TapeKey(
+        engine, "bf16-mixed", "eager", checkpointing, True, device="gpu", without_packages="mamba-ssm,causal-conv1d", at=(1, length)
+    )  # fmt: skip
+    return Recorder(TransformersSource(MAMBA, name="mamba", task="causal-lm")).tape(key)
+
+
+def refuse(*_: Any) -> None:
+    raise NotRepeated
+
+
+@pytest.mark.parametrize(("engine", "checkpointing"), [("plain", "none"), ("fsdp2", "full")])
+def test_step_made_from_short_sequences_is_that_of_the_long_one(
+    engine: TapeEngine, checkpointing: TapeCheckpointing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    of_short_sequences = recorder.with_iterations
+
+    def counted(steps: Any, more: int) -> Any:
+        made.append(more)
+        return of_short_sequences(steps, more)
+
+    monkeypatch.setattr(recorder, "with_iterations", counted)
+    from_short = tape(engine, checkpointing, LENGTH)
+    assert made[-1] == LENGTH - recorder.LOOPS[0]
+    monkeypatch.setattr(recorder, "with_iterations", refuse)
+    recorded = tape(engine, checkpointing, LENGTH)
+    assert (recorded.sizes, recorded.segments) == (from_short.sizes, from_short.segments)
+
+
+def test_short_sequence_is_recorded_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "with_iterations", refuse)
+    assert tape("plain", "none", 8).segments
