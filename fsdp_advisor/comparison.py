@@ -18,16 +18,23 @@ from fsdp_advisor.strategy_estimate import StrategyEstimate
 _TOGETHER = (("gpus", "nnodes"), ("strategy", "backend", "offload", "offload_device"))
 """Options that make sense only together. Every other option is a difference of its own."""
 _WITHOUT_EFFECT = {"reserved"}
+_OF_TRAINERS = {"Trainer arguments", "TRL"}
+"""Formats whose files leave sharding to a launcher's configuration."""
 _HARDWARE = {"gpu", "gpus", "nnodes", "interconnect", "host_memory"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two jobs: its request with every option decided, and its row of the report."""
+    """One of the two jobs: its request with every option decided, and its row of the report.
+
+    `leaves_strategy_open`: whether `best_row` chose the strategy; `runs_as_ddp`: the function of that name of the job's own request.
+    """
 
     request: EstimateRequest
     report: Report
     row: StrategyEstimate
+    runs_as_ddp: bool = False
+    leaves_strategy_open: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +67,19 @@ class Comparison:
     b: Side
     differences: tuple[Difference, ...]
     cure: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What both answers assume and leave out, without repetitions."""
+        notes = [*self.a.report.notes, *self.b.report.notes]
+        notes += [UNSHARDED for side in (self.a, self.b) if side.runs_as_ddp]
+        a, b = self.a.row, self.b.row
+        if self.a.leaves_strategy_open and self.b.leaves_strategy_open and a.label != b.label:
+            notes.append(
+                f"no strategy was given, so each job has the fastest that fits it, or the closest: A {a.label}, B {b.label}; a given"
+                " strategy is that of both"
+            )
+        return tuple(dict.fromkeys(notes))
 
     def as_dict(self) -> dict[str, Any]:
         """The comparison as JSON."""
@@ -119,8 +139,11 @@ def _cure(a: Side, b: Side, found: list[Difference], models: dict[str, Resolved]
 
 def best_row(report: Report) -> StrategyEstimate:
     """The row by which a job is judged. On one GPU it is plain PyTorch (DDP's row) if that fits. Otherwise it is the fastest row that fits,
-    with offload only if no other fits. If none fits, it is the one that needs least.
+    with offload only if no other fits. If none fits, it is the one that needs least. A Trainer
+    whose files name no strategy is judged by DDP.
     """
+    if runs_as_ddp(report.request) and (ddp := next((r for r in report.estimates if r.strategy == "ddp"), None)):
+        return ddp
     fitting = [row for row in report.estimates if row.fits]
     fitting = [row for row in fitting if row.offload == "none"] or fitting
     plain = next((row for row in fitting if row.plan.strategy == "ddp" and row.plan.world_size == 1), None)
@@ -131,14 +154,32 @@ def best_row(report: Report) -> StrategyEstimate:
     return report.closest_row
 
 
+def runs_as_ddp(request: EstimateRequest) -> bool:
+    """Whether the job's files have the arguments of a Trainer and neither they nor an option name a strategy.
+
+    The job then runs without sharding, unless its launcher has a configuration that was not given.
+    """
+    formats = {name for reading in request.configs for name in reading.format.split(", ")}
+    return bool(formats & _OF_TRAINERS) and not {"strategy", "backend", "offload"} & request.given
+
+
+UNSHARDED = (
+    "no file names FSDP or DeepSpeed, so the job is checked as DDP, or on one GPU as plain PyTorch; add the launcher's configuration,"
+    " or give strategy all for the best of all strategies"
+)
+"""The note on a job that `runs_as_ddp`."""
+
+
 def _side(request: EstimateRequest, model: Resolved) -> Side:
     request = settled(request)
     report = estimate_resolved(request, model)
-    row = best_row(report)
+    row, as_ddp = best_row(report), runs_as_ddp(report.request)
+    is_open = request.strategy == "all" and not as_ddp
     plan = row.plan
     decided = {name: getattr(plan, name) for name in fields_of(EstimateRequest) if hasattr(plan, name)}
     full = request.but(**{**decided, "gpu": report.gpu_name, "global_batch_size": None})
-    return Side(request=full, report=estimate_resolved(full, model), row=row)
+    report = estimate_resolved(full, model)
+    return Side(request=full, report=report, row=row, runs_as_ddp=as_ddp, leaves_strategy_open=is_open)
 
 
 def _groups() -> tuple[tuple[str, ...], ...]:
@@ -150,7 +191,7 @@ def _groups() -> tuple[tuple[str, ...], ...]:
 def _values(request: EstimateRequest, names: tuple[str, ...]) -> tuple[Any, ...]:
     values = {name: getattr(request, name) for name in names}
     if values.get("offload") == "none":
-        values["offload_device"] = None
+        values["offload_device"] = "cpu"  # the default
     return tuple(values.values())
 
 

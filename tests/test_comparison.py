@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_advisor.comparison import best_row, compare
+from fsdp_advisor.comparison import UNSHARDED, best_row, compare
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.render.check_line import check_result
@@ -111,6 +112,39 @@ def test_a_row_that_offloads_is_judged_only_if_no_other_fits() -> None:
     row, found = best_row(offloading), check_result(offloading)
     assert row.fits and row.offload != "none" and found["host_bytes_per_node"] == row.host_bytes_per_node
     assert f" and {format_gib(row.host_bytes_per_node or 0)} of host memory per node, " in found["line"]
+
+
+SCRIPT = """
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-1.5B", dtype="bfloat16")
+args = TrainingArguments(per_device_train_batch_size=4, bf16=True, gradient_checkpointing=True)
+Trainer(model=model, args=args).train()
+"""
+
+
+def test_a_trainer_whose_files_name_no_strategy_is_judged_by_ddp(tmp_path: Path) -> None:
+    """It fits with DeepSpeed's optimizer offload, which the script does not use."""
+    from fsdp_advisor import estimate
+
+    (tmp_path / "train.py").write_text(SCRIPT)
+    job: dict[str, Any] = {"config_file": tmp_path / "train.py", "gpu": "rtx4090"}
+    report = estimate(**job)
+    found = check_result(report)
+    assert any(row.fits for row in report.estimates) and found["fits"] is False
+    assert "DDP (ddp), 1 x RTX-4090, micro-batch 4, 2048 tokens: " in found["line"] and UNSHARDED in found["notes"]
+    assert any("2,048 tokens" in text for text in found["assumed"])
+    best = check_result(estimate(**job, strategy="all"))
+    assert best["fits"] is True and UNSHARDED not in best["notes"]
+
+
+def test_a_comparison_says_that_the_strategies_were_chosen() -> None:
+    short, long = ({"model": "meta-llama/Llama-3.1-8B", "gpus": 8, "gpu": "H100", "seq_len": n} for n in (4096, 8192))
+    found = compare(request(**short), request(**long))
+    assert any("A ZeRO-2, B ZeRO-3 + parameter offload" in note for note in found.notes)
+    strategies = next(d for d in found.differences if "strategy" in d.options)
+    changed = {name for name, x, y in zip(strategies.options, strategies.a, strategies.b, strict=True) if x != y}
+    assert changed == {"strategy", "offload"}
+    assert not any("no strategy" in note for note in compare(request(**BASE), request(**BASE)).notes)
 
 
 def test_one_gpu_is_judged_by_plain_pytorch_if_it_fits() -> None:

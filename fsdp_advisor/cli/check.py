@@ -28,7 +28,7 @@ def check(request: EstimateRequest, options: CheckOptions) -> int:
     from fsdp_advisor.render.check_line import check_result
 
     found = check_result(estimate(request))
-    for remark in found["notes"]:
+    for remark in (*found["notes"], *(f"assumed: {item}" for item in found["assumed"])):
         note(remark)
     Destination().write(as_json(found) if options.json else found["line"])
     return FITS if found["fits"] else NONE_FITS

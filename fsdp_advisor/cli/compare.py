@@ -49,7 +49,7 @@ def compare(given: Mapping[str, Any], options: CompareOptions) -> int:
     destination.check()
     a, b = (request_of(text, given) for text in (options.a, options.b))
     found = compared(a, b)
-    for remark in dict.fromkeys((*found.a.report.notes, *found.b.report.notes)):
+    for remark in found.notes:
         note(remark, quiet=options.quiet)
     if form == "json":
         destination.write(as_json(found.as_dict()))

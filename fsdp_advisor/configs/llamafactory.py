@@ -139,7 +139,7 @@ def _towers(found: Collector, frozen: Frozen, *, given: bool) -> None:
 
     `given`: whether the file says that the model is multimodal. Source: model/adapter.py, `_setup_full_tuning`.
     """
-    entry = _entry(found)
+    entry = catalogued(found)
     parts = tuple(vision_parts(catalog.profile(entry))) if entry else ()
     if not any(frozen):
         return
@@ -159,15 +159,15 @@ def _towers(found: Collector, frozen: Frozen, *, given: bool) -> None:
         )
 
 
-def _entry(found: Collector) -> catalog.Entry | None:
+def catalogued(found: Collector) -> catalog.Entry | None:
     """The model, if the catalog has it."""
     model = found.peek("model_name_or_path")
     return catalog.find(model) if isinstance(model, str) else None
 
 
-def _without_adapters(found: Collector, frozen: Frozen, *, everywhere: bool) -> str | None:
+def without_adapters(found: Collector, frozen: Frozen, *, everywhere: bool) -> str | None:
     """A pattern of the modules of a catalogued multimodal model that get no adapters. `everywhere`: `lora_target` is all."""
-    entry = _entry(found)
+    entry = catalogued(found)
     if entry is None or not vision_parts(catalog.profile(entry)):
         return None
     return excluded(entry.model_type, frozen, everywhere=everywhere)
@@ -201,7 +201,7 @@ def _adapters(found: Collector, frozen: Frozen) -> None:
         config["target_modules"] = "all-linear"
     elif isinstance(targets, str):
         config["target_modules"] = [name.strip() for name in targets.split(",")]
-    config["exclude_modules"] = _without_adapters(found, frozen, everywhere=everywhere)
+    config["exclude_modules"] = without_adapters(found, frozen, everywhere=everywhere)
     set_lora(found, config)
     if truth(found.peek("bf16") or False):
         found.options["dtype"] = "bfloat16"

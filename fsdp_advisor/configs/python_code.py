@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from fsdp_advisor.configs import lightning_code, loop_code, torch_code, torchtitan, trainer_code
+from fsdp_advisor.configs import lightning_code, loop_code, other_trainers, torch_code, torchtitan, trainer_code
 from fsdp_advisor.configs.adapters import set_adapted_constants
 from fsdp_advisor.configs.checkpointing import set_reentrant
 from fsdp_advisor.configs.collect import Collector
@@ -66,6 +66,8 @@ def _is_exported(constants: Mapping[str, Any]) -> bool:
 
 def _unknown_code(file: str, tree: ast.Module) -> UsageError:
     """The error about code in which no job is found."""
+    if (name := other_trainers.of_code(tree)) is not None:
+        return other_trainers.not_read(file, name)
     if "HfArgumentParser" in calls_of(tree):
         return UsageError(
             f"{file} takes its arguments from the command line",

@@ -6,7 +6,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_advisor.configs import accelerate, axolotl, llamafactory, slurm, swift, torchtitan, torchtune, trainer
+from fsdp_advisor.configs import (
+    accelerate,
+    axolotl,
+    llamafactory,
+    other_trainers,
+    slurm,
+    swift,
+    torchtitan,
+    torchtune,
+    trainer,
+)
 from fsdp_advisor.configs.collect import UNRESOLVED, Collector
 from fsdp_advisor.configs.launchers import Launch, inner_script, launch_of, named_values, other_script
 from fsdp_advisor.configs.ranks import set_ranks
@@ -95,7 +105,12 @@ def _launches(text: str, variables: dict[str, str], depth: int = 0) -> tuple[lis
 
 
 def _parts(file: str, launch: Launch, allocation: slurm.Allocation | None) -> list[Collector]:
-    """The settings of one command: of the launcher's options, and of the script's arguments."""
+    """The settings of one command: of the launcher's options, and of the script's arguments.
+
+    Raises UsageError for a trainer whose arguments are not read.
+    """
+    if (name := other_trainers.of_launch(launch.script, launch.arguments)) is not None:
+        raise other_trainers.not_read(file, name)
     found = _launcher(file, launch)
     set_ranks(found, launch, allocation)
     for word in launch.unknown:

@@ -12,7 +12,11 @@ from typing import Any
 
 from fsdp_advisor.configs.adapters import set_lora, set_quantization
 from fsdp_advisor.configs.collect import Collector
+from fsdp_advisor.configs.llamafactory import catalogued, without_adapters
+from fsdp_advisor.configs.llamafactory_towers import USUAL, Frozen
 from fsdp_advisor.configs.trainer import read_into
+from fsdp_advisor.model import catalog
+from fsdp_advisor.model.multimodal import vision_parts
 from fsdp_advisor.units import format_gpus
 
 _OWN = (
@@ -25,6 +29,7 @@ _OWN = (
     "freeze_aligner",
     "attn_impl",
 )
+_FROZEN = ("freeze_vit", "freeze_aligner", "freeze_llm")
 _ADAPTER = (
     "target_modules",
     "target_parameters",
@@ -37,7 +42,7 @@ _ADAPTER = (
 _TOPICS = {
     "ms-swift's sequence parallelism": ("sequence_parallel_size",),
     "other optimizers": ("use_galore", "optimizer", "lisa_activated_layers"),
-    "frozen parameters": ("freeze_parameters", "freeze_parameters_ratio", "freeze_parameters_regex", "freeze_llm"),
+    "frozen parameters": ("freeze_parameters", "freeze_parameters_ratio", "freeze_parameters_regex"),
 }
 _DEEPSPEED = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero2_offload": 2, "zero3_offload": 3}
 """Names of ms-swift's own configurations of DeepSpeed -> the stage."""
@@ -99,11 +104,34 @@ def _adapters(found: Collector) -> None:
     tuner = str(found.take("tuner_type"))
     config = {key: value for key in _ADAPTER if (value := found.take(key)) is not None}
     rank = found.number("lora_rank") or 8
+    tower, aligner, language = (found.flag(key) for key in _FROZEN)
+    frozen = (tower is not False, aligner is not False, bool(language))
     if tuner in ("lora", "longlora"):
         usual = {"target_modules": "all-linear", "lora_alpha": 32, "lora_dropout": 0.05}
-        set_lora(found, {**usual, **config, "r": rank})
+        config = {**usual, **config, "r": rank}
+        if config["target_modules"] in ("all-linear", ["all-linear"]):
+            config |= {
+                "target_modules": "all-linear",
+                "exclude_modules": without_adapters(found, frozen, everywhere=False),
+            }
+        set_lora(found, config)
     elif tuner != "full":
         found.refuses(f"tuner_type: {tuner}", "possible are lora and full; --peft-config reads any method of PEFT")
+    else:
+        _freeze(found, frozen)
+
+
+def _freeze(found: Collector, frozen: Frozen) -> None:
+    """Freeze the vision tower and the aligner of a catalogued multimodal model in full fine-tuning, as ms-swift does by default."""
+    entry = catalogued(found)
+    parts = tuple(vision_parts(catalog.profile(entry))) if entry else ()
+    if parts and frozen == USUAL:
+        found.options["freeze"] = parts
+        found.assume(f"{' and '.join(parts)} frozen: the vision tower and the aligner, which ms-swift freezes")
+    elif parts and any(frozen):
+        found.omits(
+            "freeze_vit, freeze_aligner and freeze_llm other than the defaults: name the frozen parameters with freeze"
+        )
 
 
 def _quantization(found: Collector) -> None:

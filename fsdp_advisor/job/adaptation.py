@@ -230,11 +230,12 @@ def _peft_config(request: EstimateRequest) -> dict[str, Any]:
 
 
 def _changed(request: EstimateRequest, options: Iterable[str]) -> list[str]:
-    """Those of `options` that the user gave with a value other than the default.
-
-    A client may send a whole request back, so that every option counts as given.
+    """Those of `options` that the user gave, without those at their default if a client may have sent a whole request back, so that every
+    option counts as given.
     """
-    return [name for name in request.changed_among(options) if name in request.given]
+    sent_whole = {"use_peft", "load_in_4bit"} <= request.given
+    changed = request.changed_among(options)
+    return [name for name in options if name in request.given and (name in changed or not sent_whole)]
 
 
 def names(text: str | None) -> list[str] | str | None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_advisor.comparison import best_row
+from fsdp_advisor.comparison import UNSHARDED, best_row, runs_as_ddp
 from fsdp_advisor.job.config_reading import check_nothing_missing
 from fsdp_advisor.render.sizes import Sizes
-from fsdp_advisor.render.view import why_unknown
+from fsdp_advisor.render.view import batch_items, why_unknown
 from fsdp_advisor.report import Report
 from fsdp_advisor.verdict import verdict_text
 
 
 def check_result(report: Report) -> dict[str, Any]:
     """The verdict on the best row of a report: `fits`, `line` in words, the figures, settings that no figure contains,
-    and the report's notes.
+    what is assumed for settings that the files leave open, and the report's notes.
 
     Raises UsageError if a configuration names a file that was not found: the job is then not known.
     """
@@ -22,6 +22,7 @@ def check_result(report: Report) -> dict[str, Any]:
     row, sizes = best_row(report), Sizes.of(report)
     plan = row.plan
     omitted = [item for reading in report.request.configs for item in reading.not_modelled]
+    assumed = [item for reading in report.request.configs for item in reading.assumed]
     unknown = [key for reading in report.request.configs for key in reading.unknown]
     verdict = {True: "fits", False: "does not fit", None: "unknown"}[row.fits]
     nodes = f" on {plan.nnodes} nodes" if plan.nnodes > 1 else ""
@@ -32,7 +33,8 @@ def check_result(report: Report) -> dict[str, Any]:
         else f"needs {sizes.full(row.needed_bytes)} of {sizes.full(report.gpu_memory_bytes)}{host}, "
     )
     line = (
-        f"{verdict}: {report.model_name}, {row.label} ({plan.backend}), {plan.world_size} x {report.gpu_name}{nodes}: "
+        f"{verdict}: {report.model_name}, {row.label} ({plan.backend}), {plan.world_size} x {report.gpu_name}{nodes}"
+        f"{''.join(f', {item}' for item in batch_items(report))}: "
         f"{needs}{verdict_text(report, row, sizes.full).removeprefix('fits, ')}"
     )
     if row.vllm_missing_bytes and row.job_peaks is not None and row.job_peaks.vllm is not None:
@@ -53,5 +55,6 @@ def check_result(report: Report) -> dict[str, Any]:
         "host_bytes_per_node": row.host_bytes_per_node,
         "not_modelled": omitted,
         "unknown": unknown,
-        "notes": list(report.notes),
+        "assumed": assumed,
+        "notes": [*report.notes, *([UNSHARDED] if runs_as_ddp(report.request) else [])],
     }

@@ -65,7 +65,7 @@ def _columns(found: Comparison, width: int) -> Iterator[str]:
     a, b = found.a, found.b
     differing = {name for d in found.differences for name, x, y in zip(d.options, d.a, d.b, strict=True) if x != y}
     rows = [("", "A", "B"), ("model", model_text(a.report), model_text(b.report))]
-    names = dict.fromkeys((*_PLAN, *(n for d in found.differences for n in d.options if n != "model")))
+    names = dict.fromkeys((*_PLAN, *(n for d in found.differences for n in d.options if n in differing - {"model"})))
     for name in names:
         values = _shown(getattr(a.request, name)), _shown(getattr(b.request, name))
         if values == (UNSET, UNSET):

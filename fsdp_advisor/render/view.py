@@ -221,6 +221,15 @@ def _footnotes(report: Report, rows: Sequence[RowView], sizes: Sizes, throughput
     return tuple(notes)
 
 
+def batch_items(report: Report) -> tuple[str, ...]:
+    """The micro-batch and the length of a sample; empty if the model is only a number of parameters."""
+    if report.model_source == "count":
+        return ()
+    request = report.request
+    length = task_of(report.task).of_length(report.seq_len, images=request.images_per_sample)
+    return f"micro-batch {request.micro_batch_size}", length
+
+
 def job_items(report: Report) -> tuple[str, ...]:
     """The options of the job that its figures depend on."""
     request = report.request
@@ -231,8 +240,7 @@ def job_items(report: Report) -> tuple[str, ...]:
     adaptation = adaptation_of(request).on_checkpoint(report.packed)
     kernels = max((row.lora_kernels for row in report.estimates), key=len, default=())
     shown_if = {
-        f"micro-batch {request.micro_batch_size}": has_step,
-        task_of(report.task).of_length(report.seq_len, images=request.images_per_sample): has_step,
+        **dict.fromkeys(batch_items(report), True),
         request.precision: True,
         request.optim: True,
         request.attention: has_step,

@@ -209,6 +209,7 @@ class Check(BaseModel):
     host_bytes_per_node: Bytes | None
     not_modelled: Annotated[list[str], Field(description="Settings of the configuration files that no figure contains")]
     unknown: Annotated[list[str], Field(description="Unknown keys of the configuration files")]
+    assumed: Annotated[list[str], Field(description="What is assumed for settings that the files leave open")]
     notes: Annotated[list[str], Field(description="What is assumed and left out")]
 
 

@@ -102,7 +102,7 @@ def test_check_prints_one_line_and_exits_with_the_verdict(
     ran = cli("check", "--config-file", str(config), "--gpu", gpu)
     assert ran.status == status
     (line,) = ran.out.splitlines()
-    assert line.startswith(f"{verdict}: {LLAMA}, ZeRO-3 (fsdp2), 8 x {gpu}: needs ")
+    assert line.startswith(f"{verdict}: {LLAMA}, ZeRO-3 (fsdp2), 8 x {gpu}, micro-batch 2, 1024 tokens: needs ")
     assert line.endswith("not modelled: relora: True (LoRA restarts)")
     document = json.loads(cli("check", "--config-file", str(config), "--gpu", gpu, "--json").out)
     assert document["fits"] is (status == 0) and document["line"] == line
@@ -120,7 +120,7 @@ def test_check_says_which_part_of_a_model_it_leaves_out(model: str, left_out: st
     options = ("--config-file", str(tmp_path / "a.yaml"), "--gpu", "B200", "--strategy", "ddp")
     ran = cli("check", *options)
     assert len(ran.out.splitlines()) == 1 and left_out in ran.err
-    assert ran.err.splitlines() == cli("estimate", *options).err.splitlines()
+    assert set(ran.err.splitlines()) >= set(cli("estimate", *options).err.splitlines())
     assert any(left_out in note for note in json.loads(cli("check", *options, "--json").out)["notes"])
 
 
@@ -180,7 +180,7 @@ def test_hostile_files_are_refused_over_rest(files: Any, client: TestClient) -> 
     ("name", "text", "hint"),
     [
         ("ds.json", '{"zero_optimization": {"stage": 3}}', "hint: give --model"),
-        ("run.sh", "python -m verl.trainer.main_ppo data.max_prompt_length=512", "not read: data.max_prompt_length"),
+        ("run.sh", "python -m my.trainer.main data.max_prompt_length=512", "not read: data.max_prompt_length"),
     ],
 )
 def test_a_file_without_a_model_is_named(name: str, text: str, hint: str, cli: Cli, tmp_path: Path) -> None:

@@ -62,6 +62,29 @@ def test_a_file_of_swift_is_read() -> None:
     assert found.readings[0].format == "ms-swift"
 
 
+VISION = "Qwen/Qwen2.5-VL-7B-Instruct"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "excluded"),
+    [
+        ("", r".*(visual\.patch_embed|visual\.blocks|visual\.merger|patch_embed).*"),
+        ("--freeze_vit false --freeze_aligner false", ".*(patch_embed).*"),
+        ("--target_modules q_proj v_proj", None),
+    ],
+)
+def test_all_linear_of_swift_gives_adapters_to_the_language_model_alone(arguments: str, excluded: str | None) -> None:
+    """Source: ms-swift, utils/transformers_utils.py, `get_multimodal_target_regex`; modules that are named are those of PEFT."""
+    found = from_texts({"run.sh": f"swift sft --model {VISION} --dataset a {arguments}"})
+    assert adaptation_of(make_request(found.options)).peft.get("exclude_modules") == excluded
+
+
+def test_full_fine_tuning_by_swift_freezes_the_vision_tower_and_the_aligner() -> None:
+    found = from_texts({"run.sh": f"swift sft --model {VISION} --dataset a --tuner_type full"})
+    assert any("visual" in part for part in found.options["freeze"])
+    assert any("which ms-swift freezes" in text for text in found.readings[0].assumed)
+
+
 def test_other_tuners_of_swift_are_refused() -> None:
     with pytest.raises(UsageError, match="tuner_type: adalora is not modelled"):
         complete(command("--tuner_type adalora"), {})

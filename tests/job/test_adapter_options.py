@@ -24,6 +24,17 @@ def test_patterns_are_read_from_text_and_lists(given: object) -> None:
     assert make_request({"model": "gpt2", "freeze": given}).freeze == ("visual.*", "embed_tokens")
 
 
+@pytest.mark.parametrize("rank", [16, 8])
+def test_a_rank_without_an_adapter_is_refused_also_at_its_default(rank: int) -> None:
+    with pytest.raises(UsageError, match="lora_r describes an adapter, and the job has none"):
+        adaptation_of(make_request({"model": "gpt2", "lora_r": rank}))
+
+
+def test_a_whole_request_may_be_sent_back() -> None:
+    whole = {"model": "gpt2", "lora_r": 16, "use_peft": False, "load_in_4bit": False, "bnb_4bit_quant_type": "nf4"}
+    assert adaptation_of(make_request(whole)).peft == {}
+
+
 def test_a_request_survives_a_query_string() -> None:
     request = make_request({"model": "gpt2", "freeze": ["a", "b"], "load_in_4bit": True, "lora_dropout": 0.5})
     assert make_request(as_query(request.changed)) == request
