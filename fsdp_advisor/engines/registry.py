@@ -10,6 +10,7 @@ from fsdp_advisor.engines.ddp.step import DdpStep
 from fsdp_advisor.engines.deepspeed import host as deepspeed_host
 from fsdp_advisor.engines.deepspeed.partitions import deepspeed_refusal
 from fsdp_advisor.engines.deepspeed.step import DeepspeedStep
+from fsdp_advisor.engines.fixed_matrices import fixed_matrices_refusal
 from fsdp_advisor.engines.fsdp1.step import Fsdp1Step
 from fsdp_advisor.engines.fsdp1.units import fsdp1_refusal
 from fsdp_advisor.engines.fsdp2.step import Fsdp2Step
@@ -110,6 +111,7 @@ def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
         lora_kernels_failure(profile.config, plan)
         or kernels_refusal(profile, plan)
         or adalora.adalora_refusal(profile, plan)
+        or fixed_matrices_refusal(profile, plan)
         or reference.precomputation_refusal(profile, plan)
         or reference.copy_refusal(plan)
         or vllm_refusal(profile, plan)

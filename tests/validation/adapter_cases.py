@@ -71,9 +71,15 @@ SHARING: tuple[dict[str, Any], ...] = (
 
 def _sharding(method: dict[str, Any]) -> Case:
     """The options of FSDP2 with which the method can be trained. AdaLoRA reads its matrices after the forward, so they must stay
-    gathered.
+    gathered. VeRA's fixed matrices stay in fp32.
     """
-    return ENGINES[3] if method["peft_type"] == "ADALORA" else ENGINES[2]
+    match method["peft_type"]:
+        case "ADALORA":
+            return ENGINES[3]
+        case "VERA":
+            return {**ENGINES[2], "precision": "fp32"}
+        case _:
+            return ENGINES[2]
 
 
 def _flattens(case: Case) -> bool:

@@ -103,6 +103,25 @@ def test_adalora_is_refused_where_it_cannot_train(options: Case, message: str | 
     assert refused is None if message is None else refused is not None and message in refused.message
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "refused"),
+    [
+        ({"peft_type": "VERA", "r": 16}, {**ENGINES[2]}, True),
+        ({"peft_type": "VERA", "r": 16}, {**ENGINES[2], "precision": "fp32"}, False),
+        ({"peft_type": "VERA", "r": 16}, {**ENGINES[4]}, False),
+        ({"peft_type": "VERA", "r": 16}, {"strategy": "zero3", "backend": "deepspeed", "gpus": "4", "precision": "bf16"}, True),
+        (SHARING[-2], {"strategy": "zero2", "backend": "deepspeed", "gpus": "4"}, True),
+        (SHARING[-2], {**ENGINES[1]}, False),
+    ],
+)  # fmt: skip
+def test_fixed_matrices_in_fp32_are_refused_where_an_engine_casts_adapters(
+    method: dict[str, object], options: Case, refused: bool, tmp_path: Path
+) -> None:
+    """The error is that of FSDP2 on the CPU and of DeepSpeed in a rehearsal. Fake tensors do not compare dtypes."""
+    found = _refusal({"model": "llama", **options, "peft_config": json.dumps(method)}, tmp_path)
+    assert (found is not None and "fixed matrices" in found.message) == refused
+
+
 FSDP1_QLORA: Case = {"backend": "fsdp1", "framework": "trainer", "load_in_4bit": "true"}
 
 
