@@ -229,6 +229,16 @@ def test_adapters_are_in_private_memory_of_every_rank() -> None:
     assert method.host_bytes_per_node == RANKS * 4 * 16001 * 512
 
 
+def test_fsdp2_reads_rows_only_of_files_with_the_names_of_the_model() -> None:
+    """Else DCP fails: "Missing key in checkpoint state_dict", as for the stacked experts of Mixtral."""
+    dense, adapter = llama(*SMALL), Parameter("q_proj.lora_A.default.weight", (16, 512), role="adapter")
+    experts = Parameter("mlp.experts.down_proj", (16, 512, 1376), role="expert")
+    mixture = replace(dense, config={"model_type": "mixtral"})
+    for profile, added, is_offered in ((dense, (), True), (dense, (adapter,), False), (mixture, (experts,), False)):
+        whole = replace(profile, root=replace(profile.root, parameters=(*profile.root.parameters, *added)))
+        assert ("sharded" in {method.way for method in load_methods(whole, plan("fsdp2"))}) == is_offered
+
+
 def test_zero3_without_zero_init_moves_the_whole_model() -> None:
     big = llama(8192, 28672, 80, 32000)
     job = plan("deepspeed", ranks=64)

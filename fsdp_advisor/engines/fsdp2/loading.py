@@ -23,6 +23,7 @@ from fsdp_advisor.engines.transfer import (
 from fsdp_advisor.engines.units import buffers
 from fsdp_advisor.engines.wrapping import wrapping_for
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.experts import are_copied
 from fsdp_advisor.model.profile import Parameter, Profile, Unit
 from fsdp_advisor.policies.dtypes import is_sharded, stored_bytes
 from fsdp_advisor.program.storages import NO_STORAGES, Storages, WeightTransfer
@@ -131,8 +132,12 @@ def _quantized(profile: Profile, plan: Plan) -> tuple[LoadMethod, ...]:
 
 def _from_meta_device(
     profile: Profile, plan: Plan, units: Sequence[ShardedUnit], checkpoint: LoadedCheckpoint
-) -> tuple[LoadMethod, LoadMethod]:
-    """The methods that shard an empty model: with `sharded` each rank reads its rows, with `rank0` rank 0 broadcasts them."""
+) -> tuple[LoadMethod, ...]:
+    """The methods that shard an empty model: with `sharded` each rank reads its rows, with `rank0` rank 0 broadcasts them.
+
+    `sharded` finds a weight by its name, so the file must have the model's names: not those of single experts, nor without PEFT's prefixes.
+    Source: torch/distributed/checkpoint/default_planner.py, create_default_local_load_plan ("Missing key in checkpoint state_dict").
+    """
     offload, shards = plan.offload == "parameters", _shards_bytes(units)
     shards_on_host, shards_on_gpu = (shards, 0) if offload else (0, shards)
     largest_shard = max(p.shard.rounded for unit in units for p in unit.parameters)
@@ -159,7 +164,8 @@ def _from_meta_device(
         mapped_bytes=checkpoint.mapped_bytes,
         transfers=broadcast,
     )
-    return sharded, rank0
+    has_other_names = profile.adapter_parameters or any(are_copied(profile, p) for p, _ in profile.counted_parameters())
+    return (rank0,) if has_other_names else (sharded, rank0)
 
 
 def _sharded_units(profile: Profile, plan: Plan) -> list[ShardedUnit]:
