@@ -46,11 +46,6 @@ if TYPE_CHECKING:
     from fsdp_advisor.configs import ConfigFiles
 
 
-def any_plan(plan: Plan) -> bool:
-    """Allow every plan: the default of `allowed`."""
-    return True
-
-
 @with_signature_of(RecommendRequest)
 def recommend(
     request: RecommendRequest | None = None,
@@ -85,7 +80,7 @@ def recommend_resolved(
     request: RecommendRequest,
     *,
     timer: Timer | None = None,
-    allowed: Callable[[Plan], bool] = any_plan,
+    allowed: Callable[[Plan], bool] = lambda plan: True,
 ) -> Recommendation:
     """The recommendation for a job whose report is known. `allowed` says which plans are searched, whatever their batch."""
     model = model.adapted(adaptation_of(request))

@@ -30,11 +30,11 @@ _REFERENCES = re.compile(rb"\]\x94\(((?:h.|j.{4}|\x95.{8}){2,999})e", re.DOTALL)
 _REFERENCE = re.compile(rb"h(.)|j(.{4})|\x95.{8}", re.DOTALL)
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 _CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
-_INTEGERS = {ord("M"): struct.Struct("<H"), ord("J"): struct.Struct("<i")}
+_NUMBERS = {ord("M"): struct.Struct("<H"), ord("J"): struct.Struct("<i"), ord("G"): struct.Struct(">d")}
 _LONG4 = 0x8B
 _LENGTHS = {ord("X"): struct.Struct("<I"), 0x8D: struct.Struct("<Q"), _LONG4: struct.Struct("<I")}
 """Opcodes with a length: long text, very long text, and very long integers."""
-_FLOAT, _LONG_INDEX = struct.Struct(">d"), struct.Struct("<I")
+_LONG_INDEX = struct.Struct("<I")
 _KEY_TYPES = {str, int}
 _PUTS = {ord("q"): struct.Struct("<B"), ord("r"): _LONG_INDEX}
 
@@ -122,11 +122,10 @@ class _Reader:
             ord("u"): self._set_items,
             ord("s"): self._set_item,
             ord("t"): lambda _: self._stack.append(tuple(self._since_mark())),
-            ord("G"): self._float,
             0x95: lambda _: self._skip(8),
             **dict.fromkeys(_TUPLES, self._tuple),
             **dict.fromkeys(_CONSTANTS, lambda opcode: self._stack.append(_CONSTANTS[opcode])),
-            **dict.fromkeys(_INTEGERS, self._integer),
+            **dict.fromkeys(_NUMBERS, self._number),
             **dict.fromkeys(_LENGTHS, self._sized),
             **dict.fromkeys(_PUTS, self._put),
         }
@@ -204,11 +203,8 @@ class _Reader:
         plain = all(isinstance(item, str | int | float) for item in items)
         self._stack.append(self._tuples.setdefault(items, items) if plain else items)
 
-    def _integer(self, opcode: int) -> None:
-        self._stack.append(self._unpack(_INTEGERS[opcode]))
-
-    def _float(self, _: int) -> None:
-        self._stack.append(self._unpack(_FLOAT))
+    def _number(self, opcode: int) -> None:
+        self._stack.append(self._unpack(_NUMBERS[opcode]))
 
     def _sized(self, opcode: int) -> None:
         size = self._unpack(_LENGTHS[opcode])

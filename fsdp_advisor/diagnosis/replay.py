@@ -7,7 +7,7 @@ alive if a later event frees it, or if it is still in a segment at the time of t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_advisor.diagnosis.snapshot import (
@@ -19,7 +19,6 @@ from fsdp_advisor.diagnosis.snapshot import (
     SEGMENT_FREE,
     SEGMENT_MAP,
     SEGMENT_UNMAP,
-    Block,
     Snapshot,
     SnapshotSegment,
     Trace,
@@ -119,14 +118,11 @@ def _earlier(trace: Trace, segments: Sequence[SnapshotSegment]) -> tuple[list[Li
                 freed[event] = at
     earlier += [
         Live(round_up(block.requested), block.stack, None, NEVER)
-        for block in _active(segments)
-        if block.address not in current
+        for segment in segments
+        for block in segment.blocks
+        if block.state != "inactive" and block.address not in current
     ]
     return earlier, freed
-
-
-def _active(segments: Sequence[SnapshotSegment]) -> Iterator[Block]:
-    return (block for segment in segments for block in segment.blocks if block.state != "inactive")
 
 
 def lifetimes(trace: Trace) -> array[int]:

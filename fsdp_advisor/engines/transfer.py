@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fsdp_advisor.job.choices import StateDictType
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.experts import are_copied
-from fsdp_advisor.model.profile import Parameter, Profile, Unit
+from fsdp_advisor.model.profile import Parameter, Profile
 from fsdp_advisor.policies.dtypes import ITEM_BYTES
 from fsdp_advisor.program.storages import WeightTransfer
 
@@ -133,11 +133,6 @@ def private_bytes(profile: Profile, plan: Plan, parameter: Parameter) -> int:
     dtype = parameter.dtype or plan.loaded_dtype
     is_new = parameter.role in ("adapter", "quantized") or are_copied(profile, parameter)
     return ITEM_BYTES[dtype] * parameter.elements if is_new or dtype != profile.checkpoint_dtype else 0
-
-
-def units_in_order(profile: Profile) -> list[Unit]:
-    """Every real layer in the model's order, then the root. Layers of one kind are the same object."""
-    return [*profile.layers(), profile.root]
 
 
 def peak_bytes(transfers: Iterable[WeightTransfer]) -> int:

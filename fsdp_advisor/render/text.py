@@ -27,7 +27,7 @@ def text(view: ReportView, screen: Screen, explained: ExplanationView | None = N
     """The whole answer, without a final newline."""
     table = fitting(_columns(view), screen.width - BAR_WIDTHS[0] - 2)
     fits = widths(table) + BAR_WIDTHS[0] + 2 <= screen.width
-    body = _table(view, table, screen) if fits else _cards(view, screen)
+    body = _table(view, table, screen) if fits else "\n".join(_card(view, row, screen) for row in view.rows)
     blocks = [wrap(view.job, screen), body, _notes(view, screen, hint=explained is None)]
     if explained is not None:
         from fsdp_advisor.render.explanation_text import explanation_text  # most answers have none
@@ -81,12 +81,8 @@ def _bar(view: ReportView, row: RowView, width: int, screen: Screen) -> Text:
     return bar(row.parts, view.gpu_memory_bytes, width, screen)
 
 
-def _cards(view: ReportView, screen: Screen) -> str:
-    """A few lines per row, for a screen that is too narrow for the table."""
-    return "\n".join(_card(view, row, screen) for row in view.rows)
-
-
 def _card(view: ReportView, row: RowView, screen: Screen) -> str:
+    """A few lines of a row, for a screen that is too narrow for the table."""
     unit = view.sizes.unit
     if row.peak_known:
         items = [f"needs {row.needed_text} {unit}", f"states {row.states_text} {unit}"]

@@ -18,7 +18,6 @@ from fsdp_advisor.engines.transfer import (
     LoadedCheckpoint,
     LoadMethod,
     peak_bytes,
-    units_in_order,
 )
 from fsdp_advisor.engines.units import buffers
 from fsdp_advisor.engines.wrapping import wrapping_for
@@ -169,7 +168,8 @@ def _from_meta_device(
 
 
 def _sharded_units(profile: Profile, plan: Plan) -> list[ShardedUnit]:
-    return [*map(_sharding(plan), units_in_order(profile))]
+    """Every real layer in the model's order, then the root. Layers of one kind are the same object."""
+    return [*map(_sharding(plan), (*profile.layers(), profile.root))]
 
 
 def _shards_bytes(units: Sequence[ShardedUnit]) -> int:
