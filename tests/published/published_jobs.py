@@ -447,9 +447,10 @@ def _torchao(row: Measurement) -> Mapped | Unmapped:
 # - torchtune: its full_finetune_single_device recipe, bf16 throughout, fused AdamW; packed. Its chunked loss keeps all logits.
 # - KempnerForge: FSDP2, bf16 parameters and states, the whole model compiled, which FSDP2's hooks divide into layers. It keeps whole
 #   gradients in fp32 until the last micro-batch, and computes the loss in bf16.
-# - prime-rl: FSDP2 with fp32 parameters, compiled layers in checkpoints, all logits in fp32, which stay in a variable during backward;
-#   max_memory_reserved of steps 2 to 4; expandable segments (.github/workflows/benchmarks.yaml). Its attention is FlashAttention-2, as
-#   PyTorch's own on Ampere, with which all are predicted; on other boards PyTorch has cuDNN's, which is faster.
+# - prime-rl: FSDP2 with fp32 parameters, transformers' layers compiled with their checkpoints (trainer/model.py, apply_ac, apply_compile),
+#   which FlashAttention-2's code then leaves uncompiled; all logits in fp32, which stay in a variable during backward;
+#   max_memory_reserved of steps 2 to 4; expandable segments (.github/workflows/benchmarks.yaml). The name of a file has its attention.
+#   Those with FlashAttention-3 are predicted with PyTorch's own, which is cuDNN's there.
 # Assumed: nothing.
 
 _LOOPS: dict[str, dict[str, Any]] = {
@@ -470,7 +471,7 @@ _LOOPS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-FASTER_ATTENTION = "predicted with PyTorch's own attention, which is faster on this board than its FlashAttention-2"
+OTHER_ATTENTION = "predicted with PyTorch's own attention instead of its FlashAttention-3"
 OLDER_ON_HOPPER = (
     "PyTorch 2.2 of early 2024 on H100s, which is slower than the versions with which their rates were measured"
 )
@@ -482,13 +483,15 @@ def _own_loop(row: Measurement) -> Mapped | Unmapped:
         return Unmapped(
             "atorch puts adapters into an FSDP1 unit of their own (wrap_trainable_outmost), which is not modelled"
         )
-    by_prime = row.family == "prime-rl"
+    by_prime, flash_2 = row.family == "prime-rl", "-flash_attention_2-" in row.source
+    if flash_2:
+        job["attention"] = "flash_attention_2"
     return Mapped(
         options=_LOOPS[row.family] | job,
         variant=Variant(head_upcasts=True, keeps_outputs=True) if by_prime else INSTALLED,
         only_if_peak_in=None if by_prime else "optimizer",
-        compares_speed=job["gpu"] == "A6000" if by_prime else not job["gpu"].startswith("H100"),
-        why_not_speed=FASTER_ATTENTION if by_prime else OLDER_ON_HOPPER,
+        compares_speed=flash_2 if by_prime else not job["gpu"].startswith("H100"),
+        why_not_speed=OTHER_ATTENTION if by_prime else OLDER_ON_HOPPER,
     )
 
 
@@ -606,10 +609,10 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("tt04", "tokens/s"): "found in part: as of tt03",
     ("kf02", "tokens/s"): WHOLE_GRADIENTS.format(91),
     ("kf03", "tokens/s"): WHOLE_GRADIENTS.format(40),
-    (
-        "pr01",
-        "tokens/s",
-    ): "not found: 25 % in one run, as the other two runs that name an A6000 (p1532, p1533); the source lacks clocks",
+    ("pr01", "tokens/s"): NO_SPEED,
+    ("pr04", "tokens/s"): NO_SPEED,
+    ("pr05", "tokens/s"): NO_SPEED,
+    ("pr06", "tokens/s"): NO_SPEED,
     ("p1109", "reserved"): EAGER_LOSS,
     (
         "p1109",
