@@ -82,7 +82,7 @@ def by_short_name(name: str) -> list[Entry]:
 
     >>> [entry.id for entry in by_short_name("llama-3-8b")]
     ['meta-llama/Meta-Llama-3-8B']
-    >>> [entry.id for entry in by_short_name("unsloth/Qwen3.5-9B-GGUF")], by_short_name("someone/Qwen3.5-9B")
+    >>> [entry.id for entry in by_short_name("unsloth/Qwen3.5-9B-GGUF:Q4_K_M")], by_short_name("someone/Qwen3.5-9B")
     (['Qwen/Qwen3.5-9B'], [])
     """
     owner = name.strip().lower().rpartition("/")[0]
@@ -117,7 +117,8 @@ def entries_by_short_name() -> dict[str, tuple[Entry, ...]]:
     found: dict[str, dict[str, Entry]] = {}
     for entry in entries():
         for name in (entry.id, *entry.aliases):
-            found.setdefault(_short(name), {})[entry.id] = entry
+            for short in (_short(name), _short(name.replace("/", "_"))):  # copies may have the owner in their name
+                found.setdefault(short, {})[entry.id] = entry
     return {name: tuple(named.values()) for name, named in found.items()}
 
 
@@ -188,7 +189,7 @@ def lacking(name: str) -> Lacking | None:
     >>> lacking("devstral 2").names, lacking("devstral small 2")
     (('Devstral-2-123B-Instruct-2512',), None)
     """
-    wanted = _tokens(name.rpartition("/")[2])
+    wanted = _words(name)
     if (
         not wanted
         or not wanted[0].isalpha()
@@ -332,8 +333,8 @@ _COPIERS = (
 )  # fmt: skip
 """Owners who publish others' models under the names that these have, ModelScope's among them, and former names of owners."""
 _FORMATS = re.compile(
-    r"([\s._-]+(unsloth|gguf|mlx|bnb|(bnb[\s_-]*)?[3468]bit|bf16|fp16|(nv)?fp[48](-(dynamic|block|hybrid))?|mxfp[48]|nf4|dynamic"
-    r"|quantized|unquantized|qat|w[48]a(8|16|fp8)|int[48]|q[2-8]_(0|1|k|k_[sml])|i1))+$",
+    r"([\s.:_-]+(unsloth|gguf|mlx|bnb|(bnb[\s_-]*)?[3468]bit|bf16|fp16|(nv)?fp[48](-(dynamic|block|hybrid))?|mxfp[48]|nf4|dynamic"
+    r"|quantized|unquantized|qat|w[48]a(8|16|fp8)|int[48]|ud|i?q[1-8]_(0|1|k|k_xl|k_[sml]|xxs|xs|s|m|nl)|i1))+$",
     re.IGNORECASE,
 )
 _SIMILAR = 0.75

@@ -49,7 +49,7 @@ LACKING = (
         "the catalog has inclusionAI/Ling-mini-2.0 of this family; inclusionAI/Ling-3.0-Flash is a later model of another architecture",
     ),
     Lacking(
-        ("Intern-S1", "Intern-S1-mini", "InternS1"),
+        ("Intern-S1", "Intern-S1-mini", "InternS1", "Intern-S1-Pro"),
         f"Intern-S1 is InternViT before a Qwen3 language model, and transformers 5.23 lacks its model type: {_REMOTE}",
         "OpenGVLab/InternVL3_5-8B-HF has the layers of Intern-S1-mini; a config.json with model_type internvl is recorded",
     ),
@@ -146,14 +146,15 @@ LACKING = (
         _REHEARSE,
     ),
     Lacking(
-        ("Ling-2.6-Flash", "Ling-2.5-Flash", "Ring-2.5-1T", "Ring-2.6-1T"),
-        f"Ling and Ring 2.5 and 2.6 mix linear and latent attention (model type bailing_hybrid); {_NO_SIZES}",
-        f"{_GIVE}; inclusionAI/Ling-3.0-Flash has such layers",
+        ("Ling-2.6-Flash", "Ling-2.5-Flash", "Ling-2.6-1T", "Ling-2.5-1T", "Ring-2.5-1T", "Ring-2.6-1T"),
+        f"Ling and Ring 2.5 and 2.6 mix Lightning attention and latent attention: {_REMOTE}; transformers' bailing_hybrid has the layers of"
+        " Ling 3.0, which are others",
+        "inclusionAI/Ling-3.0-Flash is the model after it",
     ),
     Lacking(
-        ("Laguna-S-2.1", "Laguna-M-2.1", "Laguna-M.1"),
-        f"of Laguna the catalog has the XS models; {_NO_SIZES}",
-        f"{_GIVE}; poolside/Laguna-XS.2 is in the catalog",
+        ("Laguna-M-2.1", "Laguna-M.1"),
+        f"of Laguna the catalog has the XS and S models; {_NO_SIZES}",
+        f"{_GIVE}; poolside/Laguna-S-2.1 is in the catalog",
     ),
     Lacking(
         ("Inkling", "Inkling-Small"),
@@ -230,6 +231,54 @@ LACKING = (
         ("T5Gemma-2-270m-270m", "T5Gemma-2-1b-1b", "T5Gemma-2-4b-4b", "GLM-OCR", "PaddleOCR-VL"),
         _NO_SIZES,
         _GIVE,
+    ),
+    Lacking(
+        ("LFM2-VL-450M", "LFM2-VL-1.6B", "LFM2-VL-3B", "LFM2.5-VL-450M", "LFM2.5-VL-1.6B", "LFM2-24B-A2B"),
+        f"of LFM2 the catalog has language models up to 8B; {_NO_SIZES}",
+        f"{_GIVE}; LiquidAI/LFM2-1.2B and LiquidAI/LFM2-8B-A1B are in the catalog",
+    ),
+    Lacking(
+        ("Nemotron-Nano-12B-v2-VL-BF16", "Llama-3.1-Nemotron-Nano-VL-8B-V1"),
+        f"it is a vision-language model whose model type transformers 5.23 lacks: {_REMOTE}",
+        "nvidia/NVIDIA-Nemotron-Nano-12B-v2 and nvidia/Llama-3.1-Nemotron-Nano-8B-v1 are the language models",
+    ),
+    Lacking(
+        ("Step3-VL-10B", "Step3", "Step-3"),
+        f"transformers 5.23 lacks Step 3: {_REMOTE}",
+        "stepfun-ai/Step-3.7-Flash is a later model",
+    ),
+    Lacking(
+        ("InternVL3-38B-hf", "InternVL3-78B-hf", "InternVL3_5-38B-HF", "InternVL3_5-241B-A28B-HF", "InternVL3_5-241B-A28B"),
+        f"this InternVL has InternViT-6B as its vision tower; {_NO_SIZES}",
+        f"{_GIVE}; OpenGVLab/InternVL3_5-30B-A3B-HF is the largest InternVL in the catalog",
+    ),
+    Lacking(
+        ("aya-vision-8b", "aya-vision-32b", "command-a-vision-07-2025", "granite-docling-258M", "Qwen3-ASR-0.6B", "Qwen3-ASR-1.7B"),
+        f"transformers has its model type, but {_NO_SIZES}",
+        _GIVE,
+    ),
+    Lacking(
+        ("MiMo-VL-7B-RL", "MiMo-VL-7B-RL-2508", "MiMo-VL-7B-SFT", "MiMo-VL-7B-SFT-2508"),
+        f"MiMo-VL has Qwen2.5-VL's layers with sizes of its own; {_NO_SIZES}",
+        f"{_GIVE}; Qwen/Qwen2.5-VL-7B-Instruct has such layers",
+    ),
+    Lacking(
+        ("Nanbeige4.2-3B",),
+        f"Nanbeige4.2 {_LOOPS}",
+        "Nanbeige/Nanbeige4.1-3B is the model before it",
+    ),
+    Lacking(
+        ("dots.ocr", "dots.ocr-1.5", "Motif-3-Beta", "Motif-3"),
+        f"transformers 5.23 lacks its model type: {_REMOTE}",
+        "`fsdp-advisor models` lists the models of the catalog",
+    ),
+    Lacking(
+        (
+            "Lara-4-Mini-Base", "Lara-4-Mini", "Lara-Mini", "Hy4-VL", "OmniASR", "omniASR-LLM-300M", "omniASR-LLM-1B", "omniASR-LLM-7B",
+            "omniASR-CTC-300M", "omniASR-CTC-1B",
+        ),
+        "its model type came with transformers 5.24, whose default sizes are all that was found of it; no published total confirms them",
+        "install transformers 5.24 and give its hub id or config.json, which is then recorded once",
     ),
     Lacking(
         (

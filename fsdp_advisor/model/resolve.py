@@ -29,16 +29,21 @@ PASTING_HINT = "a model is an id listed by `fsdp-advisor models`, or a count suc
 """The hint of a server, which accepts no paths."""
 _NUMBER_SHAPED = re.compile(r"[-+]?\.?\d[\d.,_]*(?:e[-+]?\d*)?\s*[kmbt]?", re.IGNORECASE | re.ASCII)
 _PATH_SHAPED = re.compile(r"[./~]|.*\.json$|.*\\|.*/.*/", re.DOTALL)
+_ON_THE_HUB = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.:-]+)(?:[/?#].*)?", re.ASCII)
+"""The address of a model's page, with its id."""
 
 
 def resolve(name: str, *, allow_hub: bool = True, allow_paths: bool = True, allow_recording: bool = True) -> Resolved:
     """The model that `name` means.
 
     Tries these meanings in order: an id or alias of the catalog; a file or directory (if `allow_paths`); a bare parameter count; an id of
-    the catalog without its owner; words of an id that fit only one model; the hub (if `allow_hub`). Without `allow_recording`,
-    `Resolved.tape` of a catalog model never imports torch. Raises UnknownModel, UsageError, UnreadableConfig, HubError or MissingExtra.
+    the catalog without its owner; words of an id that fit only one model; the hub (if `allow_hub`). The address of a model's page on the
+    hub means its id. Without `allow_recording`, `Resolved.tape` of a catalog model never imports torch. Raises UnknownModel, UsageError,
+    UnreadableConfig, HubError or MissingExtra.
     """
     wanted = name.strip()
+    if (page := _ON_THE_HUB.fullmatch(wanted)) is not None:
+        wanted = page[1]
     names_hint = NAMES_HINT if allow_paths else PASTING_HINT
     if not wanted or len(wanted) > 1000 or not wanted.isprintable():
         raise UnknownModel(wanted[:80], hint=names_hint)
