@@ -157,6 +157,21 @@ def test_products_and_attention_are_no_slower_on_a_boards_successor(older: str, 
                 assert faster <= slower
 
 
+def test_products_of_b200_are_below_the_best_benchmark_by_as_much_as_those_of_h100() -> None:
+    """H100 0.80 and B200 0.78 of the peak: Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS."""
+    b200, h100 = (device_of(find_gpu(name), "bf16") for name in ("B200", "H100"))
+    assert b200 is not None and h100 is not None
+    share = b200.matmul_flops / b200.peak_flops / 0.78
+    assert share == pytest.approx(h100.matmul_flops / h100.peak_flops / 0.80, rel=0.02)
+
+
+def test_operators_of_b200_take_as_long_as_those_of_a_published_profile() -> None:
+    """Element-wise kernels of Qwen3.5-9B: 296 ms, for 1.03 to 1.16 TB (huggingface/transformers pull 48692)."""
+    b200 = device_of(find_gpu("B200"), "bf16")
+    assert b200 is not None
+    assert 1.03e12 / b200.eager_bytes_per_s < 0.296 < 1.16e12 / b200.eager_bytes_per_s
+
+
 @pytest.mark.parametrize(
     ("gpu", "precision", "measured"),
     [
