@@ -15,7 +15,7 @@ from typing import Any
 HERE = Path(__file__).parent
 FAMILIES = (
     "fms-acceleration", "peft-method-comparison", "ms-swift", "fsdp-qlora", "automodel", "axolotl", "torchao", "fms-fsdp", "atorch",
-    "torchtune", "kempnerforge", "prime-rl", "ml-engineering",
+    "torchtune", "kempnerforge", "prime-rl", "ml-engineering", "torchtitan", "olmo-core", "easycontext", "transformers-pulls", "qwen",
 )  # fmt: skip
 
 
@@ -451,7 +451,15 @@ def _torchao(row: Measurement) -> Mapped | Unmapped:
 #   which FlashAttention-2's code then leaves uncompiled; all logits in fp32, which stay in a variable during backward;
 #   max_memory_reserved of steps 2 to 4; expandable segments (.github/workflows/benchmarks.yaml). The name of a file has its attention.
 #   Those with FlashAttention-3 are predicted with PyTorch's own, which is cuDNN's there.
-# Assumed: nothing.
+# - torchtitan: pull requests 996 and 1690, in the messages of their commits. The loss has all logits, which no commit compiles unless the
+#   layers are compiled; no CUDA graphs; expandable segments (run_train.sh). The H100s are those of torchao's runs.
+# - OLMo-core: FSDP2 with fp32 parameters, compiled layers, no checkpoints, z-loss, which is left out (src/scripts/train/OLMo2-7B.py).
+# - EasyContext: DeepSpeed with parameters and optimizer on the host, checkpoints, flash-attn and its loss, in place of which all logits are
+#   predicted in fp32; data-parallel (train.py, accelerate_configs/zero3_offload.json).
+# - transformers-pulls: pull request 48692, run_clm.py of September 2026 with the Trainer and FSDP2, flash-linear-attention and
+#   causal-conv1d, no checkpoints.
+# Assumed: that torchtitan's runs of Qwen3-32B whose checkpoints are not stated have full ones, as the first of them; without checkpoints
+# they do not fit.
 
 _LOOPS: dict[str, dict[str, Any]] = {
     "fms-fsdp": {
@@ -468,7 +476,20 @@ _LOOPS: dict[str, dict[str, Any]] = {
         "activation_checkpointing": "full", "compile": "layer", "gradient_accumulation_steps": 2,
         "allocator_conf": "expandable_segments:True",
     },
+    "torchtitan": {
+        "strategy": "zero3", "framework": "torchtitan", "loss": "full", "allocator_conf": "expandable_segments:True",
+    },
+    "olmo-core": {
+        "strategy": "zero3", "backend": "fsdp2", "precision": "bf16-mixed", "optim": "adamw_torch", "loss": "full", "compile": "layer",
+    },
+    "easycontext": {
+        "strategy": "zero3", "backend": "deepspeed", "offload": "parameters", "framework": "accelerate", "precision": "bf16-mixed",
+        "attention": "flash_attention_2", "activation_checkpointing": "full",
+    },
+    "transformers-pulls": {"strategy": "zero3", "backend": "fsdp2", "framework": "trainer", "precision": "bf16-mixed"},
 }  # fmt: skip
+_CONFIGURATIONS = {"kempnerforge13b.json": str(HERE / "kempnerforge13b.json")}
+"""Models of a loop's own, by the names of their configurations here."""
 
 
 OTHER_ATTENTION = "predicted with PyTorch's own attention instead of its FlashAttention-3"
@@ -486,18 +507,21 @@ def _own_loop(row: Measurement) -> Mapped | Unmapped:
     by_prime, flash_2 = row.family == "prime-rl", "-flash_attention_2-" in row.source
     if flash_2:
         job["attention"] = "flash_attention_2"
+    is_early = row.family == "fms-fsdp" and job["gpu"].startswith("H100")
+    job["model"] = _CONFIGURATIONS.get(job["model"], job["model"])
     return Mapped(
         options=_LOOPS[row.family] | job,
         variant=Variant(head_upcasts=True, keeps_outputs=True) if by_prime else INSTALLED,
         only_if_peak_in=None if by_prime else "optimizer",
-        compares_speed=flash_2 if by_prime else not job["gpu"].startswith("H100"),
+        compares_speed=flash_2 if by_prime else not is_early,
         why_not_speed=OTHER_ATTENTION if by_prime else OLDER_ON_HOPPER,
     )
 
 
 # Bekman, Machine Learning Engineering, when to upgrade GPUs: Llama 3.1 8B with DeepSpeed 0.19.2, torch 2.13 and transformers 5.14 on eight
 # GPUs, one sequence without padding. Tokens/s follow from its TFLOP/s by the formula of its scripts: 6 per parameter without the embedding,
-# and attention's causal half. Its memory is not compared: each rank loads the whole model before DeepSpeed divides it.
+# and attention's causal half. Memory is max_memory_reserved of the worst rank, the same on both boards, and is compared from 65,536 tokens
+# on: each rank loads the whole model before DeepSpeed divides it, and with fewer tokens what that leaves in the allocator's cache decides.
 # Not as there: attention is FlashAttention-3 on H200, which is about as fast as cuDNN's kernels, and FlashAttention-4 on B200.
 
 
@@ -521,6 +545,37 @@ def _ml_engineering(row: Measurement) -> Mapped:
     )
 
 
+# Qwen, README, profiling of memory and speed: finetune_lora_single_gpu.sh on one A100-80GB with torch 2.0: the Trainer, LoRA of rank 64
+# with dropout 0.05 on all projections, everything padded to the length, checkpoints, flash-attn, accumulation over 8 sequences.
+# Qwen1.5 has the shapes. Not as there: one adapter serves q, k and v there, and flash-attn has kernels for norms and positions. Memory is
+# not compared, because the code is another one and the page does not say what its "G" is.
+
+
+def _qwen(row: Measurement) -> Mapped:
+    job = {name: value for name, value in row.job.items() if name != "seconds_per_step"}
+    return Mapped(
+        options={
+            "gpu": "A100-80GB",
+            "gpus": 1,
+            "strategy": "ddp",
+            "framework": "trainer",
+            "precision": "bf16-mixed",
+            "dtype": "bfloat16",
+            "optim": "adamw_torch",
+            "attention": "flash_attention_2",
+            "activation_checkpointing": "full",
+            "micro_batch_size": 1,
+            "gradient_accumulation_steps": 8,
+            "use_peft": True,
+            "lora_r": 64,
+            "lora_dropout": 0.05,
+            "lora_target_modules": "all-linear",
+        }
+        | job,
+        variant=Variant(adapters_in_half=True, shifts_logits=True),
+    )
+
+
 _MAPPERS: dict[str, Callable[[Measurement], Mapped | Unmapped]] = {
     "fms-acceleration": _fms,
     "peft-method-comparison": _peft,
@@ -531,6 +586,7 @@ _MAPPERS: dict[str, Callable[[Measurement], Mapped | Unmapped]] = {
     "torchao": _torchao,
     **dict.fromkeys(_LOOPS, _own_loop),
     "ml-engineering": _ml_engineering,
+    "qwen": _qwen,
 }
 
 
@@ -594,6 +650,17 @@ CUDNN_IS_RECOMPUTED = (
     "checkpointing keeps (_save_list): 2.0 GiB"
 )
 WHOLE_GRADIENTS = "found in part: the run adds whole gradients in fp32 until the last micro-batch, {} ms of a step; kernels are not known"
+POWER = (
+    "not found: products are predicted for H100s of 500 W, as torchtitan's of 2024 were; at 700 W the predictions of the four runs are 15 "
+    "to 32 % too high. The source lacks the limit and the clocks"
+)
+MORE_RESERVED = (
+    "not found: {} GiB, while {} GiB of tensors are predicted and {} reserved; the source lacks allocated bytes"
+)
+FUSED_QWEN = (
+    "found in part: there one adapter serves q, k and v, and norms and positions are kernels of flash-attn; short steps wait for the CPU, "
+    "which launches less"
+)
 EXPLAINED: dict[tuple[str, str], str] = {
     ("ff02", "tokens/s"): NO_SPEED,
     ("ff03", "tokens/s"): NO_SPEED,
@@ -609,6 +676,26 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("tt04", "tokens/s"): "found in part: as of tt03",
     ("kf02", "tokens/s"): WHOLE_GRADIENTS.format(91),
     ("kf03", "tokens/s"): WHOLE_GRADIENTS.format(40),
+    ("kf04", "tokens/s"): WHOLE_GRADIENTS.format(168),
+    ("kf05", "tokens/s"): WHOLE_GRADIENTS.format(91),
+    ("kf06", "tokens/s"): WHOLE_GRADIENTS.format(91),
+    (
+        "ti01",
+        "tokens/s",
+    ): "found: PyTorch ran FlashAttention-2 instead of cuDNN's kernels, which is 4 % of a step in p1109",
+    **dict.fromkeys([(f"ti0{number}", "tokens/s") for number in (2, 3, 4, 5)], POWER),
+    ("ti02", "reserved"): MORE_RESERVED.format("5.6", "68.1", "76.2"),
+    ("ti03", "reserved"): MORE_RESERVED.format("4.4", "66.7", "77.1"),
+    (
+        "om01",
+        "tokens/s",
+    ): "found in part: PyTorch's attention was no faster there than FlashAttention-2 (om02), and cuDNN's kernels are predicted",
+    ("om02", "tokens/s"): NO_SPEED,
+    ("ec01", "tokens/s"): NO_SPEED,
+    ("pt01", "tokens/s"): "found in part: the run reads the loss to the host, and the GPU waits, as the source says",
+    ("qw02", "tokens/s"): NO_SPEED,
+    ("qw03", "tokens/s"): NO_SPEED,
+    **dict.fromkeys([(f"qw{number}", "tokens/s") for number in ("01", "04", "07", "08", "10", "11", "13")], FUSED_QWEN),
     ("pr01", "tokens/s"): NO_SPEED,
     ("pr04", "tokens/s"): NO_SPEED,
     ("pr05", "tokens/s"): NO_SPEED,
