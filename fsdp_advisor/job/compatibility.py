@@ -168,8 +168,10 @@ def _able_backends(request: EstimateRequest, offload: Offload) -> tuple[Backend,
     """The framework's backends that can step the optimizer and load the model. Only DeepSpeed offloads to NVMe."""
     unable = unable_backends(request.optim, request.framework)
     known = tuple(b for b in FRAMEWORKS[request.framework].backends if b not in unable)
-    if request.compile != "none" and adaptation_of(request).in_one_graph:
-        known = ("ddp",)
+    if request.compile != "none":
+        adaptation = adaptation_of(request)
+        if adaptation.in_one_graph or adaptation.quantization:
+            known = ("ddp",)
     if offload != "none" and request.offload_device == "nvme":
         return tuple(b for b in known if b == "deepspeed")
     return known

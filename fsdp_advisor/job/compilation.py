@@ -97,17 +97,21 @@ _WITH_ADAPTERS: tuple[Framework, ...] = ("torch", "accelerate", "trainer", "trl"
 
 
 def _changes(request: EstimateRequest) -> dict[str, bool]:
-    """What changes a model that is not modelled with compiled code -> whether it does. LoRA on linear layers is modelled."""
+    """What changes a model that is not modelled with compiled code -> whether it does. Frozen parameters are modelled, and LoRA on linear
+    layers, whose base may be in 4 bits in a loop of one's own if no backend shards it.
+    """
     adaptation = adaptation_of(request)
     is_other = adaptation.method not in (None, "LORA") or bool(adaptation.peft.get("use_dora"))
+    is_sharded = request.strategy not in ("ddp", "all") or request.backend not in ("auto", "ddp")
     return {
         "adapters other than LoRA": is_other,
         f"adapters in --framework {request.framework}": bool(adaptation.peft)
         and request.framework not in _WITH_ADAPTERS,
         f"adapters in --task {request.task}": bool(adaptation.peft) and request.task != "sft",
         "--lora-target-parameters": bool(adaptation.peft.get("target_parameters")),
-        "a quantized base": bool(adaptation.quantization),
-        "--freeze": bool(adaptation.freeze),
+        "a base in 8 bits": "load_in_8bit" in adaptation.quantization,
+        "a base in 4 bits, except with --framework torch --strategy ddp": bool(adaptation.quantization)
+        and (is_sharded or request.framework != "torch"),
     }
 
 

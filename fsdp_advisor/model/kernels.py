@@ -170,8 +170,8 @@ def compile_notes(compile: str, attention: Attention, micro_batch_size: int) -> 
         return []
     if attention == "flash_attention_2":
         divided = (
-            "transformers reads in each layer whether the only row of a micro-batch is packed, which divides the layer's compiled code;"
-            " with larger micro-batches it does not"
+            "transformers reads in each layer whether the only row of a micro-batch is packed, which divides the layer's compiled code,"
+            " and leaves a layer in a checkpoint uncompiled; with larger micro-batches it does not"
         )
         notes = [divided] * (micro_batch_size == 1)
     else:

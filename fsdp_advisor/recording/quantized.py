@@ -231,11 +231,24 @@ def as_on_cuda() -> Iterator[None]:
     library = torch.library.Library("bitsandbytes", "IMPL", "AutogradCPU")
     try:
         for name, kernel in operators.items():
-            library.impl(name, kernel)
+            library.impl(name, _unless_traced(name, kernel))
         with mock.patch.object(bnb, "matmul", _matmul_8bit):
             yield
     finally:
         library._destroy()
+
+
+def _unless_traced(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of an operator, or the operator itself where AOTAutograd traces a graph, which keeps it: compiled code then calls it."""
+    operator = getattr(torch.ops.bitsandbytes, name).default
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
+            return kernel(*args, **kwargs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args, **kwargs)
+
+    return run
 
 
 def _bitsandbytes() -> Any:

@@ -366,7 +366,7 @@ def test_compiled_models_are_read(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (TRAINERS + "torch_compile: true\nuse_peft: true\nload_in_4bit: true", "a quantized base"),
+        (TRAINERS + "torch_compile: true\nuse_peft: true\nload_in_8bit: true", "a base in 8 bits"),
         ("base_model: a/b\nmicro_batch_size: 1\ntorch_compile: auto", "--framework axolotl"),
         ("finetuning_type: full\ncutoff_len: 512\ntorch_compile: true", "--activation-checkpointing reentrant"),
         (TRAINERS + "torch_compile_backend: eager", "backend eager"),

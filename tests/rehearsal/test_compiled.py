@@ -56,6 +56,8 @@ FLASH = {"attention": "flash_attention_2"}
 FROZEN_ENDS = {"vocab_size": 20_480}
 """A vocabulary with which FSDP2 gathers large frozen weights of embedding and head."""
 LORA: dict[str, Any] = {"use_peft": True, "lora_r": 16, "lora_target_modules": "q_proj,v_proj"}
+QLORA = {**LORA, "load_in_4bit": True}
+FROZEN = {"freeze": ["model.embed_tokens", "model.layers.0"]}
 LORA_OF_ALL = {
     **LORA,
     "lora_dropout": 0.1,
@@ -72,6 +74,8 @@ OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
             ("llama in the Trainer", (_job("llama", "trainer", "bf16-mixed"), {"compile": "model"})),
             ("llama, LoRA of all layers with dropout", (_job("llama", "single", "bf16-mixed"), LORA_OF_ALL)),
             ("llama, sharded, LoRA", (_job("llama", "fsdp2", "bf16-mixed", **FROZEN_ENDS), LORA)),
+            ("llama, QLoRA", (_job("llama", "single", "bf16-mixed"), QLORA)),
+            ("llama, frozen in part", (_job("llama", "single", "bf16-mixed"), FROZEN)),
             ("llama, flash-attn", (_job("llama", "fsdp2", "bf16-mixed", "full"), FLASH)),
             (
                 "llama as a whole, flash-attn, one row",
@@ -126,6 +130,8 @@ OTHERS: dict[str, tuple[Job, dict[str, Any]]] = dict(
                 "qwen3_moe as a whole, flash-attn",
                 (_job("qwen3_moe", "single", "bf16-mixed"), {**FLASH, "compile": "model"}),
             ),
+            ("qwen3 as a whole, QLoRA", (_job("qwen3", "single", "bf16-mixed"), {**QLORA, "compile": "model"})),
+            ("llama, sharded, frozen in part", (_job("llama", "fsdp2", "bf16-mixed"), FROZEN)),
             ("llama as a whole, half", (_job("llama", "single", "bf16"), {"compile": "model", "memory_budget": 0.5})),
         ],
         days=5,
@@ -152,6 +158,8 @@ def other_peaks(run: Callable[..., dict[str, int]]) -> dict[str, int]:
             options.get("memory_budget", 1.0),
             options.get("attention", "sdpa"),
             _lora(options),
+            options.get("load_in_4bit", False),
+            options.get("freeze", []),
         ]
         for name, (job, options) in OTHERS.items()
     }

@@ -6,16 +6,17 @@ Inductor generates the whole step's code; the compilation of its kernels, whose 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import peak_of_steps, peak_of_trainer, print_peaks
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 RANKS = 2
 
@@ -74,6 +75,15 @@ def in_mxfp8(model: Any) -> None:
                 setattr(parent, name, converted)
 
 
+def in_4_bits(config: Any, **loading: Any) -> Any:
+    """The model with its linear layers in 4 bits, as transformers loads it."""
+    half = {"dtype": torch.bfloat16}
+    AutoModelForCausalLM.from_config(config, **half).save_pretrained("base")
+    packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    place = {"": torch.cuda.current_device()}
+    return AutoModelForCausalLM.from_pretrained("base", quantization_config=packed, device_map=place, **half, **loading)
+
+
 def launch_nothing() -> None:
     """Leave out the compilation of kernels and their launches. Scalars are then False, such as whether a row is packed."""
     import torch._inductor.config
@@ -92,15 +102,22 @@ def launch_nothing() -> None:
 def peak_of(
     config: dict[str, Any], engine: str, precision: str, checkpointing: str, batch: int, length: int,
     compiled: str = "layer", fp8: str = "none", memory_budget: float = 1.0, attention: str = "sdpa",
-    lora: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None, packs: bool = False, frozen: Sequence[str] = (),
 ) -> int:  # fmt: skip
     import torch._functorch.config
 
     launch_nothing()
     torch._functorch.config.activation_memory_budget = memory_budget
     dtype = torch.bfloat16 if precision == "bf16" or lora is not None else torch.float32
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype, attn_implementation=attention)
+    settings = AutoConfig.for_model(**config)
+    if packs:
+        model = in_4_bits(settings, attn_implementation=attention)
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    else:
+        model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=attention)
     model.train()
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
     if checkpointing == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if lora is not None:
