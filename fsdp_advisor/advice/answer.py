@@ -11,7 +11,7 @@ from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import decision_tree
 from fsdp_advisor.advice.evaluator import Evaluator, Timer
-from fsdp_advisor.advice.methods import advice_of_methods
+from fsdp_advisor.advice.methods import adapter_remedy, advice_of_methods
 from fsdp_advisor.advice.open_choices import open_choices
 from fsdp_advisor.advice.ranking import SPEED_RESOLUTION, actual_speed, runners_up
 from fsdp_advisor.advice.remedies import MAX_ADVISED_GPUS, remedies
@@ -25,13 +25,14 @@ from fsdp_advisor.advice.vllm_settings import with_vllm_started
 from fsdp_advisor.assumptions import gpu_of, settled
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, UsageError, assert_never
 from fsdp_advisor.estimator import lazy_report, requested
-from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.adaptation import adaptation_of, may_adapt
 from fsdp_advisor.job.choices import MAX_GPUS
 from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.job.ignored import ignored_in_search
 from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.model.adapted_catalog import adapted_profile
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved, split_recorder
@@ -65,7 +66,27 @@ def recommend(
     model = recorded or resolve(request.model, allow_recording=needs_recording(request))
     if request.method == "any":
         return advice_of_methods(request, lambda one: _advice(settled(one), model, timer))
-    return _advice(request, model, timer)
+    advice = _advice(request, model, timer)
+    if advice.recommendation.winner is not None or request.find or may_adapt(request):
+        return advice
+    return _with_adapter_remedy(advice, request, replace(model, recording_allowed=False), timer)
+
+
+def _with_adapter_remedy(advice: Advice, request: RecommendRequest, model: Resolved, timer: Timer | None) -> Advice:
+    """The advice with LoRA or QLoRA among its remedies, if one of them fits. Only adapters whose recordings are shipped are tried."""
+
+    def fit(one: RecommendRequest) -> Candidate | None:
+        one = settled(one)
+        adaptation = adaptation_of(one)
+        if model.source != "catalog" or adapted_profile(model.name, adaptation) is None:
+            return None
+        adapted = model.adapted(adaptation)
+        return _search(lazy_report(one.as_estimate, adapted), adapted, one, timer).any_fit()
+
+    found, remedy = advice.recommendation, adapter_remedy(request, fit)
+    if remedy is None:
+        return advice
+    return replace(advice, recommendation=replace(found, remedies=(*found.remedies, remedy)))
 
 
 def _advice(request: RecommendRequest, model: Resolved, timer: Timer | None) -> Advice:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 
-from fsdp_advisor.advice.result import Advice, Method
+from fsdp_advisor.advice.candidate import Candidate
+from fsdp_advisor.advice.result import Advice, Method, Remedy
 from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.job.adaptation import LORA_OPTIONS, QUANTIZATION_OPTIONS
 from fsdp_advisor.job.fields import fields_of
@@ -50,6 +51,24 @@ def advice_of_methods(request: RecommendRequest, advise: Callable[[RecommendRequ
             "PEFT has no default modules for this model, so LoRA and QLoRA have lora_target_modules all-linear"
         )
     return replace(chosen, recommendation=replace(found, methods=tuple(methods), notes=(*notes, *found.notes)))
+
+
+def adapter_remedy(request: RecommendRequest, fit: Callable[[RecommendRequest], Candidate | None]) -> Remedy | None:
+    """LoRA if it fits, else QLoRA, for a request that trains the whole model; None if neither fits or can be answered.
+
+    `fit`: a plan that fits a request whose method is fixed, or None.
+    """
+    for name, one in _requests(request):
+        if name == FULL:
+            continue
+        try:
+            found = fit(one)
+        except AdvisorError:
+            continue
+        if found is not None:
+            options = {"use_peft": True} | ({"load_in_4bit": True} if name == QLORA else {})
+            return Remedy(options=options, because=f"{name} fits with {found.label}: {found.memory_text}")
+    return None
 
 
 def _with_targets(request: RecommendRequest, advise: Callable[[RecommendRequest], Advice]) -> Advice:

@@ -331,3 +331,16 @@ def test_without_torch_a_search_tries_the_recorded_micro_batches_and_says_so(
     assert recommendation.winner is not None and recommendation.winner.plan.micro_batch_size == 1
     note = "only micro-batch 1 was searched: others have to be recorded first, with torch and transformers"
     assert note in recommendation.notes
+
+
+@pytest.mark.parametrize(
+    ("gpu", "method", "options"),
+    [("24GiB", "LoRA", {"use_peft": True}), ("16GiB", "QLoRA", {"use_peft": True, "load_in_4bit": True})],
+)
+def test_adapters_are_a_remedy_where_the_whole_model_cannot_be_trained(
+    gpu: str, method: str, options: dict[str, Any]
+) -> None:
+    job: dict[str, Any] = {"model": "meta-llama/Llama-3.1-8B", "gpus": 1, "gpu": gpu, "offload": "none"}
+    remedy = recommend(**job).recommendation.remedies[-1]
+    assert dict(remedy.options) == options and remedy.because.startswith(f"{method} fits with plain PyTorch (ddp)")
+    assert recommend(**job, **options).recommendation.fits
