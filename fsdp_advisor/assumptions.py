@@ -28,6 +28,10 @@ def settled(request: AnyRequest) -> AnyRequest:
 
     `assumed` names these options; what was assumed before is assumed anew. A request that was constructed directly is returned unchanged.
     """
+    if not isinstance(request, EstimateRequest):
+        raise UsageError(
+            f"a request is needed, not {request!r}", hint="keywords describe the job, as in model='gpt2', gpus=8"
+        )
     if not request.given:
         return request
     known = fields_of(type(request))

@@ -117,6 +117,12 @@ def test_an_error_shows_its_hint() -> None:
     assert "H100" in refused.value.hint
 
 
+@pytest.mark.parametrize("ask", [fsdp_advisor.estimate, fsdp_advisor.recommend])
+def test_a_model_without_its_keyword_is_an_error_with_a_hint(ask: Any) -> None:
+    with pytest.raises(fsdp_advisor.AdvisorError, match="a request is needed, not 'gpt2'"):
+        ask("gpt2", gpus=2)
+
+
 def test_a_parameter_count_may_be_a_number() -> None:
     assert fsdp_advisor.estimate(model=7e9, gpus=4, gpu="H100").parameters == 7_000_000_000
 

@@ -133,7 +133,7 @@ COMMANDS: dict[str, Command] = {
 
 def run(arguments: list[str]) -> int:
     """Run a command line. Returns the exit status; errors are raised."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         Destination().write(_program_help())
         return 0
     first = arguments[0]

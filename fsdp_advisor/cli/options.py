@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 from fsdp_advisor.cli.output import Destination, Format
 from fsdp_advisor.errors import InvalidOption, UsageError
-from fsdp_advisor.job.fields import Field, Rule, dashed, shown
+from fsdp_advisor.job.fields import Field, Rule, dashed, fields_of, shown
 
 PROGRAM = "fsdp-advisor"
 MAX_HELP_WIDTH = 100
@@ -74,8 +74,8 @@ class ConfigFileOptions:
         tuple[Path, ...],
         Rule(
             about="read the job from files of accelerate, DeepSpeed, Trainer, TRL, axolotl, LLaMA-Factory, ms-swift, torchtune or "
-            "torchtitan, from launch scripts, Python scripts (also of Lightning, or with a loop in PyTorch), or a directory; options on "
-            "the command line win",
+            "torchtitan, from launch scripts, Python scripts (also of Lightning, or with a loop in PyTorch), "
+            "a directory, or standard input (-); options on the command line win",
             group="Model",
             metavar="FILE",
         ),
@@ -132,7 +132,9 @@ class CommandParser:
         if values.pop("help", False):
             return None
         if rest:
-            raise UsageError(f"unexpected argument {shown(rest[0])}", hint=f"see {self.name} --help")
+            takes_model = "--model" in self._options and "model" not in values
+            hint = f"did you mean --model {shown(rest[0])}?" if takes_model else f"see {self.name} --help"
+            raise UsageError(f"unexpected argument {shown(rest[0])}", hint=hint)
         if values.get("output") == "-":  # standard output, as without the option
             del values["output"]
         return values
@@ -176,8 +178,11 @@ class CommandParser:
         see = f"see {self.name} --help"
         if not option.startswith("--"):
             return InvalidOption(option, f"no such option: {shown(option)}", hint=see)
+        from fsdp_advisor.job.search_request import RecommendRequest
         from fsdp_advisor.job.unknown_options import unknown_option
 
+        if option[2:].replace("-", "_") in fields_of(RecommendRequest):
+            return InvalidOption(option, f"no such option: {option}", hint=f"{PROGRAM} recommend has it")
         known = [field.name for field in self._options.values() if not field.rule.hidden]
         return unknown_option(option[2:].replace("-", "_"), dict.fromkeys(known), dashed, see=see)
 

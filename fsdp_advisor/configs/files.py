@@ -25,6 +25,7 @@ from fsdp_advisor.configs import (
 )  # fmt: skip
 from fsdp_advisor.configs.collect import Collector
 from fsdp_advisor.configs.merge import Configuration, merge
+from fsdp_advisor.configs.nameless import file_name
 from fsdp_advisor.configs.shipped import shipped
 from fsdp_advisor.errors import UsageError
 
@@ -52,14 +53,14 @@ Find = Callable[[str], "tuple[str, str] | None"]
 
 
 def from_paths(paths: Sequence[Path]) -> Configuration:
-    """The merged options of the files. A directory means all configurations in it.
+    """The merged options of the files. A directory means all configurations in it, and - the text on standard input.
 
     Raises UsageError for a file that cannot be read or recognized.
     """
     files: list[Path] = []
     for path in paths:
         files += _in_folder(path) if path.is_dir() else [path]
-    texts = {str(path): _text(path) for path in files}
+    texts = dict(_standard_input() if str(path) == "-" else (str(path), _text(path)) for path in files)
     folders = [path.parent for path in files]
 
     def find(name: str) -> tuple[str, str] | None:
@@ -72,6 +73,14 @@ def from_paths(paths: Sequence[Path]) -> Configuration:
         return None
 
     return _combined(texts, find)
+
+
+def _standard_input() -> tuple[str, str]:
+    """(a name that fits the format, the text). Raises UsageError for one that is too long."""
+    text = sys.stdin.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        raise UsageError("standard input is longer than a configuration", hint=f"at most {MAX_BYTES} characters")
+    return file_name(text, "stdin") or "stdin.json", text
 
 
 def from_texts(texts: Mapping[str, str]) -> Configuration:
@@ -106,7 +115,8 @@ def _text(path: Path) -> str:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(
-            f"cannot read {path}: {error.strerror}", hint="give the path of a configuration file"
+            f"cannot read {path}: {error.strerror}",
+            hint="give the path of a configuration file, or - to read a configuration, a script or a command from a pipe",
         ) from None
     if len(content) > MAX_BYTES:
         raise UsageError(f"{path} is larger than a configuration", hint=f"at most {MAX_BYTES} bytes")

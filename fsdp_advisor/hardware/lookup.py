@@ -24,7 +24,10 @@ _COUNTED = re.compile(
 _SIMILAR = 0.75
 """The ratio of difflib from which a name is similar to another: RTX 5900 and RTX 5090 have 0.86."""
 _NOT_MODELLED = (
-    (r"(apple)?m[1-9](pro|max|ultra)?(\d+gb)?", "Apple's GPUs, which run PyTorch's MPS, are not modelled"),
+    (
+        r"(apple)?m[1-9](pro|max|ultra)?(\d+gb)?|mps|(apple|mac|imac).*",
+        "Apple's GPUs, which run PyTorch's MPS, are not modelled",
+    ),
     (
         r"(gtx)?(9[5678]0|10[3-8]0)(ti)?|titanx[p]?|[pkm](4|10|40|60|80|100)(16gb|24gb|pcie.*|sxm2.*)?",
         "GPUs before Volta are not modelled",

@@ -139,11 +139,13 @@ def runners_up_text(view: AdviceView) -> str:
 
 def _found(found: FindView, view: AdviceView, screen: Screen) -> str:
     """The answer to `--find`, a row per alternative, and memory against throughput."""
+    fitting_rows = [row for row in found.rows if row.fits is not False]
+    rows = fitting_rows if found.what == "gpu-type" and fitting_rows else found.rows
     blocks = [
-        wrap(f"Found ({found.title}): {found.answer}", screen)
-        + "\n"
-        + _table(found.rows, view, screen, what=found.what)
+        wrap(f"Found ({found.title}): {found.answer}", screen) + "\n" + _table(rows, view, screen, what=found.what)
     ]
+    if small := len(found.rows) - len(rows):
+        blocks.append(wrap(f"{small} other GPUs are too small; --json lists them.", screen))
     if len(found.frontier) > 1:
         blocks.append("Memory against throughput\n" + _frontier(found.frontier, view, screen))
     return "\n\n".join(blocks)
@@ -183,8 +185,11 @@ def columns(rows: Sequence[CandidateView], view: AdviceView, *, what: str = "", 
         found.insert(0, Column("GPUs", [str(row.plan.world_size) for row in rows], right=True))
     elif what == "gpu-type":
         found.insert(0, Column("GPU", [row.gpu for row in rows]))
-        found.append(Column("has", [row.available_text for row in rows], right=True))
-    if what and any(row.fits is False for row in rows):
+        found.append(Column("has", [row.available_text for row in rows], right=True, rank=6))
+    if what in ("gpus", "gpu-type") and view.training:
+        found.append(Column("time", [row.time_text for row in rows], right=True, rank=3))
+        found.append(Column("GPU hours", [row.gpu_hours_text for row in rows], right=True))
+    if what and any(row.fits_text != "fits" for row in rows):
         found.append(Column("", [_fits(row) for row in rows]))
     if reasons:
         found.append(Column(WHY_NOT, [row.why_not for row in rows], rank=3, least=_LEAST_REASON))
@@ -192,7 +197,7 @@ def columns(rows: Sequence[CandidateView], view: AdviceView, *, what: str = "", 
 
 
 def _fits(row: CandidateView) -> Text:
-    return Text("does not fit", style="red") if row.fits is False else Text("fits", style="green")
+    return Text(row.fits_text, style="red" if row.fits is False else "green")
 
 
 def _frontier(points: Sequence[CandidateView], view: AdviceView, screen: Screen) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_advisor.advice import Advice, Candidate, Recommendation, Rejection
+from fsdp_advisor.advice.cost import Training
 from fsdp_advisor.advice.decision_tree import Node
 from fsdp_advisor.advice.methods import LORA, QLORA
 from fsdp_advisor.advice.result import Method
@@ -56,6 +57,9 @@ class CandidateView:
     needed_text: str
     available_text: str
     throughput_text: str
+    time_text: str
+    gpu_hours_text: str
+    fits_text: str
     why_not: str
 
     @property
@@ -215,6 +219,8 @@ def _checkpointing(plan: Plan) -> str:
 def _candidate(r: Recommendation, task: Task, c: Candidate, why_not: str = "") -> CandidateView:
     plan, rate = c.plan, _throughput(c, task)
     chosen = r.winner is not None and c.plan == r.winner.plan and c.gpu == r.winner.gpu
+    run = Training.of(c, r.request.tokens, None) if r.request.tokens else None
+    fits = "does not fit" if c.fits is False else "fits tightly" if c.runs_in_available else "fits"
     return CandidateView(
         plan=plan,
         label=c.label,
@@ -230,6 +236,9 @@ def _candidate(r: Recommendation, task: Task, c: Candidate, why_not: str = "") -
         needed_text=_bare(c.known_bytes),
         available_text=_bare(c.available_bytes),
         throughput_text=format_rate(rate) if rate else UNKNOWN,
+        time_text=UNKNOWN if run is None or run.days is None else _time(run.days),
+        gpu_hours_text=UNKNOWN if run is None or run.gpu_hours is None else f"{run.gpu_hours:,.0f}",
+        fits_text=fits,
         why_not=why_not,
     )
 
@@ -363,8 +372,11 @@ def _training(r: Recommendation) -> str:
     if run.days is None or run.gpu_hours is None:
         return f"{tokens}: the time of a step is unknown"
     cost = f", {run.cost:,.0f} at {run.price:g} per GPU hour" if run.cost is not None else ""
-    time = f"{24 * run.days:.2g} hours" if run.days < 1 else f"{run.days:,.{1 if run.days < 100 else 0}f} days"
-    return f"{tokens}: {time}, {run.gpu_hours:,.0f} GPU hours{cost}"
+    return f"{tokens}: {_time(run.days)}, {run.gpu_hours:,.0f} GPU hours{cost}"
+
+
+def _time(days: float) -> str:
+    return f"{24 * days:.2g} hours" if days < 1 else f"{days:,.{1 if days < 100 else 0}f} days"
 
 
 def _found(r: Recommendation, task: Task) -> FindView | None:

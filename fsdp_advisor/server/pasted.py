@@ -2,43 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 
 from fsdp_advisor.configs import complete, from_texts
+from fsdp_advisor.configs.nameless import file_name
 from fsdp_advisor.job.config_reading import check_nothing_missing
 from fsdp_advisor.job.fields import as_query, fields_of, read_fields
 from fsdp_advisor.job.search_request import RecommendRequest
-
-_OF_A_MODEL = ("model_type", "architectures")
-_PYTHON = re.compile(r"^(?:import|from|def|class) +\w", re.MULTILINE)
-_LAUNCHER = re.compile(
-    r"^(?! *#| *[\w.-]+:(?: |$))(?:.*[ /])?(?:torchrun|accelerate launch|deepspeed|trl|swift|tune|axolotl|llamafactory-cli|python3?) ",
-    re.MULTILINE,
-)
-"""A command that trains; not in a comment, nor in a value of YAML."""
-
-
-def file_name(text: str) -> str | None:
-    """The name that a pasted text gets, by its format; None for a model's config.json, and for text that may be meant as one.
-
-    >>> file_name('{"model_type": "llama"}'), file_name('{"zero_optimization": {"stage": 3}}'), file_name("base_model: gpt2")
-    (None, 'pasted.json', 'pasted.yaml')
-    >>> file_name("import torch"), file_name("torchrun --nproc-per-node 8 train.py")
-    ('pasted.py', 'pasted.sh')
-    >>> file_name("# accelerate launch -m axolotl.cli.train this.yaml\\nbase_model: gpt2")
-    'pasted.yaml'
-    """
-    if text.lstrip().startswith("{"):
-        try:
-            keys = json.loads(text)
-        except ValueError:
-            return None
-        return None if any(key in keys for key in _OF_A_MODEL) else "pasted.json"
-    if _PYTHON.search(text):
-        return "pasted.py"
-    return "pasted.sh" if text.startswith("#!") or _LAUNCHER.search(text) else "pasted.yaml"
 
 
 def with_pasted_file(options: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -112,6 +112,8 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
         "possible are data parallelism and its sharding: DDP, ZeRO-1 to ZeRO-3, HSDP",
     ),
     (("estimate", *MODEL, "more"), "unexpected argument more", SEE),
+    (("recommend", "Qwen/Qwen2.5-7B"), "unexpected argument Qwen/Qwen2.5-7B", "did you mean --model Qwen/Qwen2.5-7B?"),
+    (("estimate", *MODEL, "--tokens", "10B"), "no such option: --tokens", "fsdp-advisor recommend has it"),
     (
         ("rehearse", "--gpus", "2", "torchrun", "train.py"),
         "unexpected argument torchrun",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable
@@ -106,6 +107,24 @@ def test_check_prints_one_line_and_exits_with_the_verdict(
     assert line.endswith("not modelled: relora: True (LoRA restarts)")
     document = json.loads(cli("check", "--config-file", str(config), "--gpu", gpu, "--json").out)
     assert document["fits"] is (status == 0) and document["line"] == line
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy"),
+    [
+        (
+            f"torchrun --nproc_per_node 2 run_clm.py --model_name_or_path {LLAMA} --block_size 512 --fsdp full_shard",
+            "ZeRO-3",
+        ),
+        (f"base_model: {LLAMA}\nmicro_batch_size: 1\nsequence_len: 512\n", "DDP"),
+    ],
+)
+def test_a_command_or_a_file_is_read_from_a_pipe(
+    text: str, strategy: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    ran = cli("check", "--config-file", "-", "--gpu", "H100")
+    assert f"{LLAMA}, {strategy} (" in ran.out and ", 512 tokens: " in ran.out
 
 
 @pytest.mark.parametrize(

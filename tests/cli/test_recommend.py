@@ -164,6 +164,18 @@ def test_notes_go_to_standard_error(cli: Cli) -> None:
     assert "offload was not searched" not in ran.out
 
 
+def test_a_sweep_over_gpu_types_has_time_and_gpu_hours_and_only_gpus_that_fit(cli: Cli) -> None:
+    one_strategy = ("--strategy", "zero3", "--backend", "fsdp2", "--activation-checkpointing", "full")
+    job = ("--model", "Qwen/Qwen2.5-3B", "--gpus", "2", *one_strategy, "--micro-batch-size", "1")
+    out = cli("recommend", *job, "--find", "gpu-type", "--tokens", "1e9", "-q").out
+    table = out[out.index("Found (GPU)") :].split("\n\n")[0]
+    assert "GPU hours" in table and " days" in table and "does not fit" not in table
+    assert re.search(r"\n\d+ other GPUs are too small; --json lists them\.\n", out)
+    lines = table.splitlines()
+    rows = lines[next(i for i, line in enumerate(lines) if line.startswith("GPU ")) + 1 :]
+    assert rows and {line.split()[-1] for line in rows} == {"fits", "tightly"}
+
+
 BAD: dict[str, tuple[tuple[str, ...], str, str]] = {
     "a batch that cannot be divided": (
         ("--gpus", "8", "--micro-batch-size", "2", "--gradient-accumulation-steps", "4", "--global-batch-size", "128"),

@@ -161,6 +161,8 @@ def test_typed_or_printed_name_finds_the_gpu(typed: str, name: str) -> None:
     [
         ("M3 Max", "Apple's GPUs"),
         ("Apple M2 Ultra", "Apple's GPUs"),
+        ("MacBook Pro", "Apple's GPUs"),
+        ("mps", "Apple's GPUs"),
         ("GTX 1080 Ti", "GPUs before Volta"),
         ("Tesla P100", "GPUs before Volta"),
         ("P40", "GPUs before Volta"),

@@ -7,8 +7,9 @@ from html import unescape
 import pytest
 from fastapi.testclient import TestClient
 
+from fsdp_advisor.configs.nameless import file_name
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.server.pasted import file_name, with_pasted_file
+from fsdp_advisor.server.pasted import with_pasted_file
 
 LOOP = """
 import torch
