@@ -34,7 +34,7 @@ from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.model.experts import expert_notes
 from fsdp_advisor.model.kernels import compile_notes, fp8_notes, kernel_notes, liger_notes
 from fsdp_advisor.model.lora_kernels import lora_kernel_notes
-from fsdp_advisor.model.multimodal import trained_on_text
+from fsdp_advisor.model.multimodal import ImageModel, trained_on_text
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved, split_recorder
@@ -121,6 +121,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
         estimates=Rows(possible, row),
         task=profile.task if profile else None,
         layer_classes=profile.layer_classes if profile else (),
+        image_model=ImageModel.of(profile) if profile and request.images_per_sample else None,
         largest_parameter_elements=profile.largest_parameter_elements if profile else None,
         hidden_size=hidden_size(profile) if profile else None,
         adapters=Adapters(method=method, parameters=profile.adapter_parameters)

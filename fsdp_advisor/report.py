@@ -8,6 +8,7 @@ from typing import Any, ClassVar, overload
 
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.model.multimodal import ImageModel
 from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 SCHEMA_VERSION = 1
@@ -104,6 +105,7 @@ class Report(Printable):
     estimates: Rows
     task: str | None = None
     layer_classes: tuple[str, ...] = ()
+    image_model: ImageModel | None = None
     largest_parameter_elements: int | None = None
     hidden_size: int | None = None
     adapters: Adapters | None = None

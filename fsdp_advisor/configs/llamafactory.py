@@ -6,18 +6,20 @@ model/model_utils/quantization.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from fsdp_advisor.configs.adapters import has_adapters, set_lora, set_quantization
 from fsdp_advisor.configs.collect import Collector, truth
-from fsdp_advisor.configs.llamafactory_towers import KEYS, USUAL, Frozen, excluded
+from fsdp_advisor.configs.llamafactory_towers import KEYS, USUAL, Frozen, excluded, frozen_parts
 from fsdp_advisor.configs.names import set_attention
 from fsdp_advisor.configs.trainer import read_into
 from fsdp_advisor.job.images import square_of
 from fsdp_advisor.job.unknown_options import TASKS_OF_TRL
 from fsdp_advisor.model import catalog
-from fsdp_advisor.model.multimodal import vision_parts
+from fsdp_advisor.model.freezing import parameter_names
+from fsdp_advisor.model.multimodal import ImageModel, vision_parts
 
 _OWN = {
     "finetuning_type",
@@ -152,6 +154,11 @@ def _towers(found: Collector, frozen: Frozen, *, given: bool) -> None:
     elif frozen == USUAL and parts:
         found.options["freeze"] = parts
         found.assume(f"{' and '.join(parts)} frozen: the vision tower and the projector, which LLaMA-Factory freezes")
+    elif entry is not None and (
+        others := frozen_parts(entry.model_type, parameter_names(catalog.profile(entry)), frozen)
+    ):
+        found.options["freeze"] = others
+        found.assume(f"{' and '.join(others)} frozen, as the file's freeze_ keys say")
     elif given:
         found.omits(
             "LLaMA-Factory trains neither the vision tower nor the projector of a multimodal model unless freeze_vision_tower and"
@@ -165,12 +172,17 @@ def catalogued(found: Collector) -> catalog.Entry | None:
     return catalog.find(model) if isinstance(model, str) else None
 
 
-def without_adapters(found: Collector, frozen: Frozen, *, everywhere: bool) -> str | None:
-    """A pattern of the modules of a catalogued multimodal model that get no adapters. `everywhere`: `lora_target` is all."""
+def without_adapters(found: Collector, frozen: Frozen, targets: object, *, everywhere: bool) -> str | None:
+    """A pattern of the modules of a catalogued multimodal model that get no adapters although `targets` may name them; None if there are
+    none. `everywhere`: `lora_target` is all.
+    """
     entry = catalogued(found)
-    if entry is None or not vision_parts(catalog.profile(entry)):
+    if entry is None or not vision_parts(profile := catalog.profile(entry)):
         return None
-    return excluded(entry.model_type, frozen, everywhere=everywhere)
+    pattern = excluded(entry.model_type, frozen, everywhere=everywhere)
+    if pattern is None or not isinstance(targets, list):
+        return pattern
+    return pattern if any(re.fullmatch(pattern, m) for m in ImageModel.of(profile).named(targets)) else None
 
 
 def _adapters(found: Collector, frozen: Frozen) -> None:
@@ -201,7 +213,7 @@ def _adapters(found: Collector, frozen: Frozen) -> None:
         config["target_modules"] = "all-linear"
     elif isinstance(targets, str):
         config["target_modules"] = [name.strip() for name in targets.split(",")]
-    config["exclude_modules"] = without_adapters(found, frozen, everywhere=everywhere)
+    config["exclude_modules"] = without_adapters(found, frozen, config["target_modules"], everywhere=everywhere)
     set_lora(found, config)
     if truth(found.peek("bf16") or False):
         found.options["dtype"] = "bfloat16"

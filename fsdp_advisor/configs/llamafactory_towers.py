@@ -7,12 +7,19 @@ model/model_utils/misc.py (`find_all_linear_modules`).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 Frozen = tuple[bool, bool, bool]
 """The values of `freeze_vision_tower`, `freeze_multi_modal_projector` and `freeze_language_model`."""
 USUAL: Frozen = (True, True, False)
 KEYS = ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model")
+ALL_FROZEN: tuple[Frozen, ...] = (
+    USUAL,
+    *(f for f in product((True, False), (True, False), (False, True)) if f != USUAL and not all(f)),
+)
+"""All values with which something is trained; the usual ones first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +33,15 @@ class _Parts:
     language: tuple[str, ...] = ("language_model", "lm_head")
     never: tuple[str, ...] = ()
     projector_as_tower: bool = False
+
+    def frozen(self, frozen: Frozen) -> tuple[str, ...]:
+        """Texts in the names of the parameters that full fine-tuning does not train."""
+        return tuple(
+            name
+            for is_frozen, names in zip(frozen, (self.towers, self.projector, self.language), strict=True)
+            for name in names
+            if is_frozen
+        )
 
 
 _QWEN2_VL = _Parts(towers=("visual.patch_embed", "visual.blocks"), projector=("visual.merger",), never=("patch_embed",))
@@ -87,3 +103,33 @@ def excluded(model_type: str, frozen: Frozen, *, everywhere: bool) -> str | None
         *parts.never,
     )
     return f".*({'|'.join(map(re.escape, names))}).*" if names else None
+
+
+def frozen_parts(model_type: str, parameters: Iterable[str], frozen: Frozen) -> tuple[str, ...]:
+    """The modules that full fine-tuning does not train, as `--freeze` takes them."""
+    parts, names = _PARTS.get(model_type), list(parameters)
+    return tuple(text for text in (parts.frozen(frozen) if parts else ()) if any(text in name for name in names))
+
+
+def frozen_parameters(model_type: str, parameters: Iterable[str], frozen: Frozen) -> set[str]:
+    """Those of a model's parameters that full fine-tuning does not train. Source: model/adapter.py, `_setup_full_tuning`.
+
+    >>> names = ("model.visual.blocks.0.norm1.weight", "model.visual.merger.mlp.0.weight", "lm_head.weight")
+    >>> sorted(frozen_parameters("qwen2_5_vl", names, (True, False, False)))
+    ['model.visual.blocks.0.norm1.weight']
+    """
+    names = list(parameters)
+    texts = frozen_parts(model_type, names, frozen)
+    return {name for name in names if any(text in name for text in texts)}
+
+
+def adapted_modules(model_type: str, modules: Iterable[str], targets: Iterable[str], frozen: Frozen) -> set[str]:
+    """Those of a model's modules that get adapters, for an `lora_target` of names. Source: `patch_target_modules`.
+
+    >>> names = ("model.visual.blocks.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj")
+    >>> sorted(adapted_modules("qwen2_5_vl", names, ["up_proj"], USUAL))
+    ['model.language_model.layers.0.mlp.up_proj']
+    """
+    never = excluded(model_type, frozen, everywhere=False)
+    named = {name for name in modules if any(target in name for target in targets)}
+    return {name for name in named if never is None or not re.fullmatch(never, name)}

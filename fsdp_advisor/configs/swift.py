@@ -112,7 +112,7 @@ def _adapters(found: Collector) -> None:
         if config["target_modules"] in ("all-linear", ["all-linear"]):
             config |= {
                 "target_modules": "all-linear",
-                "exclude_modules": without_adapters(found, frozen, everywhere=False),
+                "exclude_modules": without_adapters(found, frozen, "all-linear", everywhere=False),
             }
         set_lora(found, config)
     elif tuner != "full":

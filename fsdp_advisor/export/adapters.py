@@ -60,10 +60,10 @@ def lora(job: Job) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in LORA_OPTIONS}
 
 
-def lora_limit(job: Job) -> str | None:
-    """Why a consumer that knows only the options of LORA_OPTIONS, and that freezes nothing, cannot train the job."""
+def lora_limit(job: Job, *, freezes: bool = False) -> str | None:
+    """Why a consumer that knows only the options of LORA_OPTIONS cannot train the job. `freezes`: whether it can freeze parameters."""
     adaptation = job.adaptation
-    if adaptation.freeze:
+    if adaptation.freeze and not freezes:
         return "it has no option for the parameters to freeze"
     if not adaptation.peft:
         return None

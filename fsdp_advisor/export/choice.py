@@ -24,6 +24,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.refusals import combination_refusal
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.model.multimodal import ImageModel
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.report import Report
@@ -120,6 +121,7 @@ def _unrecorded(plan: Plan, request: EstimateRequest, model: Resolved) -> Job:
         model_name=model.weights or model.name,
         task=model.task_after(adaptation),
         layer_classes=profile.layer_classes if profile else (),
+        image_model=ImageModel.of(profile) if profile and plan.images is not None else None,
         largest_parameter_elements=profile.largest_parameter_elements if profile else None,
         hidden_size=hidden_size(profile) if profile else None,
         gpu_name=gpu.name,

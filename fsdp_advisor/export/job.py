@@ -12,6 +12,7 @@ from fsdp_advisor.export.constants import ALLOCATOR_VARIABLE, REGIONS_VARIABLE
 from fsdp_advisor.job.adaptation import UNCHANGED, Adaptation, launched
 from fsdp_advisor.job.command_line import options_of
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.multimodal import ImageModel
 from fsdp_advisor.report import Report
 from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.units import format_gpus
@@ -35,6 +36,7 @@ class Job:
     plan. `not_modelled` lists what the figures leave out. `adaptation`: the changes made to the model before it trains, with the names of
     the modules that get adapters, which PEFT's default for the architecture gives if none were named. `searches_unused`: whether DDP has
     to search for parameters that get no gradient. `lora_kernels`: the parts of the model whose adapters run in axolotl's kernels.
+    `image_model`: the model's type and parameters, if its samples have images.
     """
 
     plan: Plan
@@ -57,6 +59,7 @@ class Job:
     adaptation: Adaptation = UNCHANGED
     searches_unused: bool = False
     lora_kernels: tuple[str, ...] = ()
+    image_model: ImageModel | None = None
 
     @classmethod
     def of(cls, report: Report, estimate: StrategyEstimate, environment: Mapping[str, str] | None = None) -> Job:
@@ -74,6 +77,7 @@ class Job:
             model_name=report.weights,
             task=report.task,
             layer_classes=report.layer_classes,
+            image_model=report.image_model,
             largest_parameter_elements=report.largest_parameter_elements,
             gpu_name=report.gpu_name,
             gpu_memory_bytes=report.gpu_memory_bytes,

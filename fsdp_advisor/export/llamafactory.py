@@ -16,13 +16,13 @@ from fsdp_advisor.export.constants import LLAMAFACTORY_FILE, NVME_NOTE, PACKAGES
 from fsdp_advisor.export.evaluation import evaluation_limit
 from fsdp_advisor.export.header import yaml_text
 from fsdp_advisor.export.job import Job
-from fsdp_advisor.export.limits import task_limit
-from fsdp_advisor.export.llamafactory_templates import chat_template
+from fsdp_advisor.export.llamafactory_images import DATA_SET, images_keys, images_limit, images_notes, template
 from fsdp_advisor.export.losses import loss_limit
 from fsdp_advisor.export.model_arguments import experts_limit
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
 from fsdp_advisor.job.choices import TrainingTask
+from fsdp_advisor.job.request import EstimateRequest
 
 _ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
 _DATA_SETS: dict[TrainingTask, str] = {"sft": "alpaca_en_demo", "dpo": "dpo_en_demo", "kto": "kto_en_demo"}
@@ -48,10 +48,10 @@ _LORA = {
 def unsupported(job: Job) -> str | None:
     """Why LLaMA-Factory cannot train the job; None if it can. It trains through the Trainer and accelerate."""
     plan, adaptation = job.plan, job.adaptation
-    if (limit := task_limit(job)) is not None:
+    if (limit := images_limit(job)) is not None:
         return limit
     if plan.backend in ("fsdp1", "fsdp2"):
-        return "its configuration cannot describe FSDP: LLaMA-Factory reads that from a file of accelerate"
+        return "its configuration cannot describe FSDP: LLaMA-Factory reads that from a file of accelerate; use --backend deepspeed"
     if plan.precision == "bf16" and plan.backend == "deepspeed":
         return "its pure_bf16 contradicts bf16 in DeepSpeed's section; use --precision bf16-mixed"
     if adaptation.peft and "target_modules" not in adaptation.peft:
@@ -68,7 +68,7 @@ def unsupported(job: Job) -> str | None:
         or llamafactory_limit(job)
         or checkpointing_limit(job, "reentrant")
         or evaluation_limit(job)
-        or lora_limit(job)
+        or lora_limit(job, freezes=job.plan.images is not None)
         or accelerate.unsupported(job, "llamafactory")
     )
 
@@ -90,7 +90,8 @@ def write(job: Job) -> tuple[str, tuple[str, ...]]:
 
 def notes(job: Job) -> list[str]:
     found = ["dataset is an example: replace it with your own"]
-    if chat_template(job.model_name) is None:
+    found += images_notes(job)
+    if template(job) is None:
         found.append(
             "template is LLaMA-Factory's default, which a chat model was not trained with: replace it with the model's"
         )
@@ -118,8 +119,9 @@ def _config(job: Job) -> dict[str, Any]:
         "do_train": True,
         **_adapter(job),
         **({} if plan.task == "sft" else {"pref_beta": 0.1}),
-        "dataset": _DATA_SETS[plan.task],
-        "template": chat_template(job.model_name) or "default",
+        "dataset": _DATA_SETS[plan.task] if plan.images is None else DATA_SET,
+        "template": template(job) or "default",
+        **images_keys(job),
         "cutoff_len": plan.seq_len,
         **llamafactory_keys(plan),
         "output_dir": "./outputs",
@@ -162,6 +164,16 @@ def _adapter(job: Job) -> dict[str, Any]:
     return config
 
 
+def _fixes(request: EstimateRequest) -> dict[str, Any]:
+    """The storage of packed weights that LLaMA-Factory sets, and the only engine that its configuration describes for a strategy."""
+    fixed: dict[str, Any] = {}
+    if request.load_in_4bit:
+        fixed["bnb_4bit_quant_storage"] = "float32" if request.precision == "fp32" else "bfloat16"
+    if request.backend == "auto" and request.strategy in ("zero2", "zero3"):
+        fixed["backend"] = "deepspeed"
+    return fixed
+
+
 TARGET = Target(
     name="llamafactory",
     description="LLaMA-Factory configuration (YAML)",
@@ -172,9 +184,5 @@ TARGET = Target(
     usage=lambda job, file: torchrun_line(job, f"-m llamafactory.launcher {file}"),
     consumer="llamafactory",
     framework="llamafactory",
-    fixes=lambda request: (
-        {"bnb_4bit_quant_storage": "float32" if request.precision == "fp32" else "bfloat16"}
-        if request.load_in_4bit
-        else {}
-    ),
+    fixes=_fixes,
 )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from fsdp_advisor.model.freezing import parameter_names
 from fsdp_advisor.model.images import has_images
 from fsdp_advisor.model.profile import Profile
 
@@ -43,6 +47,31 @@ def vision_parts(profile: Profile) -> list[str]:
     first = [stack.path for stack in profile.stacks] + [p.name for p in profile.root.parameters]
     names = [name for path in first for name in path.split(".") if name in _PARTS]
     return list(dict.fromkeys(names))
+
+
+class ImageModel(NamedTuple):
+    """The type of a model that is trained on images, and the names of its parameters, those of adapters left out."""
+
+    model_type: str
+    parameters: tuple[str, ...]
+
+    @classmethod
+    def of(cls, profile: Profile) -> ImageModel:
+        """The model of a profile, whose names have no prefix of PEFT."""
+        names = (
+            n.removeprefix("base_model.model.").replace(".base_layer.", ".") for n in parameter_names(profile.base)
+        )
+        return cls(str(profile.config.get("model_type")), tuple(names))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of the modules that have a weight."""
+        return tuple(name.removesuffix(".weight") for name in self.parameters if name.endswith(".weight"))
+
+    def named(self, targets: Iterable[str]) -> set[str]:
+        """The modules that PEFT adapts for a list of names."""
+        names = tuple(targets)
+        return {m for m in self.modules if any(m == name or m.endswith(f".{name}") for name in names)}
 
 
 def is_tower(path: str) -> bool:
