@@ -6,7 +6,7 @@
 'DDP (ddp)'
 """
 
-from fsdp_advisor.advice.answer import recommend, recommend_resolved
+from fsdp_advisor.advice.answer import recommend, recommend_resolved, with_adapter_remedy
 from fsdp_advisor.advice.candidate import Candidate
 from fsdp_advisor.advice.result import Advice, Recommendation, Remedy
 from fsdp_advisor.advice.search import Rejection
@@ -20,5 +20,6 @@ __all__ = [
     "Remedy",
     "recommend",
     "recommend_resolved",
+    "with_adapter_remedy",
     "with_vllm_started",
 ]

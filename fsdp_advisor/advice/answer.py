@@ -66,14 +66,19 @@ def recommend(
     model = recorded or resolve(request.model, allow_recording=needs_recording(request))
     if request.method == "any":
         return advice_of_methods(request, lambda one: _advice(settled(one), model, timer))
-    advice = _advice(request, model, timer)
-    if advice.recommendation.winner is not None or request.find or may_adapt(request):
+    return with_adapter_remedy(_advice(request, model, timer), request, model, timer)
+
+
+def with_adapter_remedy(
+    advice: Advice, request: RecommendRequest, model: Resolved, timer: Timer | None = None
+) -> Advice:
+    """The advice with LoRA or QLoRA among its remedies, if nothing fits without and one of them does. Only adapters whose recordings are
+    shipped are tried.
+    """
+    found = advice.recommendation
+    if found.winner is not None or request.find or may_adapt(request):
         return advice
-    return _with_adapter_remedy(advice, request, replace(model, recording_allowed=False), timer)
-
-
-def _with_adapter_remedy(advice: Advice, request: RecommendRequest, model: Resolved, timer: Timer | None) -> Advice:
-    """The advice with LoRA or QLoRA among its remedies, if one of them fits. Only adapters whose recordings are shipped are tried."""
+    model = replace(model, recording_allowed=False)
 
     def fit(one: RecommendRequest) -> Candidate | None:
         one = settled(one)
@@ -83,7 +88,7 @@ def _with_adapter_remedy(advice: Advice, request: RecommendRequest, model: Resol
         adapted = model.adapted(adaptation)
         return _search(lazy_report(one.as_estimate, adapted), adapted, one, timer).any_fit()
 
-    found, remedy = advice.recommendation, adapter_remedy(request, fit)
+    remedy = adapter_remedy(request, fit)
     if remedy is None:
         return advice
     return replace(advice, recommendation=replace(found, remedies=(*found.remedies, remedy)))

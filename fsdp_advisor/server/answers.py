@@ -12,7 +12,7 @@ from typing import Concatenate, Literal, ParamSpec
 
 from pydantic_core import to_json
 
-from fsdp_advisor.advice import Advice, recommend_resolved, with_vllm_started
+from fsdp_advisor.advice import Advice, recommend_resolved, with_adapter_remedy, with_vllm_started
 from fsdp_advisor.advice.methods import advice_of_methods
 from fsdp_advisor.assumptions import DEFAULT_GPU, settled
 from fsdp_advisor.comparison import compare_resolved
@@ -169,7 +169,11 @@ def _zipped(files: Bundle) -> bytes:
 def advise(model: Resolved, request: RecommendRequest, *, explain: bool = False) -> Advice:
     """The recommendation for a request."""
     if request.method == "any":
-        return advice_of_methods(request, lambda one: advise(model, one, explain=explain))
+        return advice_of_methods(request, lambda one: _advice(model, one, explain=explain))
+    return with_adapter_remedy(_advice(model, request, explain=explain), decided(request), model)
+
+
+def _advice(model: Resolved, request: RecommendRequest, *, explain: bool) -> Advice:
     with_gpu = with_vllm_started(decided(request), model)
     report = _with_gpu_note(request, lazy_report(with_gpu.as_estimate, model, explain=explain))
     return Advice(report=report, recommendation=recommend_resolved(report, model, with_gpu))

@@ -66,6 +66,12 @@ def test_recommend_returns_the_choice_and_its_path(client: TestClient, find: str
     assert all({"question", "answer", "because"} <= set(node) for node in chosen["path"])
 
 
+def test_recommend_names_adapters_if_the_whole_model_cannot_be_trained(client: TestClient) -> None:
+    job = {"model": "meta-llama/Llama-3.1-8B", "gpus": 1, "gpu": "24GiB", "strategy": "ddp", "offload": "none"}
+    found = client.get("/api/v1/recommend", params=job).json()["recommendation"]["what_would_fit"]
+    assert found[-1]["options"] == {"use_peft": True}
+
+
 def test_every_key_of_a_check_is_described(client: TestClient) -> None:
     answer = client.get("/api/v1/check", params={"model": LLAMA, "gpus": 4, "gpu": "A100-40GB"}).json()
     assert set(answer) == set(schema.Check.model_fields)
