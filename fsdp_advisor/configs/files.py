@@ -77,7 +77,7 @@ def from_paths(paths: Sequence[Path]) -> Configuration:
 
 def _standard_input() -> tuple[str, str]:
     """(a name that fits the format, the text). Raises UsageError for one that is too long."""
-    text = sys.stdin.read(MAX_BYTES + 1)
+    text = sys.stdin.read(MAX_BYTES + 1) if sys.stdin else ""
     if len(text) > MAX_BYTES:
         raise UsageError("standard input is longer than a configuration", hint=f"at most {MAX_BYTES} characters")
     return file_name(text, "stdin") or "stdin.json", text

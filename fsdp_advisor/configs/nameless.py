@@ -6,6 +6,7 @@ import json
 import re
 
 _OF_A_MODEL = ("model_type", "architectures")
+_TOML = re.compile(r"^\[[\w.-]+\]\s*$", re.MULTILINE)
 _PYTHON = re.compile(r"^(?:import|from|def|class) +\w", re.MULTILINE)
 _LAUNCHER = re.compile(
     r"^(?! *#| *[\w.-]+:(?: |$))(?:.*[ /])?(?:torchrun|accelerate launch|deepspeed|trl|swift|tune|axolotl|llamafactory-cli|python3?) ",
@@ -23,6 +24,8 @@ def file_name(text: str, stem: str = "pasted") -> str | None:
     ('pasted.py', 'pasted.sh')
     >>> file_name("# accelerate launch -m axolotl.cli.train this.yaml\\nbase_model: gpt2")
     'pasted.yaml'
+    >>> file_name("[training]\\nseq_len = 2048")
+    'pasted.toml'
     """
     if text.lstrip().startswith("{"):
         try:
@@ -32,4 +35,6 @@ def file_name(text: str, stem: str = "pasted") -> str | None:
         return None if any(key in keys for key in _OF_A_MODEL) else f"{stem}.json"
     if _PYTHON.search(text):
         return f"{stem}.py"
+    if _TOML.search(text):
+        return f"{stem}.toml"
     return f"{stem}.sh" if text.startswith("#!") or _LAUNCHER.search(text) else f"{stem}.yaml"

@@ -110,21 +110,25 @@ def test_check_prints_one_line_and_exits_with_the_verdict(
 
 
 @pytest.mark.parametrize(
-    ("text", "strategy"),
+    ("text", "found"),
     [
         (
             f"torchrun --nproc_per_node 2 run_clm.py --model_name_or_path {LLAMA} --block_size 512 --fsdp full_shard",
-            "ZeRO-3",
+            f"{LLAMA}, ZeRO-3 (",
         ),
-        (f"base_model: {LLAMA}\nmicro_batch_size: 1\nsequence_len: 512\n", "DDP"),
+        (f"base_model: {LLAMA}\nmicro_batch_size: 1\nsequence_len: 512\n", f"{LLAMA}, DDP ("),
+        (
+            '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 512\nlocal_batch_size = 1\n',
+            "meta-llama/Llama-3.1-8B, DDP (",
+        ),
     ],
 )
 def test_a_command_or_a_file_is_read_from_a_pipe(
-    text: str, strategy: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    text: str, found: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     ran = cli("check", "--config-file", "-", "--gpu", "H100")
-    assert f"{LLAMA}, {strategy} (" in ran.out and ", 512 tokens: " in ran.out
+    assert found in ran.out and ", 512 tokens: " in ran.out
 
 
 @pytest.mark.parametrize(
