@@ -40,6 +40,7 @@ from fsdp_advisor.recording.liger_kernels import check_kernels, with_liger_kerne
 from fsdp_advisor.recording.linear_attention import CHUNK
 from fsdp_advisor.recording.loops import NotRepeated, with_iterations
 from fsdp_advisor.recording.lora_kernels import use_lora_kernels
+from fsdp_advisor.recording.losses.cce import BLOCK_TOKENS
 from fsdp_advisor.recording.on_gpu import as_on_gpu
 from fsdp_advisor.recording.package_kernels import with_kernels
 from fsdp_advisor.recording.quantized import is_packed
@@ -269,7 +270,8 @@ def _tokens_of_loop(source: Source, key: TapeKey) -> int:
     if key.at is None or not tokens:
         return 0
     known, length = tokens * CHECKED_LOOPS[-1], key.at[1]
-    alike = all(size <= known for size in spans(source.config(), "chunk")) and all(
+    chunks = [*spans(source.config(), "chunk"), *([BLOCK_TOKENS] if key.loss == "cce" else [])]
+    alike = all(size <= known for size in chunks) and all(
         limit is None or length <= limit or limit <= known
         for limit in (source.alike_up_to, *spans(source.config(), "window"))
     )

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from fsdp_advisor.job.losses import LossCode
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeEngine, TapeKey
 from fsdp_advisor.recording import recorder
@@ -23,9 +24,10 @@ LENGTH = 270
 """A little more than the shortest sequence that is made from shorter ones."""
 
 
-def tape(engine: TapeEngine, checkpointing: TapeCheckpointing, length: int) -> Tape:
+def tape(engine: TapeEngine, checkpointing: TapeCheckpointing, length: int, loss: LossCode = "full") -> Tape:
     key = TapeKey(
-        engine, "bf16-mixed", "eager", checkpointing, True, device="gpu", without_packages="mamba-ssm,causal-conv1d", at=(1, length)
+        engine, "bf16-mixed", "eager", checkpointing, True, device="gpu", loss=loss, without_packages="mamba-ssm,causal-conv1d",
+        at=(1, length),
     )  # fmt: skip
     return Recorder(TransformersSource(MAMBA, name="mamba", task="causal-lm")).tape(key)
 
@@ -56,3 +58,11 @@ def test_step_made_from_short_sequences_is_that_of_the_long_one(
 def test_short_sequence_is_recorded_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "with_iterations", refuse)
     assert tape("plain", "none", 8).segments
+
+
+def test_blocks_of_a_loss_that_are_longer_than_the_short_sequences_are_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cut cross entropy allocates a lock for 128 tokens, so that all short sequences have one, and this has three."""
+    monkeypatch.setattr(recorder, "_of_short_sequences", lambda *_: pytest.fail("made from short sequences"))
+    assert 4 * 3 in {size[0] for size in tape("plain", "none", LENGTH, "cce").sizes if not hasattr(size, "_fields")}

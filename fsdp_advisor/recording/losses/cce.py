@@ -9,6 +9,9 @@ import torch
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.recording.losses.fused import LossInputs, loss_product
 
+BLOCK_TOKENS = 128
+"""The tokens for which the forward has one lock."""
+
 
 def loss(inputs: LossInputs) -> torch.Tensor:
     """Cut cross entropy, as a mean over tokens. Source: cut-cross-entropy 25.1.1, cce.py, `cce_linear_cross_entropy(shift=True)`."""
@@ -43,7 +46,7 @@ class _CutCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         tokens, vocabulary = valid.shape[0], weight.shape[0]
         lse = hidden.new_zeros((tokens,), dtype=torch.float32)
-        locks = hidden.new_zeros((-(-tokens // 128),), dtype=torch.int32)
+        locks = hidden.new_zeros((-(-tokens // BLOCK_TOKENS),), dtype=torch.int32)
         averages = hidden.new_zeros((vocabulary,), dtype=torch.float32)
         loss_product(hidden, weight, 0)  # the logits stay in registers
         del locks
