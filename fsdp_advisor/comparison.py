@@ -139,8 +139,8 @@ def _cure(a: Side, b: Side, found: list[Difference], models: dict[str, Resolved]
 
 def best_row(report: Report) -> StrategyEstimate:
     """The row by which a job is judged. On one GPU it is plain PyTorch (DDP's row) if that fits. Otherwise it is the fastest row that fits,
-    with offload only if no other fits. If none fits, it is the one that needs least. A Trainer
-    whose files name no strategy is judged by DDP.
+    with offload only if no other fits. If none fits, it is the one that needs least. A Trainer whose files name no strategy is judged
+    by DDP.
     """
     if runs_as_ddp(report.request) and (ddp := next((r for r in report.estimates if r.strategy == "ddp"), None)):
         return ddp
