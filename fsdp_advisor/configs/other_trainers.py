@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from fsdp_advisor.errors import UsageError
 
@@ -23,10 +23,12 @@ _SCRIPTS = {
     re.compile(r"(.*[/\\])?megatron_\w+\.py"): "NeMo",
 }
 """Scripts that a trainer's repository has -> name of the trainer."""
+_OF_TRANSFORMERS = re.compile(r"--(model_name_or_path|per_device_train_batch_size|output_dir)(=.*)?", re.DOTALL)
+"""Arguments of transformers' Trainer, which a script with one of these names may have, too."""
 _KEY_OF_VERL = re.compile(r"\+*actor_rollout_ref\.\S+=.*", re.DOTALL)
 
 
-def of_launch(script: str, arguments: Iterable[str]) -> str | None:
+def of_launch(script: str, arguments: Sequence[str]) -> str | None:
     """The trainer that a launched module or script belongs to; None if it is none of those that are not read.
 
     >>> of_launch("verl.trainer.main_ppo", ()), of_launch("train.py", ["actor_rollout_ref.model.path=gpt2"]), of_launch("train.py", ())
@@ -36,6 +38,8 @@ def of_launch(script: str, arguments: Iterable[str]) -> str | None:
         return "verl"
     if not script.endswith(".py"):
         return _PACKAGES.get(script.partition(".")[0])
+    if any(_OF_TRANSFORMERS.fullmatch(word) for word in arguments):
+        return None
     return next((name for pattern, name in _SCRIPTS.items() if pattern.fullmatch(script)), None)
 
 

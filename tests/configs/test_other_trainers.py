@@ -28,5 +28,9 @@ def test_code_of_nemo_is_refused_by_its_name() -> None:
         from_texts({"recipe.py": "from nemo.collections import llm\nllm.llama3_8b.pretrain_recipe(num_nodes=1)\n"})
 
 
-def test_other_scripts_are_read() -> None:
-    assert from_texts({"run.sh": "torchrun --nproc_per_node 8 train.py --lr 1"}).options["gpus"] == 8
+@pytest.mark.parametrize(
+    "script",
+    ["train.py --lr 1", "pretrain_bert.py --model_name_or_path bert-base-uncased --per_device_train_batch_size 8"],
+)
+def test_other_scripts_are_read(script: str) -> None:
+    assert from_texts({"run.sh": f"torchrun --nproc_per_node 8 {script}"}).options["gpus"] == 8
