@@ -20,7 +20,7 @@ COPIED = frozenset({
     "ernie4_5_vl_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm5_next", "glm5_next_text", "glm_moe_dsa",
     "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_k25", "kimi_linear", "laguna", "lfm2_moe", "longcat_flash", "mellum", "mimo_v2_flash",
     "minimax", "minimax_m2", "minimax_m3_vl", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text",
-    "qwen3_moe", "qwen3_next", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "solar_open", "step3p7",
+    "qwen3_moe", "qwen3_next", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "qwen4_exp", "qwen4_exp_text", "solar_open", "step3p7",
 })  # fmt: skip
 """Model types of whose experts transformers makes new tensors when it loads them: it stacks those of one expert each, or transposes them.
 
