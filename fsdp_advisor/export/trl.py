@@ -43,6 +43,8 @@ _DATA_SETS: dict[TrainingTask, str] = {
     "grpo": "trl-lib/DeepMath-103K",
 }
 """Task -> data set of TRL's own example."""
+_DATA_SET_OF_IMAGES = "trl-lib/llava-instruct-mix"
+"""Data set of TRL's example of supervised fine-tuning with images."""
 _LEARNING_RATES: dict[TrainingTask, tuple[float, float]] = {
     "sft": (2e-5, 2e-4),
     "dpo": (1e-6, 1e-5),
@@ -57,8 +59,8 @@ trainer/*_config.py; TRL's documentation, peft_integration.md, "Learning Rate Co
 
 def unsupported(job: Job) -> str | None:
     """Why TRL cannot train the job; None if it can. TRL trains through the Trainer."""
-    if job.task != ("sequence-classification" if job.plan.task == "reward" else "causal-lm"):
-        return f"its {job.plan.task} script trains only causal language models" if job.task else NO_MODEL
+    if (limit := _task_limit(job)) is not None:
+        return limit
     if trainer.replicated(job.plan):
         return "its configuration file has no mesh of replicas; use the target trainer"
     return (
@@ -68,6 +70,19 @@ def unsupported(job: Job) -> str | None:
         or lora_limit(job)
         or accelerate.unsupported(job, "trl")
     )
+
+
+def _task_limit(job: Job) -> str | None:
+    """Why TRL's script for the plan's task cannot train the model. The one for supervised fine-tuning loads the class of model that the
+    checkpoint names, and its processor. Source: trl 1.16, trainer/sft_trainer.py, `__init__`; trainer/utils.py, `create_model_from_path`.
+    """
+    task, images = job.plan.task, job.plan.images
+    if job.task == "image-text-to-text" and task == "sft":
+        has_limit = images is not None and images.max_pixels
+        return "its script has no option for the largest image; leave --image-max-pixels out" if has_limit else None
+    if job.task != ("sequence-classification" if task == "reward" else "causal-lm"):
+        return f"its {task} script trains only causal language models" if job.task else NO_MODEL
+    return None
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
@@ -84,6 +99,11 @@ def notes(job: Job) -> list[str]:
         found.append(QUANTIZED_NOTE)
     if job.adaptation.method:
         found.append(RATE_NOTE)
+    if job.plan.images is not None:
+        found.append(
+            "a sample has its images in a column images, and its text in messages or in prompt and completion; both together are at most"
+            f" {job.plan.seq_len} tokens (max_length)"
+        )
     if job.plan.padding_free and job.plan.packing == "none":
         found.append(UNTRUNCATED_NOTE.format(job.plan.seq_len))
     if job.offloads_to_nvme:
@@ -108,7 +128,7 @@ def _config(job: Job) -> dict[str, Any]:
         "model_name_or_path": job.model_name,
         "dtype": weights(job),
         "attn_implementation": plan.attention,
-        "dataset_name": _DATA_SETS[plan.task],
+        "dataset_name": _DATA_SETS[plan.task] if plan.images is None else _DATA_SET_OF_IMAGES,
         "output_dir": "./outputs",
         **({"max_length": plan.seq_len} if plan.generation is None else {}),
         **_of_task(plan),

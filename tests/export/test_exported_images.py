@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from fsdp_advisor.model.multimodal import ImageModel
 
 QWEN = "Qwen/Qwen2.5-VL-7B-Instruct"
 ONE = Images(1, 768, 1024, 0)
+GIVEN = {"gpus": 8, "images_per_sample": 1, "image_size": "1024x768"}
+"""What no consumer's file contains."""
 LLAVA_FIRST_STAGE = ("language_model", "lm_head", "vision_tower")
 
 
@@ -65,8 +68,7 @@ def test_llamafactory_freezes_the_parts_of_the_job_and_reads_back(
     switches = ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model")
     assert tuple(keys[key] for key in switches) == frozen
     assert (keys["dataset"], keys["image_max_pixels"]) == ("mllm_demo", 1024 * 768)
-    given = {"gpus": 8, "images_per_sample": 1, "image_size": "1024x768"}
-    request = make_request(complete(from_texts({exported.file_name: exported.text}), given).options)
+    request = make_request(complete(from_texts({exported.file_name: exported.text}), GIVEN).options)
     read = launched(request)
     (found,) = plans(request, seq_len=request.seq_len or 0)
     assert (read.freeze, {k: v for k, v in read.peft.items() if v}) == (
@@ -103,3 +105,28 @@ def test_llamafactory_s_template_reads_the_model_s_images(model: str, template: 
 )
 def test_what_llamafactory_does_not_do_with_images_is_refused(of: Job, reason: str) -> None:
     assert reason in (TARGETS["llamafactory"].unsupported(of) or "")
+
+
+@pytest.mark.parametrize("adaptation", [Adaptation(), lora("q_proj", "v_proj")])
+def test_trl_s_images_read_back(adaptation: Adaptation) -> None:
+    of = of_model(adaptation=adaptation, framework="trl", loss_code="trl")
+    exported = export("trl", of)
+    assert yaml.safe_load(exported.text)["dataset_name"] == "trl-lib/llava-instruct-mix"
+    assert any("a column images" in note and "2048" in note for note in exported.notes)
+    request = make_request(complete(from_texts({exported.file_name: exported.text}), GIVEN).options)
+    (found,) = plans(request, seq_len=request.seq_len or 0)
+    assert {k: v for k, v in launched(request).peft.items() if v} == {k: v for k, v in adaptation.peft.items() if v}
+    assert (request.model, found.images, found.framework, found.loss_code) == (QWEN, ONE, "trl", "trl")
+
+
+@pytest.mark.parametrize(
+    ("of", "reason"),
+    [
+        (of_model(adaptation=Adaptation(freeze=("visual",))), "no option for the parameters to freeze"),
+        (of_model(images=Images(1, 768, 1024, 589_824)), "leave --image-max-pixels out"),
+        (of_model(task="dpo"), "its dpo script trains only causal language models"),
+    ],
+)
+def test_what_trl_s_script_does_not_do_with_images_is_refused(of: Job, reason: str) -> None:
+    of = replace(of, plan=replace(of.plan, framework="trl", loss_code="trl"))
+    assert reason in (TARGETS["trl"].unsupported(of) or "")

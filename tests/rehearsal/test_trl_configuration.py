@@ -14,6 +14,7 @@ from fsdp_advisor.export import export
 from fsdp_advisor.job.adaptation import Adaptation
 from fsdp_advisor.job.evaluation import Evaluation
 from fsdp_advisor.job.generation import Generation
+from fsdp_advisor.job.images import Images
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +61,11 @@ JOBS = {
             evaluation=Evaluation(batch_size=4, strategy="epoch"),
         )
     ),
+    "images": job(
+        plan("zero3", "fsdp2", framework="trl", loss_code="trl", images=Images(1, 768, 1024, 0)),
+        model_name="Qwen/Qwen2.5-VL-7B-Instruct",
+        task="image-text-to-text",
+    ),
     "whole": job(plan("ddp", "ddp", framework="trainer", precision="fp32", optim="sgd_momentum", micro_batch_size=2)),
 }
 
@@ -83,6 +89,10 @@ def test_the_batch_and_the_engine_are_the_plan_s(name: str, read: dict[str, dict
     assert found["fsdp_version"] == (2 if p.backend == "fsdp2" else None)
     assert found["deepspeed_stage"] == (3 if p.backend == "deepspeed" else None)
     assert found["optim"] == ("sgd" if p.optim == "sgd_momentum" else p.optim)
+
+
+def test_a_job_with_images_names_a_data_set_with_images(read: dict[str, dict[str, Any]]) -> None:
+    assert read["images"]["dataset"] == "trl-lib/llava-instruct-mix"
 
 
 def test_the_completions_are_the_plan_s(read: dict[str, dict[str, Any]]) -> None:
