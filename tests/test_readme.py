@@ -18,6 +18,7 @@ from matrix import of_today
 from fsdp_advisor.cli import main
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.model.catalog import entries
 
 pytestmark = pytest.mark.slow
 
@@ -97,6 +98,12 @@ def test_readme_is_short() -> None:
     lines = README.read_text().splitlines()
     assert len(lines) <= 180
     assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md"])
+def test_counts_of_the_catalog_are_current(name: str) -> None:
+    counts = re.findall(r"The catalog has (\d+) models.*?(\d+) of them", README.with_name(name).read_text())
+    assert counts == [(str(len(entries())), str(sum(entry.has_tapes for entry in entries())))]
 
 
 def test_options_in_readme_exist() -> None:
