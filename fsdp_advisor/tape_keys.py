@@ -25,7 +25,7 @@ from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model import catalog
 from fsdp_advisor.model.experts import experts_code
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
-from fsdp_advisor.model.kernels import loops_without, missing_packages
+from fsdp_advisor.model.kernels import loops_without, missing_packages, runs_tokens_on_gpu
 from fsdp_advisor.model.lora_kernels import kernels_of_model
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import catalogued
@@ -79,9 +79,11 @@ def needs_recording(request: EstimateRequest) -> bool:
 
 
 def gpu_sizes_are_not_polynomials(profile: Profile, key: TapeKey) -> bool:
-    """Whether a recording of a step on a GPU has shown that its sizes are not polynomials. Then they are not on any code path with the
-    key's images, over which a vision tower may loop.
+    """Whether the sizes of a step on a GPU are known not to be polynomials: the model's code runs each token in turn, or a recording has
+    shown it. Then they are not on any code path with the key's images, over which a vision tower may loop.
     """
+    if runs_tokens_on_gpu(profile):
+        return True
     kind = NotPolynomial.__name__
     refused = [TapeKey.from_name(name) for name, refusal in profile.refusals.items() if refusal["kind"] == kind]
     return any(other.device == "gpu" and other.images == key.images for other in refused)

@@ -30,6 +30,11 @@ WKV = frozenset({"rwkv"})
 """Model types that call the kernel of RWKV-4. transformers' own code runs each token of a sequence in turn."""
 RG_LRU = frozenset({"recurrent_gemma"})
 """Model types with gated linear recurrent units. There are no kernels: transformers' code runs each token in turn on a GPU too."""
+RUNS_TOKENS_ON_GPU = RG_LRU | {"qwen4_exp"}
+"""Model types whose code runs each token of a sequence in turn on a GPU too, so that the number of operators depends on the length.
+
+Source: transformers 5.23, modeling_recurrent_gemma.py, `RecurrentGemmaRglru._rnn_scan`; modeling_qwen4_exp.py, `Qwen4ExpTextQSAIndexer`.
+"""
 CLAMPS_FP16 = frozenset({
     "audioflamingo3", "autoformer", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "informer", "led", "longt5", "m2m_100",
     "marian", "mbart", "moss_transcribe_diarize", "mt5", "mvp", "nllb-moe", "pegasus", "pix2struct", "plbart", "pop2piano",
@@ -69,6 +74,11 @@ def has_loop(profile: Profile) -> bool:
 def has_long_loop(profile: Profile, seq_len: int) -> bool:
     """Whether such a loop over `seq_len` tokens is too long to record the step on a CPU."""
     return has_loop(profile) and seq_len > MOST_ITERATIONS * TOKENS_OF_ITERATION[_model_type(profile)]
+
+
+def runs_tokens_on_gpu(profile: Profile) -> bool:
+    """Whether the model's code runs each token of a sequence in turn on a GPU too."""
+    return _model_type(profile) in RUNS_TOKENS_ON_GPU
 
 
 def iteration_tokens(config: Mapping[str, object]) -> int:

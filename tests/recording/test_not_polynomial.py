@@ -56,6 +56,14 @@ MIXTURE = {
     "num_key_value_heads": 2, "num_experts_per_tok": 4, "vocab_size": 101,
 }  # fmt: skip
 
+TOKENS_IN_TURN = {
+    "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 100,
+    "max_position_embeddings": 16, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
+"""Values of both architectures that run each token in turn on a GPU too: an index of tokens, and gated linear recurrent units."""
+
 
 @pytest.fixture(scope="module")
 def recorder() -> Recorder:
@@ -109,6 +117,18 @@ def test_a_row_needs_no_recording_of_its_own_length(recorder: Recorder) -> None:
     for seq_len in (100, 333):
         key, _ = row_tape(model, replace(PLAN, seq_len=seq_len))
         assert (key.device, key.at) == ("gpu", None)
+
+
+@pytest.mark.parametrize("model_type", taken(["qwen4_exp_text"], ["recurrent_gemma"]))
+def test_a_loop_over_tokens_on_a_gpu_is_recorded_for_the_requested_length_at_once(model_type: str, home: Path) -> None:
+    path = home / "config.json"
+    path.write_text(json.dumps({**TOKENS_IN_TURN, "model_type": model_type}))
+    model = resolve(str(path))
+    assert model.profile is not None
+    key, _ = row_tape(model, replace(PLAN, seq_len=12))
+    assert (key.device, key.at) == ("gpu", (2, 12)) and not model.profile.refusals
+    with pytest.raises(NotPolynomial):
+        model.tape(replace(key, at=None))
 
 
 @in_turn(0, of=4)
