@@ -25,8 +25,10 @@ def advice_blocks(view: AdviceView) -> list[Block]:
     if found is not None and found.rows:
         blocks += [
             Heading(f"Found ({found.title}): {found.answer}"),
-            _table(columns(found.rows, view, what=found.what)),
+            _table(columns(found.listed, view, what=found.what)),
         ]
+        if found.left_out:
+            blocks.append(Paragraph(found.left_out))
     elif view.runners_up:
         shown = view.runners_up[:RUNNERS_UP]
         blocks += [Heading("Runners-up"), _table(columns(shown, view, reasons=True)), Paragraph(runners_up_text(view))]

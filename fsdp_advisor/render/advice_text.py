@@ -139,13 +139,10 @@ def runners_up_text(view: AdviceView) -> str:
 
 def _found(found: FindView, view: AdviceView, screen: Screen) -> str:
     """The answer to `--find`, a row per alternative, and memory against throughput."""
-    fitting_rows = [row for row in found.rows if row.fits is not False]
-    rows = fitting_rows if found.what == "gpu-type" and fitting_rows else found.rows
-    blocks = [
-        wrap(f"Found ({found.title}): {found.answer}", screen) + "\n" + _table(rows, view, screen, what=found.what)
-    ]
-    if small := len(found.rows) - len(rows):
-        blocks.append(wrap(f"{small} other GPUs are too small; --json lists them.", screen))
+    table = _table(found.listed, view, screen, what=found.what)
+    blocks = [wrap(f"Found ({found.title}): {found.answer}", screen) + "\n" + table]
+    if found.left_out:
+        blocks.append(wrap(found.left_out, screen))
     if len(found.frontier) > 1:
         blocks.append("Memory against throughput\n" + _frontier(found.frontier, view, screen))
     return "\n\n".join(blocks)

@@ -97,6 +97,19 @@ class FindView:
     rows: tuple[CandidateView, ...]
     frontier: tuple[CandidateView, ...]
 
+    @property
+    def listed(self) -> tuple[CandidateView, ...]:
+        """The rows of a table: of GPUs those that are large enough, if there are such."""
+        fitting = tuple(row for row in self.rows if row.fits is not False)
+        return fitting if self.what == "gpu-type" and fitting else self.rows
+
+    @property
+    def left_out(self) -> str:
+        """A sentence that counts the other GPUs; empty if there are none."""
+        number = len(self.rows) - len(self.listed)
+        others = "1 other GPU is" if number == 1 else f"{number} other GPUs are"
+        return f"{others} too small; --json lists them." if number else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviceView:

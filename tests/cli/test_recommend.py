@@ -174,6 +174,9 @@ def test_a_sweep_over_gpu_types_has_time_and_gpu_hours_and_only_gpus_that_fit(cl
     lines = table.splitlines()
     rows = lines[next(i for i, line in enumerate(lines) if line.startswith("GPU ")) + 1 :]
     assert rows and {line.split()[-1] for line in rows} == {"fits", "tightly"}
+    markdown = cli("recommend", *job, "--find", "gpu-type", "--tokens", "1e9", "-q", "--format", "markdown").out
+    assert "GPU hours" in markdown and "does not fit" not in markdown
+    assert re.search(r"\n\d+ other GPUs are too small; --json lists them\.\n", markdown)
 
 
 BAD: dict[str, tuple[tuple[str, ...], str, str]] = {
