@@ -6,7 +6,7 @@ loaders/{adapter,model}.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fsdp_advisor.configs.adapters import set_lora, set_quantization
@@ -20,6 +20,8 @@ from fsdp_advisor.configs.trainer import read_clipping, read_words
 from fsdp_advisor.job.adapter_fields import LORA_KERNELS
 from fsdp_advisor.job.tiled_mlp import AXOLOTL_WITH_FSDP2
 from fsdp_advisor.job.unknown_options import TASKS_OF_TRL
+from fsdp_advisor.model import catalog
+from fsdp_advisor.model.freezing import parameter_names
 
 LORA_KERNEL_KEYS = {f"lora_{part}_kernel": part for part in LORA_KERNELS}
 """axolotl's key -> the part of the model for whose adapters it switches axolotl's kernels on."""
@@ -184,6 +186,36 @@ def _images(found: Collector) -> None:
         sides = size if isinstance(size, (list, tuple)) else (size, size)
         found.options["image_size"] = "x".join(map(str, sides))
         found.assume("images of image_size; images_per_sample says how many a sample has")
+    if truth(found.peek("freeze_mm_modules") or False):
+        _frozen_towers(found)
+
+
+_TOWERS = (
+    "vision_tower", "vision_model", "vision_encoder", "embed_vision", "multi_modal_projector", "visual", "audio_tower", "audio_model",
+    "embed_audio",
+)  # fmt: skip
+"""The modules that `freeze_mm_modules` freezes. Source: utils/freeze.py, `freeze_mm_modules`."""
+
+
+def frozen_modules(parameters: Iterable[str]) -> tuple[str, ...]:
+    """The modules around these parameters that `freeze_mm_modules` freezes.
+
+    >>> frozen_modules(["model.visual.merger.mlp.0.weight", "lm_head.weight"])
+    ('visual',)
+    """
+    return tuple(dict.fromkeys(part for name in parameters for part in name.split(".") if part in _TOWERS))
+
+
+def _frozen_towers(found: Collector) -> None:
+    """Freeze the towers of a catalogued model."""
+    model = found.options.get("model")
+    entry = catalog.find(model) if isinstance(model, str) else None
+    parts = frozen_modules(parameter_names(catalog.profile(entry))) if entry is not None else ()
+    if parts:
+        found.take("freeze_mm_modules")
+        found.options["freeze"] = parts
+    else:
+        found.omits_key("freeze_mm_modules", "name the vision tower and the projector with freeze")
 
 
 LIGER_KERNELS = ("liger_rope", "liger_rms_norm", "liger_glu_activation")

@@ -11,6 +11,7 @@ from typing import Any
 from fsdp_advisor.configs.axolotl import LORA_KERNEL_KEYS, LORA_KEYS
 from fsdp_advisor.export import accelerate, deepspeed, trainer
 from fsdp_advisor.export.adapters import lora, lora_limit
+from fsdp_advisor.export.axolotl_images import images_keys, images_limit, images_notes
 from fsdp_advisor.export.batches import axolotl_keys as batch_keys
 from fsdp_advisor.export.batches import axolotl_limit
 from fsdp_advisor.export.checkpointing import checkpointing_limit
@@ -18,7 +19,7 @@ from fsdp_advisor.export.constants import AXOLOTL_FILE, NVME_NOTE, PACKAGES, WRA
 from fsdp_advisor.export.evaluation import evaluation_limit
 from fsdp_advisor.export.header import yaml_text
 from fsdp_advisor.export.job import Job
-from fsdp_advisor.export.limits import needs_fsdp2, task_limit
+from fsdp_advisor.export.limits import needs_fsdp2
 from fsdp_advisor.export.losses import axolotl_keys, loss_limit
 from fsdp_advisor.export.model_arguments import experts_limit
 from fsdp_advisor.export.script import torchrun_line
@@ -39,13 +40,13 @@ PRECISION = {
 def unsupported(job: Job) -> str | None:
     """Why axolotl cannot train the job; None if it can. axolotl trains through the Trainer and accelerate."""
     plan = job.plan
-    if (limit := task_limit(job)) is not None:
+    if (limit := images_limit(job)) is not None:
         return limit
     if plan.backend == "fsdp1":
         return f"it no longer supports FSDP1; {needs_fsdp2(plan)}"
     if plan.precision == "bf16" and plan.backend != "deepspeed":
         return "it always treats bf16 as mixed precision; use --precision bf16-mixed"
-    if job.adaptation.freeze:
+    if job.adaptation.freeze and plan.images is None:
         return "it names the parameters to train, not those to freeze"
     if job.adaptation.peft and "target_modules" not in job.adaptation.peft:
         return "it needs the modules that get adapters: use --lora-target-modules"
@@ -55,14 +56,14 @@ def unsupported(job: Job) -> str | None:
         or axolotl_limit(job)
         or checkpointing_limit(job, *(("reentrant",) if plan.backend != "fsdp2" else ()))
         or evaluation_limit(job)
-        or lora_limit(job)
+        or lora_limit(job, freezes=plan.images is not None)
         or accelerate.unsupported(job, "axolotl")
     )
 
 
 def write(job: Job) -> tuple[str, tuple[str, ...]]:
     """The configuration, and notes on what it cannot set."""
-    notes = [DATASETS_NOTE, *accelerate.difference_notes(job.plan)]
+    notes = [DATASETS_NOTE, *images_notes(job), *accelerate.difference_notes(job.plan)]
     if job.plan.mixed and not (job.plan.stores_half or job.adaptation.quantization or job.plan.backend == "deepspeed"):
         notes.append("axolotl loads the weights in 16 bits, so it needs less memory than predicted for fp32 weights")
     if (missing := kernels_not_modelled(job.plan, job.adaptation)) is not None:
@@ -85,6 +86,7 @@ def _config(job: Job) -> dict[str, Any]:
         "output_dir": "./outputs",
         "sequence_len": plan.seq_len,
         **batch_keys(plan),
+        **images_keys(job),
         "micro_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "num_epochs": 1,

@@ -130,3 +130,49 @@ def test_trl_s_images_read_back(adaptation: Adaptation) -> None:
 def test_what_trl_s_script_does_not_do_with_images_is_refused(of: Job, reason: str) -> None:
     of = replace(of, plan=replace(of.plan, framework="trl", loss_code="trl"))
     assert reason in (TARGETS["trl"].unsupported(of) or "")
+
+
+@pytest.mark.parametrize(
+    ("model", "adaptation"),
+    [
+        (QWEN, Adaptation(freeze=("visual",))),
+        (QWEN, Adaptation()),
+        (QWEN, lora("q_proj", "v_proj")),
+        ("llava-hf/llava-1.5-7b-hf", Adaptation(freeze=("multi_modal_projector", "vision_tower"))),
+    ],
+)
+def test_axolotl_s_images_and_frozen_towers_read_back(model: str, adaptation: Adaptation) -> None:
+    exported = export("axolotl", of_model(model, adaptation, framework="axolotl"))
+    keys = yaml.safe_load(exported.text)
+    assert (keys["processor_type"], keys["skip_prepare_dataset"], keys["remove_unused_columns"]) == (
+        "AutoProcessor",
+        True,
+        False,
+    )
+    assert (keys["sample_packing"], keys.get("freeze_mm_modules", False)) == (False, bool(adaptation.freeze))
+    given = {"gpus": 8, "images_per_sample": 1}
+    request = make_request(complete(from_texts({exported.file_name: exported.text}), given).options)
+    (found,) = plans(request, seq_len=request.seq_len or 0)
+    read = launched(request)
+    assert (read.freeze, {k: v for k, v in read.peft.items() if v}) == (
+        adaptation.freeze,
+        {k: v for k, v in adaptation.peft.items() if v},
+    )
+    assert (request.model, found.images, found.framework, found.backend) == (model, ONE, "axolotl", "deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("of", "reason"),
+    [
+        (of_model(adaptation=Adaptation(freeze=("visual.blocks",))), "together, and nothing else"),
+        (of_model(adaptation=Adaptation(peft={"peft_type": "LORA", "target_modules": "all-linear"})), "the last part"),
+        (of_model(images=Images(2, 768, 1024, 0)), "use --images-per-sample 1"),
+        (of_model(images=Images(1, 768, 1024, 589_824)), "leave --image-max-pixels out"),
+        (of_model(images=None), "with images alone"),
+        (of_model("OpenGVLab/InternVL3-1B-hf"), "type internvl"),
+        (of_model(loss_code="liger"), "use --loss full"),
+    ],
+)
+def test_what_axolotl_does_not_do_with_images_is_refused(of: Job, reason: str) -> None:
+    of = replace(of, plan=replace(of.plan, framework="axolotl"))
+    assert reason in (TARGETS["axolotl"].unsupported(of) or "")
