@@ -169,7 +169,7 @@ def test_expandable_segments_are_used_only_if_fragmentation_decides() -> None:
     assert plain.fits and plain.environment == {}
 
 
-@pytest.mark.parametrize("tokens", [4096, 8192])
+@pytest.mark.parametrize("tokens", [4096, 9216])
 def test_expandable_segments_are_used_if_only_their_cache_can_shrink_to_the_margin(tokens: int) -> None:
     """At 4096 tokens the steps also run on the whole GPU without the setting, but not in the memory that the margin leaves."""
     search = search_of(

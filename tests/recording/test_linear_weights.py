@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from matrix import of_today
+from matrix import is_installed, of_today
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -19,7 +19,11 @@ CONV1D = {"gpt2"}
 """Refused: the layers' modules are no nn.Linear."""
 ROUTERS = ("router.weight",)
 """Routers of experts are nn.Linear in one class and not in the other, which their names do not show. They are small."""
-TYPES = {entry.model_type: entry for entry in reversed(catalog.entries()) if entry.task == "causal-lm"}
+TYPES = {
+    entry.model_type: entry
+    for entry in reversed(catalog.entries())
+    if entry.task == "causal-lm" and is_installed(entry.model_type)
+}
 
 
 def linear_weights(config: dict[str, Any]) -> dict[str, bool]:
