@@ -11,7 +11,7 @@ from typing import Any
 from fsdp_advisor.configs.axolotl import frozen_modules
 from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import task_limit
-from fsdp_advisor.model.freezing import matches
+from fsdp_advisor.model.freezing import matching
 
 _TEMPLATES = {"qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2_vl", "llava": "llava", "gemma3": "gemma3"}
 """Type of a model -> axolotl's chat template for it."""
@@ -37,10 +37,9 @@ def images_limit(job: Job) -> str | None:
             "its lora_target_linear takes the last part of each layer's name, which other modules of this model share; name them with"
             " --lora-target-modules"
         )
-    if job.adaptation.freeze:
-        frozen = {n for n in model.parameters if any(matches(n, pattern) for pattern in job.adaptation.freeze)}
-        if frozen != {n for n in model.parameters if frozen_modules([n])}:
-            return "its freeze_mm_modules freezes the vision tower and the projector together, and nothing else"
+    towers = {name for name in model.parameters if frozen_modules([name])}
+    if job.adaptation.freeze and matching(model.parameters, job.adaptation.freeze) != towers:
+        return "its freeze_mm_modules freezes the vision tower and the projector together, and nothing else"
     return None
 
 

@@ -14,7 +14,7 @@ from fsdp_advisor.export.job import Job
 from fsdp_advisor.export.limits import task_limit
 from fsdp_advisor.export.llamafactory_templates import chat_template
 from fsdp_advisor.job.images import Images
-from fsdp_advisor.model.freezing import matches
+from fsdp_advisor.model.freezing import matching
 
 DATA_SET = "mllm_demo"
 """LLaMA-Factory's own example with one image in each sample."""
@@ -101,7 +101,7 @@ def _frozen(job: Job) -> Frozen | None:
         wanted = model.named(targets)
         found = (f for f in ALL_FROZEN if adapted_modules(model.model_type, model.modules, targets, f) == wanted)
     else:
-        wanted = {n for n in model.parameters if any(matches(n, pattern) for pattern in job.adaptation.freeze)}
+        wanted = matching(model.parameters, job.adaptation.freeze)
         found = (f for f in ALL_FROZEN if frozen_parameters(model.model_type, model.parameters, f) == wanted)
     return next(found, None)
 

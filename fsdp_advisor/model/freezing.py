@@ -43,3 +43,9 @@ def matches(name: str, pattern: str) -> bool:
     (True, False)
     """
     return any(fnmatch.fnmatchcase(f".{name}.", f"{start}.{pattern}.{end}") for start in ("", "*") for end in ("", "*"))
+
+
+def matching(parameters: Iterable[str], patterns: Iterable[str]) -> set[str]:
+    """The names among `parameters` that a pattern matches."""
+    patterns = tuple(patterns)
+    return {name for name in parameters if any(matches(name, pattern) for pattern in patterns)}

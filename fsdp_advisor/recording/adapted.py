@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_advisor.errors import ADAPTERS_EXTRA, MissingExtra, NotRecordable, UsageError
 from fsdp_advisor.job.adaptation import CONFIG_KEY, TASK_TYPES, Adaptation
-from fsdp_advisor.model.freezing import check_patterns, matches
+from fsdp_advisor.model.freezing import check_patterns, matching
 from fsdp_advisor.model.multimodal import is_tower
 from fsdp_advisor.model.quantization import Quantization, is_packed_checkpoint
 from fsdp_advisor.recording.adapter_entries import (
@@ -218,9 +218,9 @@ def apply_every_module(adapted: nn.Module) -> None:
 
 def freeze(model: nn.Module, patterns: tuple[str, ...], name: str) -> None:
     """Freeze the parameters whose name, or the name of a module around them, matches a pattern. Raises UsageError if none does."""
-    check_patterns(patterns, [n for n, _ in model.named_parameters()], name)
-    for n, parameter in model.named_parameters():
-        if any(matches(n, pattern) for pattern in patterns):
-            parameter.requires_grad_(False)
+    parameters = dict(model.named_parameters())
+    check_patterns(patterns, parameters, name)
+    for n in matching(parameters, patterns):
+        parameters[n].requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("all parameters are frozen", hint="leave a part of the model to train")

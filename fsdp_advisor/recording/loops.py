@@ -49,8 +49,8 @@ class _Birth(NamedTuple):
 
 
 class _Free(NamedTuple):
-    """Which storage a place frees: the segment that allocates it, and how many storages that allocates before it, in the first iteration of
-    the first step; how many more in each following iteration, and in each following step.
+    """Which storage a place frees. `home`: the segment that allocates it. `start`: how many storages this segment allocates before it, in
+    the first iteration of the first step. `per_copy`, `per_length`: how many more in each following iteration, and in each following step.
     """
 
     home: int
@@ -232,8 +232,8 @@ def _rules(
 def _birth(storages: list[list[RawStorage]]) -> _Birth:
     """The rule of a place that allocates: the storages of all its iterations in each step are of one size, at most of degree 2."""
     found = _Birth(storages[0][0], [of[0].size for of in storages], [of[0].columns or 0 for of in storages])
-    alike = all((s.size, s.columns) == (of[0].size, of[0].columns) for of in storages for s in of)
-    if not alike or _differences(found.sizes)[-1] or _differences(found.columns)[-1]:
+    one_size = all((s.size, s.columns) == (of[0].size, of[0].columns) for of in storages for s in of)
+    if not one_size or _differences(found.sizes)[-1] or _differences(found.columns)[-1]:
         raise NotRepeated
     return found
 

@@ -15,14 +15,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import nn
 
 from fsdp_advisor.errors import AdvisorError, NotPolynomial, NotRecordable
 from fsdp_advisor.job.frameworks import TORCHTITAN_CHUNKS
-from fsdp_advisor.model.kernels import iteration_tokens
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ScoringPhase, Tape
 from fsdp_advisor.model.tape_key import TapeKey
@@ -38,9 +37,7 @@ from fsdp_advisor.recording.inventory import inventory_of, kinds_of_layers
 from fsdp_advisor.recording.kinds import most_passes, representatives
 from fsdp_advisor.recording.liger_kernels import check_kernels, with_liger_kernels
 from fsdp_advisor.recording.linear_attention import CHUNK
-from fsdp_advisor.recording.loops import NotRepeated, with_iterations
 from fsdp_advisor.recording.lora_kernels import use_lora_kernels
-from fsdp_advisor.recording.losses.cce import BLOCK_TOKENS
 from fsdp_advisor.recording.on_gpu import as_on_gpu
 from fsdp_advisor.recording.package_kernels import with_kernels
 from fsdp_advisor.recording.quantized import is_packed
@@ -51,13 +48,13 @@ from fsdp_advisor.recording.raw_steps import (
     constant,
     fit_confirmed,
     fit_raw_steps,
-    is_equal,
     storages_of,
     tape_of,
 )
 from fsdp_advisor.recording.remembered import Operators
 from fsdp_advisor.recording.replaced_buffers import replaced_buffers
 from fsdp_advisor.recording.selective_scan import CHUNK as SCAN_CHUNK
+from fsdp_advisor.recording.short_sequences import LOOPS, spans, step_of_short_sequences, tokens_of_loop
 from fsdp_advisor.recording.source import Source, is_of_torchtitan
 from fsdp_advisor.recording.state_space import USUAL_CHUNKS
 from fsdp_advisor.recording.step import Step
@@ -72,10 +69,6 @@ GRID_T = (48, 80, 112)
 BRIEF_T = 8
 CHUNK_CHECK_B = 5
 CHECK_B, CHECK_T = 7, 5003  # primes, so that different sizes are not equal by chance
-LOOPS = (10, 11, 12, 13)
-"""Iterations of the sequences from which the step of a longer one is made (`loops`)."""
-CHECKED_LOOPS = (16, 66)
-"""Iterations of the sequences that confirm it."""
 
 
 class Recorder:
@@ -124,10 +117,10 @@ class Recorder:
         grid = _grid(source, key)
         try:
             with self._prepared_step(source, key, sums_in_place=sums_in_place) as step:
-                tokens = _tokens_of_loop(source, key)
+                tokens = tokens_of_loop(source, key)
                 self._create_tensors(step, key, grid, tokens)
                 if key.at is not None:
-                    raw_step = (_of_short_sequences(step, key.at, tokens) if tokens else None) or step.run(*key.at)
+                    raw_step = (step_of_short_sequences(step, key.at, tokens) if tokens else None) or step.run(*key.at)
                     tape = tape_of(raw_step, constant(raw_step))
                 else:
                     tape = self._fit(step, key, grid)
@@ -260,41 +253,6 @@ class Recorder:
         if key.liger_kernels:
             check_kernels(model, source.name)
         return model
-
-
-def _tokens_of_loop(source: Source, key: TapeKey) -> int:
-    """The tokens of one iteration if the model may run a loop over the key's sequence, which is long enough to be made from shorter ones of
-    the same code; else 0.
-    """
-    tokens = iteration_tokens(source.config())
-    if key.at is None or not tokens:
-        return 0
-    known, length = tokens * CHECKED_LOOPS[-1], key.at[1]
-    chunks = [*spans(source.config(), "chunk"), *([BLOCK_TOKENS] if key.loss == "cce" else [])]
-    alike = all(size <= known for size in chunks) and all(
-        limit is None or length <= limit or limit <= known
-        for limit in (source.alike_up_to, *spans(source.config(), "window"))
-    )
-    return tokens if length >= 4 * known and alike else 0
-
-
-def _of_short_sequences(step: Step, at: tuple[int, int], tokens: int) -> RawStep | None:
-    """The step at (B, T), whose loop runs an iteration for each `tokens` tokens, made from steps with few iterations. None if these do not
-    follow a common rule.
-    """
-    b, t = at
-
-    def run(iterations: int) -> RawStep:
-        return step.run(b, iterations * tokens + t % tokens)
-
-    shortest = LOOPS[0]
-    try:
-        steps = [run(iterations) for iterations in LOOPS]
-        if all(is_equal(with_iterations(steps, n - shortest), run(n)) for n in CHECKED_LOOPS):
-            return with_iterations(steps, t // tokens - shortest)
-    except NotRepeated:
-        pass
-    return None
 
 
 class _Grid(NamedTuple):
@@ -451,12 +409,3 @@ def repeats_are_alike(profile: Profile, tape: Tape, kinds: Sequence[Sequence[int
                 if births.get((phase, s, other), own) != own:
                     return False
     return True
-
-
-def spans(config: Mapping[str, object], kind: Literal["chunk", "window"]) -> Iterator[int]:
-    """The sizes of chunks or windows, in tokens, that a configuration or a nested one names."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from spans(value, kind)
-        elif kind in key and isinstance(value, int) and value > 1:
-            yield value

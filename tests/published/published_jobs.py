@@ -225,6 +225,20 @@ def _peft(row: Measurement) -> Mapped | Unmapped:
     return Mapped(options=options, variant=variant, compares_speed=False)
 
 
+_ON_ONE_A100 = {
+    "gpu": "A100-80GB",
+    "gpus": 1,
+    "strategy": "ddp",
+    "framework": "trainer",
+    "precision": "bf16-mixed",
+    "dtype": "bfloat16",
+    "optim": "adamw_torch",
+    "attention": "flash_attention_2",
+    "activation_checkpointing": "full",
+    "micro_batch_size": 1,
+}
+"""LoRA by the Trainer on one GPU, with checkpoints and flash-attn."""
+
 # ms-swift's benchmark of 2024: torch 2.1, LoRA of rank 8 on q, k and v, bf16 autocast over a bf16 base, gradient checkpointing,
 # flash attention; batch 1. Its trainer logs max_memory_reserved as "memory(GiB)".
 # Assumed: sequences reach the maximum length (the data's mean is 3234 tokens); adapters in bf16 or fp32 makes 0.1 % here.
@@ -234,18 +248,8 @@ def _swift(row: Measurement) -> Mapped | Unmapped:
     job = row.job
     if row.method == "full":
         return _swift_with_deepspeed(job)
-    options = {
+    options = _ON_ONE_A100 | {
         "model": job["model"],
-        "gpu": "A100-80GB",
-        "gpus": 1,
-        "strategy": "ddp",
-        "framework": "trainer",
-        "precision": "bf16-mixed",
-        "dtype": "bfloat16",
-        "optim": "adamw_torch",
-        "attention": "flash_attention_2",
-        "activation_checkpointing": "full",
-        "micro_batch_size": 1,
         "seq_len": job["seq_len"],
         "gradient_accumulation_steps": 16,
         "use_peft": True,
@@ -554,17 +558,8 @@ def _ml_engineering(row: Measurement) -> Mapped:
 def _qwen(row: Measurement) -> Mapped:
     job = {name: value for name, value in row.job.items() if name != "seconds_per_step"}
     return Mapped(
-        options={
-            "gpu": "A100-80GB",
-            "gpus": 1,
-            "strategy": "ddp",
-            "framework": "trainer",
-            "precision": "bf16-mixed",
-            "dtype": "bfloat16",
-            "optim": "adamw_torch",
-            "attention": "flash_attention_2",
-            "activation_checkpointing": "full",
-            "micro_batch_size": 1,
+        options=_ON_ONE_A100
+        | {
             "gradient_accumulation_steps": 8,
             "use_peft": True,
             "lora_r": 64,

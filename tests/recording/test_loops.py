@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 from fsdp_advisor.job.losses import LossCode
 from fsdp_advisor.model.tape import Tape
 from fsdp_advisor.model.tape_key import TapeCheckpointing, TapeEngine, TapeKey
-from fsdp_advisor.recording import recorder
+from fsdp_advisor.recording import recorder, short_sequences
 from fsdp_advisor.recording.loops import NotRepeated
 from fsdp_advisor.recording.recorder import Recorder
 from fsdp_advisor.recording.transformers_models import TransformersSource
@@ -41,22 +41,22 @@ def test_step_made_from_short_sequences_is_that_of_the_long_one(
     engine: TapeEngine, checkpointing: TapeCheckpointing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    of_short_sequences = recorder.with_iterations
+    of_short_sequences = short_sequences.with_iterations
 
     def counted(steps: Any, more: int) -> Any:
         made.append(more)
         return of_short_sequences(steps, more)
 
-    monkeypatch.setattr(recorder, "with_iterations", counted)
+    monkeypatch.setattr(short_sequences, "with_iterations", counted)
     from_short = tape(engine, checkpointing, LENGTH)
-    assert made[-1] == LENGTH - recorder.LOOPS[0]
-    monkeypatch.setattr(recorder, "with_iterations", refuse)
+    assert made[-1] == LENGTH - short_sequences.LOOPS[0]
+    monkeypatch.setattr(short_sequences, "with_iterations", refuse)
     recorded = tape(engine, checkpointing, LENGTH)
     assert (recorded.sizes, recorded.segments) == (from_short.sizes, from_short.segments)
 
 
 def test_short_sequence_is_recorded_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "with_iterations", refuse)
+    monkeypatch.setattr(short_sequences, "with_iterations", refuse)
     assert tape("plain", "none", 8).segments
 
 
@@ -64,5 +64,5 @@ def test_blocks_of_a_loss_that_are_longer_than_the_short_sequences_are_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Cut cross entropy allocates a lock for 128 tokens, so that all short sequences have one, and this has three."""
-    monkeypatch.setattr(recorder, "_of_short_sequences", lambda *_: pytest.fail("made from short sequences"))
+    monkeypatch.setattr(recorder, "step_of_short_sequences", lambda *_: pytest.fail("made from short sequences"))
     assert 4 * 3 in {size[0] for size in tape("plain", "none", LENGTH, "cce").sizes if not hasattr(size, "_fields")}
