@@ -24,6 +24,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.memory.allocator import AllocatorSegment
 from fsdp_advisor.program.accounts import PHASES
+from fsdp_advisor.recording.experts import with_experts
 from fsdp_advisor.recording.fp8 import convert_linears
 from fsdp_advisor.recording.host import save_inputs_on_host
 from fsdp_advisor.recording.source import Source
@@ -129,8 +130,9 @@ def assemble(run: RealRun, mesh: DeviceMesh | None) -> Trainer:
     Sharded weights are never whole: FSDP2 shards the model on the meta device and its shards are filled; FSDP1 gets one unit at a
     time. DDP needs whole weights.
     """
-    source, plan, device = run.source, run.plan, run.device
+    plan, device = run.plan, run.device
     check(plan, device)
+    source = with_experts(run.source, plan.experts_implementation, plan.expert_imbalance)
     if plan.backend == "deepspeed" and not uses_zero_redundancy_optimizer(plan, run.zero1):
         from fsdp_advisor.validation.deepspeed_engine import deepspeed_trainer
 

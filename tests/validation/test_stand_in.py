@@ -24,10 +24,12 @@ from fsdp_advisor.recording import TransformersSource
 from fsdp_advisor.recording.modules import ModuleSource
 from fsdp_advisor.validation import child_process, weights
 from fsdp_advisor.validation.case import Case
+from fsdp_advisor.validation.engines import fake_process_group
 from fsdp_advisor.validation.failures import ModeUnavailable
 from fsdp_advisor.validation.meter import StorageMeter
 from fsdp_advisor.validation.predict import predict
 from fsdp_advisor.validation.process_tree import is_alive
+from fsdp_advisor.validation.real import RealRun, assemble, mesh_for
 from fsdp_advisor.validation.simulate import simulate
 from fsdp_advisor.validation.stand_in import stand_in
 from fsdp_advisor.validation.worker import run
@@ -69,12 +71,17 @@ def test_real_tensors_need_what_is_predicted(model: str, options: dict[str, Any]
     assert ("step_seconds" in found) == (options["gpus"] == 1)
 
 
+def test_real_experts_run_the_implementation_of_the_plan() -> None:
+    source = TransformersSource({**CONFIG, "model_type": "mixtral", "num_local_experts": 2}, name="mixture")
+    plan = plan_of(strategy="ddp", gpus=1, experts_implementation="eager")
+    with fake_process_group(1):
+        trainer: Any = assemble(RealRun(source=source, plan=plan, mode="stand-in", device="cpu"), None)
+    assert trainer.model.config._experts_implementation == "eager"
+
+
 @pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
 def test_sharded_weights_are_made_one_unit_at_a_time(backend: str) -> None:
     """The peak is the shards of all units and two copies of the largest unit, far less than the model."""
-    from fsdp_advisor.validation.engines import fake_process_group
-    from fsdp_advisor.validation.real import RealRun, assemble, mesh_for
-
     source = TransformersSource({**CONFIG, "num_hidden_layers": 16, "vocab_size": 64}, name="deep")
     plan = plan_of(strategy="zero3", gpus=8, backend=backend)
     meter = StorageMeter()
