@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -20,6 +21,7 @@ from fsdp_advisor.engines.optimizer_work import stepping_refusal
 from fsdp_advisor.engines.reference import EngineStep, ReferenceStep, Zero3Reference, frozen, reference_plan
 from fsdp_advisor.engines.vllm import vllm_refusal
 from fsdp_advisor.errors import UsageError, assert_never
+from fsdp_advisor.job.adaptation import CONFIG_KEY
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.kernels import fp16_notes, kernels_refusal
@@ -36,6 +38,13 @@ PAGED = (
     "paged optimizer state is in CUDA's managed memory, outside needed_bytes: it uses free memory of the GPU, and moves to the host "
     "when the GPU is full; host memory counts all of it"
 )
+
+OUTLIERS = (
+    "outlier columns of a base in 8 bits: a column of a layer's input with a value of 6 or more (llm_int8_threshold) is multiplied in half "
+    "precision, and kept a second time for backward, also with checkpointing. Trained models have few; randomly initialized ones have"
+    " them in most inputs of gated MLPs' down projections"
+)
+"""Source: bitsandbytes 0.50.2, autograd/_functions.py, `MatMul8bitLt`."""
 
 
 def _reference_of(profile: Profile, plan: Plan) -> ReferenceStep | None:
@@ -142,6 +151,9 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
         notes += fp16_notes(profile)
     if optimizer.is_paged and plan.offload == "none":
         notes.append(PAGED)
+    adaptation = profile.config.get(CONFIG_KEY)
+    if isinstance(adaptation, Mapping) and "load_in_8bit" in adaptation["quantization"]:
+        notes.append(OUTLIERS)
     return (
         notes
         + framework_notes.not_modelled(profile, plan)

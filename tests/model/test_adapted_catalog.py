@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import sys
 import zipfile
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from matrix import in_turn, of_today
 
 from fsdp_advisor import estimate, recommend
-from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.engines.registry import not_modelled
+from fsdp_advisor.job.adaptation import CONFIG_KEY, adaptation_of
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model import cache, catalog
 from fsdp_advisor.model.adapted_catalog import PATH, adapted_profile
+from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.store import load
 from fsdp_advisor.recording.adapted_catalog import MODELS
 from fsdp_advisor.step_figures import peak_of_step
@@ -66,6 +69,17 @@ def test_usual_adapters_are_answered_without_torch(gpus: int, options: dict[str,
 def test_a_row_says_that_its_tape_lacks_what_zero3_saves(model: str, strategy: str, lacks: bool) -> None:
     (row,) = estimate(model=model, gpus=8, gpu="H100", use_peft=True, strategy=strategy, backend="deepspeed").estimates
     assert any("inputs of linear layers with frozen weights" in note for note in row.not_modelled) == lacks
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_only_a_base_in_8_bits_says_that_outlier_columns_are_not_counted(bits: int) -> None:
+    keywords = {"model": SMALL, "gpus": 1, "use_peft": True, f"load_in_{bits}bit": True, "strategy": "ddp"}
+    request = make_request(keywords, EstimateRequest)
+    (plan,) = plans(request, seq_len=1000)
+    profile = resolve(SMALL).profile
+    assert profile is not None
+    adapted = replace(profile, config={**profile.config, CONFIG_KEY: adaptation_of(request).as_dict()})
+    assert any("outlier columns" in note for note in not_modelled(adapted, plan)) == (bits == 8)
 
 
 @pytest.mark.usefixtures("without_torch")
