@@ -260,5 +260,5 @@ def searched_gpu_tape_key(profile: Profile, plan: Plan, gpu: Gpu) -> TapeKey:
     """The key of the tape with the kernels of `gpu`, whatever has been recorded."""
     cpu_key = tape_key_of(plan, profile)
     filled = needs_window(profile, cpu_key, plan)
-    names = [key.name for key in gpu_tape_keys(cpu_key, window_filled=filled)]
-    return gpu_tape_key(cpu_key, gpu.compute_capability, window_filled=filled, recorded=names)
+    on_gpus = gpu_tape_keys(cpu_key, window_filled=filled, narrow_values=profile.has_narrow_values)
+    return gpu_tape_key(cpu_key, gpu.compute_capability, window_filled=filled, recorded=[key.name for key in on_gpus])

@@ -110,11 +110,11 @@ def _gpu_tape_for(model: Resolved, profile: Profile, key: TapeKey, plan: Plan, g
     """
     wanted = replace(key, attention="eager") if _lacks_sdpa(profile) else key
     filled = needs_window(profile, wanted, plan)
-    first, *others = _keys_to_record(wanted, gpu, window_filled=filled)
+    first, *others = _keys_to_record(profile, wanted, gpu, window_filled=filled)
     try:
         tape = model.tape(first)
     except NoSuchAttention:
-        first, *others = _keys_to_record(replace(key, attention="eager"), gpu, window_filled=filled)
+        first, *others = _keys_to_record(profile, replace(key, attention="eager"), gpu, window_filled=filled)
         tape = model.tape(first)
     for other in others:  # `kept_gpu_tape` finds only recorded tapes
         model.tape(other)
@@ -172,16 +172,16 @@ def _of_key(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, gpu: Gp
         if plan.attention != "sdpa":
             raise
         key, tape = eager, model.tape(eager)
-    for on_gpu in _keys_to_record(key, gpu, window_filled=needs_window(profile, key, plan)):
+    for on_gpu in _keys_to_record(profile, key, gpu, window_filled=needs_window(profile, key, plan)):
         _record_on_gpu(model, on_gpu)
     return SelectedTape(key, tape)
 
 
-def _keys_to_record(key: TapeKey, gpu: Gpu | None, *, window_filled: bool) -> tuple[TapeKey, ...]:
+def _keys_to_record(profile: Profile, key: TapeKey, gpu: Gpu | None, *, window_filled: bool) -> tuple[TapeKey, ...]:
     """The keys of the tapes to record with GPU kernels: only those of `gpu`, because each recording takes long, or of every GPU if it
     is None.
     """
-    keys = gpu_tape_keys(key, window_filled=window_filled)
+    keys = gpu_tape_keys(key, window_filled=window_filled, narrow_values=profile.has_narrow_values)
     if gpu is None:
         return keys
     recorded = [each.name for each in keys]

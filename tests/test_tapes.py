@@ -68,9 +68,16 @@ def test_a_tape_recorded_for_the_gpu_goes_before_that_of_flash(
 
 
 def test_a_filled_window_in_half_precision_needs_a_tape_for_cudnn() -> None:
-    filled = {key.kernel for key in gpu_tape_keys(SDPA, window_filled=True)}
+    filled = {key.kernel for key in gpu_tape_keys(SDPA, window_filled=True, narrow_values=False)}
     assert filled == {"default", "cudnn"}
-    assert gpu_tape_keys(SDPA, window_filled=False) == (GPU,)
+    assert gpu_tape_keys(SDPA, window_filled=False, narrow_values=False) == (GPU,)
+
+
+def test_values_narrower_than_queries_need_a_tape_for_cudnn() -> None:
+    narrow = {entry.id for entry in catalog.entries() if catalog.profile(entry).has_narrow_values}
+    assert {"deepseek-ai/DeepSeek-V3", "moonshotai/Kimi-K2-Instruct"} <= narrow
+    assert not {"zai-org/GLM-5", "meta-llama/Llama-3.1-8B"} & narrow  # values of GLM-5 are as wide as queries
+    assert gpu_tape_keys(SDPA, window_filled=False, narrow_values=True) == (GPU, CUDNN)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def record(model_id: str) -> Iterator[tuple[Adaptation, Profile]]:
         for plan in plans(request, seq_len=seq_len):
             key = tape_key_of(plan, profile)
             filled = not key.masks and profile.fills_window(seq_len)
-            for each in (key, *gpu_tape_keys(key, window_filled=filled)):
+            for each in (key, *gpu_tape_keys(key, window_filled=filled, narrow_values=profile.has_narrow_values)):
                 keys.setdefault(name, {})[each] = None
     for name, adaptation in adaptations.items():
         model = resolve(model_id).adapted(adaptation)

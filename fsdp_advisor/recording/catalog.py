@@ -104,7 +104,8 @@ def usual_keys(profile: Profile) -> tuple[TapeKey, ...]:
     for key in keys:
         one = key.batch_is_one and key.checkpointing == "none"
         lengths = {False, profile.window is not None and profile.fills_window(profile.max_seq_len or profile.window)}
-        on_gpu = [k for filled in sorted(lengths) for k in gpu_tape_keys(key, window_filled=filled)]
+        narrow = profile.has_narrow_values
+        on_gpu = [k for f in sorted(lengths) for k in gpu_tape_keys(key, window_filled=f, narrow_values=narrow)]
         for k in (key, *on_gpu):
             if k.name not in not_polynomial:
                 kept[k] = None
