@@ -27,7 +27,7 @@ from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, Usage
 from fsdp_advisor.estimator import lazy_report, requested
 from fsdp_advisor.job.adaptation import adaptation_of, may_adapt
 from fsdp_advisor.job.choices import MAX_GPUS
-from fsdp_advisor.job.fields import dashed
+from fsdp_advisor.job.fields import dashed, fields_of
 from fsdp_advisor.job.ignored import ignored_in_search
 from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
 from fsdp_advisor.job.plan import Plan
@@ -86,7 +86,7 @@ def with_adapter_remedy(
         if model.source != "catalog" or adapted_profile(model.name, adaptation) is None:
             return None
         adapted = model.adapted(adaptation)
-        return _search(lazy_report(one.as_estimate, adapted), adapted, one, timer).any_fit()
+        return _search(lazy_report(one.as_estimate, adapted), adapted, one, timer).winner
 
     remedy = adapter_remedy(request, fit)
     if remedy is None:
@@ -326,7 +326,8 @@ _NARROWING = ("strategy", "backend", "offload", "offload_device", "activation_ch
 
 def _fixed_options(request: RecommendRequest) -> str:
     """The options of the request that narrow the search, as on the command line; empty if there are none."""
-    return ", ".join(f"{dashed(name)} {value}" for name, value in request.changed.items() if name in _NARROWING)
+    options = {name: option for name, option in fields_of(RecommendRequest).items() if name in _NARROWING}
+    return ", ".join(f"{dashed(n)} {options[n].written(value)}" for n, value in request.changed.items() if n in options)
 
 
 def _numerics(winner: Candidate, others: Sequence[Candidate]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from fsdp_advisor.advice.search import Rejection
 from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.advice.sweeps import SweepResult
 from fsdp_advisor.job.command_line import options_of
+from fsdp_advisor.job.fields import as_words
 from fsdp_advisor.job.losses import loss_option
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.json_fields import JsonFields
@@ -29,6 +30,11 @@ class Remedy(JsonFields):
 
     options: Mapping[str, int | float | str]
     because: str
+
+    @property
+    def command(self) -> str:
+        """The options as words of a command line."""
+        return " ".join(word for name, value in self.options.items() for word in as_words(name, value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +62,8 @@ class Recommendation:
     warnings: tuple[str, ...] = field(default=())
     methods: tuple[Method, ...] = ()
     """The methods that were compared; empty if the method was fixed."""
+    why_method: str | None = None
+    """Why the plan's method was chosen among them; None if none fits."""
     savings: tuple[Saving, ...] = ()
     """The memory that each activation choice saves in the winner's plan."""
 
@@ -130,6 +138,7 @@ class Recommendation:
             "training": self.training.as_dict() if self.training else None,
             "what_would_fit": [remedy.as_dict() for remedy in self.remedies],
             "savings": [saving.as_dict() for saving in self.savings],
+            "why_method": self.why_method,
             "methods": [method.as_dict() for method in self.methods],
             "options": list(self.options),
             "estimate": self.estimate.as_dict() if self.estimate else None,

@@ -224,7 +224,9 @@ class Search:
     @cached_property
     def result(self) -> SearchResult:
         """The plan that `ranking` chooses among those that leave the margin, the runners-up, and the rejected choices."""
-        return self._search(EVALUATED_CHOICES if self.evaluator.model.profile is not None else len(self.choices))
+        found = self._search(EVALUATED_CHOICES if self.evaluator.model.profile is not None else len(self.choices))
+        too_large = (self._too_large_by_lower_bound(c) for c in self.choices if c not in self.max_micro_batches)
+        return replace(found, rejected=(*found.rejected, *too_large))
 
     @cached_property
     def winner(self) -> Candidate | None:
@@ -239,7 +241,7 @@ class Search:
 
     def _search(self, evaluated_choices: int) -> SearchResult:
         """The result of the search. Choices are estimated completely, the most promising first; those that cannot win are estimated only
-        up to the number `evaluated_choices`.
+        up to the number `evaluated_choices`. Choices that the lower bound excludes are not among the rejected ones.
         """
         feasible: list[Candidate] = []
         rejected: list[Rejection] = []
@@ -253,7 +255,6 @@ class Search:
                 rejected.append(_too_large(found))
             else:
                 feasible.append(found)
-        rejected += [self._too_large_by_lower_bound(c) for c in self.choices if c not in self.max_micro_batches]
         ranking = choose(feasible) if feasible else None
         return SearchResult(
             winner=ranking.winner if ranking else None,

@@ -19,7 +19,7 @@ from fsdp_advisor.diagnosis.prediction import DiagnosedJob, requests_logits
 from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.choices import half_dtype
-from fsdp_advisor.job.fields import dashed, fields_of
+from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
 from fsdp_advisor.job.losses import losses_without_logits
 from fsdp_advisor.job.request import EstimateRequest
@@ -254,8 +254,7 @@ def _of_job(job: DiagnosedJob, facts: Facts) -> Iterator[Change]:
         return
     for remedy in _remedies(job):
         if dict(remedy.options) not in [dict(options) for options in seen]:
-            words = " ".join(f"{dashed(name)} {value}" for name, value in remedy.options.items())
-            yield Change(what=words or "change the loss", because=remedy.because, options=remedy.options)
+            yield Change(what=remedy.command or "change the loss", because=remedy.because, options=remedy.options)
 
 
 def _margin(job: DiagnosedJob, excess: int) -> float:

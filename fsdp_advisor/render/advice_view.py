@@ -20,7 +20,6 @@ from fsdp_advisor.advice.search_space import StrategyChoice
 from fsdp_advisor.assumption_notes import FP32_AROUND_PACKED
 from fsdp_advisor.export import TARGETS, Job
 from fsdp_advisor.export.bundle import script_limit, start_command
-from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.job.losses import loss_words
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.resolve import is_count
@@ -177,6 +176,7 @@ def advice_view(advice: Advice) -> AdviceView:
         not_modelled=_not_modelled(r.estimate),
         methods=(
             *(_method(method, task) for method in r.methods),
+            *([r.why_method] if r.why_method else []),
             *_why_qlora_needs_more(r.methods),
             *_other_methods(r.methods),
         ),
@@ -185,7 +185,7 @@ def advice_view(advice: Advice) -> AdviceView:
         remedies=tuple(
             RemedyView(
                 reason=remedy.because,
-                command=" ".join(f"{dashed(name)} {value}" for name, value in remedy.options.items()),
+                command=remedy.command,
                 query=r.request.changed | dict(remedy.options),
             )
             for remedy in r.remedies
@@ -336,17 +336,17 @@ def _method(method: Method, task: Task) -> str:
 
 
 def _why_qlora_needs_more(methods: Sequence[Method]) -> Iterator[str]:
-    """One line if QLoRA's plan needs more memory than LoRA's, although the two differ only in the base."""
+    """One line if QLoRA's plan needs more memory than LoRA's because of its activations, although the two differ only in the base."""
     found = {method.name: method.advice.recommendation for method in methods if method.advice}
     lora, qlora = (found[name].estimate if name in found else None for name in (LORA, QLORA))
     if lora is None or qlora is None or lora.at_peak is None or qlora.at_peak is None:
         return
     one, other = (replace(row.plan, dtype="auto") for row in (lora, qlora))
     more = (qlora.peak_tensor_bytes or 0) - (lora.peak_tensor_bytes or 0)
-    if one != other or more <= 0:
+    activations = qlora.at_peak["activations"] - lora.at_peak["activations"]
+    if one != other or more <= 0 or activations < more:
         return
     less = lora.at_peak["parameters"] - qlora.at_peak["parameters"]
-    activations = qlora.at_peak["activations"] - lora.at_peak["activations"]
     yield (
         f"QLoRA's tensors need {format_gib(more)} more than LoRA's in the same plan: parameters {format_gib(less)} less, activations "
         f"{format_gib(activations)} more. {FP32_AROUND_PACKED[0].upper()}{FP32_AROUND_PACKED[1:]}"

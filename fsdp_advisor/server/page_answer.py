@@ -127,6 +127,7 @@ def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str
         "step": drawings.step(shown, chosen, chosen.timeline),
         "streams": drawings.streams(found.streams, row.label),
         "frontier": drawings.speed(advice),
+        "methods": advice.methods,
         "savings": advice.savings,
         "savings_title": advice.savings_title,
         "rules": advice.rules,

@@ -280,6 +280,12 @@ def test_methods_that_need_a_host_of_unknown_memory_come_last() -> None:
     assert full is not None and full.recommendation.winner is not None
     assert full.recommendation.winner.plan.offload != "none"
     assert unknown.winner is not None and unknown.winner.plan.offload == "none" and unknown.request.use_peft
+    on_host = format_gib(full.recommendation.winner.host_peak_bytes_per_node)
+    assert unknown.why_method is not None
+    assert unknown.why_method.startswith(
+        f"LoRA is recommended: full fine-tuning offloads {on_host} to a host whose memory is unknown; QLoRA"
+    )
+    assert " rounds the weights of the base to 4 bits" in unknown.why_method
     known = recommend(**job, host_memory="256GiB", use_peft=True).recommendation
     assert known.winner is not None and known.winner.plan.offload != "none" and not known.request.use_peft
     assert any("use_peft is an option of LoRA and QLoRA only" in note for note in known.notes)
@@ -291,6 +297,7 @@ def test_of_methods_that_all_need_a_host_of_unknown_memory_the_one_that_needs_le
     hosts = [m.advice.recommendation.winner.host_bytes_per_node for m in found.methods]  # type: ignore[union-attr]
     assert found.winner is not None and found.winner.plan.offload != "none"
     assert found.winner.host_bytes_per_node == min(hosts) < max(hosts)
+    assert found.why_method is not None and found.why_method.count(" to a host whose memory is unknown") == 2
 
 
 def test_methods_adapt_all_linear_layers_if_peft_has_no_default() -> None:
@@ -344,3 +351,14 @@ def test_adapters_are_a_remedy_where_the_whole_model_cannot_be_trained(
     remedy = recommend(**job).recommendation.remedies[-1]
     assert dict(remedy.options) == options and remedy.because.startswith(f"{method} fits with plain PyTorch (ddp)")
     assert recommend(**job, **options).recommendation.fits
+
+
+@in_turn(1, of=4)
+def test_the_adapter_remedy_is_the_plan_that_a_search_with_adapters_recommends() -> None:
+    job: dict[str, Any] = {"model": "meta-llama/Llama-3.1-8B", "gpus": 1, "gpu": "rtx4090", "host_memory": "32GiB"}
+    found = recommend(**job).recommendation
+    winner = recommend(**job, use_peft=True).recommendation.winner
+    assert winner is not None and winner.label == "plain PyTorch (ddp), checkpointing"
+    assert found.remedies[-1].because == f"LoRA fits with {winner.label}: {winner.memory_text}"
+    assert found.remedies[-1].command == "--use-peft"
+    assert "fixed by the request: --host-memory 32GiB" in found.notes

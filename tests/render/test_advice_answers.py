@@ -60,7 +60,9 @@ def test_qlora_that_needs_more_than_lora_says_which_tensors_grow(checkpointing: 
         model="meta-llama/Llama-3.2-1B", gpus=1, gpu="H100", method="any", strategy="ddp", micro_batch_size=2,
         activation_checkpointing=checkpointing,
     )  # fmt: skip
-    _, _, _, *why, other = advice_view(advice).methods
+    _, _, _, chosen, *why, other = advice_view(advice).methods
+    assert chosen == advice.recommendation.why_method is not None
+    assert chosen.startswith("full fine-tuning is recommended: LoRA ")
     assert "give --use-peft, or the same with --load-in-4bit, instead of --method any" in other
     assert len(why) == said
     assert all("activations" in line and "hidden states between layers are in fp32" in line for line in why)

@@ -50,6 +50,19 @@ def test_the_page_does_not_call_a_plan_the_fastest_if_a_faster_one_was_not_chose
     assert f"free. {name} ({fastest['backend']}): {fastest['because']}." in words
 
 
+def test_the_page_compares_the_methods_and_says_why_one_was_chosen(client: TestClient) -> None:
+    job = {
+        "model": "meta-llama/Llama-3.2-1B",
+        "gpu": "H100",
+        "method": "any",
+        "strategy": "ddp",
+        "micro_batch_size": "2",
+    }
+    advice = client.get("/.json", params=job).json()["recommendation"]
+    words = " ".join("".join(read(client.get("/", params=job).text).text).split())
+    assert "Full fine-tuning, LoRA or QLoRA?" in words and advice["why_method"] in words
+
+
 @pytest.mark.parametrize("name", SOME)
 def test_the_page_says_what_the_advice_says(client: TestClient, name: str) -> None:
     job = JOBS[name]
