@@ -6,17 +6,26 @@ from collections.abc import Mapping
 
 from fsdp_advisor.configs import complete, from_texts
 from fsdp_advisor.configs.nameless import file_name
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.config_reading import check_nothing_missing
 from fsdp_advisor.job.fields import as_query, fields_of, read_fields
 from fsdp_advisor.job.search_request import RecommendRequest
+
+MAX_CHARACTERS = 32_000
+"""The longest text that can be pasted. It is part of an address, of which the server reads 64 KiB."""
 
 
 def with_pasted_file(options: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """(the options of a form, with those of a configuration or script pasted in place of a config.json; lines about what was read).
 
-    The file's settings win, but not what it leaves open and is assumed. Raises UsageError for a file that cannot be read.
+    The file's settings win, but not what it leaves open and is assumed. Raises UsageError for a file that is too long or cannot be read.
     """
     text = options.get("config", "")
+    if len(text) > MAX_CHARACTERS:
+        raise UsageError(
+            f"the pasted text has {len(text):,} characters, and the page takes {MAX_CHARACTERS:,}",
+            hint="give the file to the command line: fsdp-advisor check --config-file FILE --gpu GPU",
+        )
     name = file_name(text) if text else None
     if name is None:
         return dict(options), ()

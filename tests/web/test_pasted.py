@@ -69,6 +69,13 @@ def test_a_models_configuration_is_left_to_the_answer(text: str) -> None:
     assert with_pasted_file(given) == (given, ())
 
 
+def test_a_text_that_is_too_long_is_refused_with_its_length(client: TestClient) -> None:
+    whole = client.get("/", params=FORM | {"config": "#" * 16_001 + "\n" + LOOP})
+    assert whole.status_code == 200 and 'maxlength="16000"' not in whole.text
+    with pytest.raises(UsageError, match="the pasted text has 32,001 characters, and the page takes 32,000"):
+        with_pasted_file(FORM | {"config": "#" * 32_001})
+
+
 def test_a_file_that_names_another_one_is_refused() -> None:
     with pytest.raises(UsageError, match=r"names ds\.json, which was not found"):
         with_pasted_file(

@@ -60,15 +60,18 @@ async function update(link, { remember }) {
 /** Requests a new answer if the form differs from the address; meanwhile the old answer is hidden. */
 function changed(delay) {
   clearTimeout(timer);
-  form.elements.model.required = form.elements.config.value.trim() === "";
+  const { config, model } = form.elements;
+  model.required = config.value.trim() === "";
   const link = permalink();
+  const long = config.value.length > config.dataset.longest || link.length > 60000; // the server reads 64 KiB of an address
+  config.setCustomValidity(long ? `The pasted text of ${config.value.length} characters is too long for the page: give the file to fsdp-advisor check.` : "");
   if (link === location.pathname + location.search) {
     running?.abort();
     return wait("");
   }
   if (!form.checkValidity()) {
     running?.abort();
-    return wait("Complete the form for an answer.");
+    return wait(config.validationMessage || "Complete the form for an answer.");
   }
   wait("Computing the answer …");
   timer = setTimeout(() => update(link, { remember: true }), delay);
