@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
@@ -18,6 +18,7 @@ from fsdp_advisor.hardware import list_gpus
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
+from fsdp_advisor.job.unknown_options import unknown_option
 from fsdp_advisor.model import catalog
 from fsdp_advisor.server import page_accuracy, page_compare, page_form, page_how, page_what_if
 from fsdp_advisor.server.answers import Document, ModelSource, compare_document, recommend_document
@@ -38,7 +39,7 @@ async def home(request: Request) -> Response:
     """The form with its answer; without a query string, an example's."""
     options, unknown = page_form.read_query(request.query_params)
     options = options or page_form.EXAMPLE
-    where = (_root(request), request.url.query)
+    where = (_root(request), urlencode(options) if unknown else request.url.query)
     try:
         options, lines = await run_in_threadpool(with_pasted_file, options)
         source, asked = _job(options)
@@ -52,8 +53,10 @@ async def home(request: Request) -> Response:
 
 @router.get("/.json")
 async def home_json(request: Request) -> Response:
-    """The first page's answer as REST gives it, with timelines."""
-    options, _ = page_form.read_query(request.query_params)
+    """The first page's answer as REST gives it, with timelines. Raises InvalidOption for a name that is no option."""
+    options, unknown = page_form.read_query(request.query_params)
+    if unknown:
+        raise unknown_option(unknown[0], page_form.offered())
     options, _ = await run_in_threadpool(with_pasted_file, options or page_form.EXAMPLE)
     source, asked = _job(options)
     return document_response(request, await service_of(request).answer(source, recommend_document, asked, True))

@@ -63,6 +63,13 @@ def test_a_link_with_a_tracker_in_it_still_answers(client: TestClient) -> None:
     assert "utm_source is no option and was ignored" in reply.text
 
 
+def test_the_page_as_json_refuses_what_is_no_option_and_its_link_has_none(client: TestClient) -> None:
+    refused = client.get("/.json", params={**EXAMPLE, "micro_batch": 4})
+    assert refused.status_code == 422 and refused.json()["hint"] == "did you mean micro_batch_size?"
+    link = re.findall(r'href="(/\.json[^"]*)"', client.get("/", params={**EXAMPLE, "utm_source": "mail"}).text)
+    assert "utm_source" not in link[0] and client.get(unescape(link[0])).status_code == 200
+
+
 def test_a_misspelt_option_in_an_address_is_named_beside_the_verdict(client: TestClient) -> None:
     reply = client.get("/", params={"model": "gpt2", "gpus": 1, "micro_batch": 4})
     verdict = reply.text.partition('aria-labelledby="verdict-title"')[2].partition("</section>")[0]
