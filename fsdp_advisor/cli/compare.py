@@ -87,6 +87,12 @@ def _parsed(text: str) -> tuple[list[Path], dict[str, Any]]:
     parser.add_fields((*fields_of(EstimateRequest).values(), *fields_of(ConfigFileOptions).values()))
     first = next((i for i, word in enumerate(words) if word.startswith("-") or "=" in word), len(words))
     given = parser.parse(words[first:]) or {}
+    for word in words[:first]:
+        if word != "-" and not Path(word).exists() and not Path(word).suffix[1:].isalpha():  # perhaps a model
+            raise UsageError(
+                f"{shown(word)} is neither a file nor options",
+                hint="A and B are configuration files, or options in quotes: compare '--model gpt2' '--model gpt2-xl' --gpus 8 --gpu H100",
+            )
     files = [Path(word) for word in (*words[:first], *given.pop("config_file", ()))]
     if not files and not given:
         raise UsageError(f"{shown(text)} is neither a file nor options", hint="write it as '--gpu H100 --gpus 8'")

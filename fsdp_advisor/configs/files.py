@@ -114,10 +114,13 @@ def _text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UsageError(
-            f"cannot read {path}: {error.strerror}",
-            hint="give the path of a configuration file, or - to read a configuration, a script or a command from a pipe",
-        ) from None
+        hint = (
+            "TRL's configurations are in its installed package, such as trl/accelerate_configs/zero3.yaml; or give - and pipe the command:"
+            " trl sft --accelerate_config zero3 ..."
+            if "accelerate_configs" in path.parts
+            else "give the path of a configuration file, or - to read a configuration, a script or a command from a pipe"
+        )
+        raise UsageError(f"cannot read {path}: {error.strerror}", hint=hint) from None
     if len(content) > MAX_BYTES:
         raise UsageError(f"{path} is larger than a configuration", hint=f"at most {MAX_BYTES} bytes")
     return content.decode("utf-8", "replace")

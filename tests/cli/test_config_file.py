@@ -244,6 +244,8 @@ def test_compare_over_rest_equals_the_command_line(cli: Cli, client: TestClient)
     ("a", "b", "message"),
     [
         ("nothing.yaml", "--gpu H100", "cannot read nothing.yaml"),
+        ("meta-llama/Llama-3.1-8B", "--gpu H100", "compare '--model gpt2' '--model gpt2-xl'"),
+        ("examples/accelerate_configs/deepspeed_zero3.yaml", "--gpu H100", "trl sft --accelerate_config zero3"),
         ("--gpu 'H100", "--gpu H100", "No closing quotation"),
         ("--gpuu H100", "--gpu H100", "no such option: --gpuu"),
     ],
