@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_advisor.errors import UsageError
-from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect, usual_nodes
+from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect, leaves_rate_open, usual_nodes
 from fsdp_advisor.job.adaptation import adaptation_of, may_store_half
 from fsdp_advisor.job.adapter_fields import QuantStorage
 from fsdp_advisor.job.choices import Precision, default_seq_len, half_dtype
@@ -129,7 +129,13 @@ def gpu_of(request: EstimateRequest) -> tuple[Gpu, list[str]]:
     """The request's GPU with the request's network between nodes, and notes on assumed values."""
     gpu, notes = choose_gpu(request.gpu)
     if request.interconnect is not None:
-        gpu = replace(gpu, inter_node=find_interconnect(request.interconnect, gpu, request.gpus // request.nnodes))
+        link = find_interconnect(request.interconnect, gpu, request.gpus // request.nnodes)
+        gpu = replace(gpu, inter_node=link)
+        if leaves_rate_open(request.interconnect):
+            notes = [
+                *notes,
+                f"interconnect {request.interconnect}: {link.name} is assumed; give its rate, such as 25GbE or 400Gb/s",
+            ]
     return gpu, notes
 
 

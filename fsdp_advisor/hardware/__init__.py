@@ -6,7 +6,7 @@
 from fsdp_advisor.hardware.attached import attached_gpu
 from fsdp_advisor.hardware.gpu import Gpu
 from fsdp_advisor.hardware.gpus import GPUS
-from fsdp_advisor.hardware.interconnects import find_interconnect
+from fsdp_advisor.hardware.interconnects import find_interconnect, leaves_rate_open
 from fsdp_advisor.hardware.links import LINKS, Link
 from fsdp_advisor.hardware.lookup import find_gpu, list_gpus
 from fsdp_advisor.hardware.nodes import usual_gpus_per_node, usual_host_bytes, usual_nodes
@@ -19,6 +19,7 @@ __all__ = [
     "attached_gpu",
     "find_gpu",
     "find_interconnect",
+    "leaves_rate_open",
     "list_gpus",
     "usual_gpus_per_node",
     "usual_host_bytes",

@@ -28,6 +28,17 @@ _ALIASES: dict[str, Link] = {
 _GENERATION = re.compile(r"(?:infiniband|ib)?(hdr|ndr|xdr)(?:200|400|800)?")
 _RATE = re.compile(r"(?:(\d+)\s*[x*]\s*)?(\d+(?:\.\d+)?)\s*([GTM])(i?)([bB])(?:ps|it/s|/s|it)?", re.IGNORECASE)
 _WORDS = re.compile(r"(?<=\d)(?:gbps|gbits?|gbe|gb|g)(?:s|ps)?$")
+_WITHOUT_RATE = ("infiniband", "ib", "roce", "ethernet", "tcp", "slingshot", "efa")
+"""Names of networks that exist with several rates."""
+
+
+def leaves_rate_open(name: str) -> bool:
+    """Whether a network's name says no rate, so that a usual one is assumed.
+
+    >>> leaves_rate_open("Ethernet"), leaves_rate_open("100GbE"), leaves_rate_open("NDR")
+    (True, False, False)
+    """
+    return _key(name) in _WITHOUT_RATE
 
 
 def find_interconnect(name: str, gpu: Gpu, gpus_per_node: int) -> Link:

@@ -55,6 +55,23 @@ def test_unknown_interconnect_raises_with_nearest_name(typed: str, hint: str) ->
     assert hint in refused.value.hint
 
 
+@pytest.mark.parametrize(
+    ("typed", "assumed"),
+    [
+        ("Ethernet", "Ethernet 100 Gb/s / 8 GPUs"),
+        ("ib", "InfiniBand NDR 400 Gb/s"),
+        ("ndr", None),
+        ("25GbE", None),
+        ("1Gb/s", None),
+    ],
+)
+def test_the_rate_of_a_network_is_named_if_it_is_assumed(typed: str, assumed: str | None) -> None:
+    notes = estimate(model="gpt2", gpus=16, nnodes=2, gpu="H100", strategy="zero3", interconnect=typed).notes
+    found = [note for note in notes if note.startswith("interconnect")]
+    expected = [] if assumed is None else [f"interconnect {typed}: {assumed}"]
+    assert [note.partition(" is assumed")[0] for note in found] == expected
+
+
 def test_request_keeps_the_case_of_an_interconnect() -> None:
     """Lower-case b means bits, upper-case B bytes."""
     bits, bytes_ = (
