@@ -51,6 +51,10 @@ def read_loop(
         options["model"] = model
     if (batch := _batch_size(nodes, variables)) is not None:
         found.replace("batch_size", batch)
+    if (steps := _steps_between_updates(tree, variables)) is not None and "gradient_accumulation_steps" not in (
+        keys or {}
+    ):
+        found.replace("gradient_accumulation_steps", steps)
     found.number("gradient_accumulation_steps", "gradient_accumulation_steps")
     found.number("batch_size", "micro_batch_size")
     set_attention(found, "attn_implementation")
@@ -120,6 +124,37 @@ def _batch_size(nodes: Mapping[str, Sequence[ast.Call]], variables: Mapping[str,
         loaders.append(({} if second is None else {"batch_size": second}) | keywords_of(call, variables))
     loaders.sort(key=lambda loader: not loader.get("shuffle"))
     return next((loader["batch_size"] for loader in loaders if "batch_size" in loader), None)
+
+
+def _steps_between_updates(tree: ast.Module, variables: Mapping[str, Any]) -> int | None:
+    """The N of a condition such as `(i + 1) % N == 0` around each `optimizer.step()`; None if there is none, or if they differ."""
+    updates = [node for node in ast.walk(tree) if _is_update(node)]
+    steps: dict[ast.AST, int] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If):
+            known = {n for test in ast.walk(node.test) if (n := _period(test, variables)) is not None}
+            inside = [each for statement in node.body for each in ast.walk(statement) if _is_update(each)]
+            steps |= dict.fromkeys(inside, known.pop()) if len(known) == 1 else {}
+    return next(iter(steps.values())) if len(steps) == len(updates) and len(set(steps.values())) == 1 else None
+
+
+def _is_update(node: ast.AST) -> bool:
+    """Whether a call is a step of an optimizer, perhaps by a scaler of gradients."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "step":
+        return False
+    return any("opt" in ast.unparse(each).lower() for each in (node.func.value, *node.args))
+
+
+def _period(node: ast.AST, variables: Mapping[str, Any]) -> int | None:
+    """The N of `... % N == ...` and of `not ... % N`, if it is known."""
+    match node:
+        case ast.Compare(left=ast.BinOp(op=ast.Mod(), right=right), ops=[ast.Eq()]):
+            period = literal_of(right, variables)
+        case ast.UnaryOp(op=ast.Not(), operand=ast.BinOp(op=ast.Mod(), right=right)):
+            period = literal_of(right, variables)
+        case _:
+            return None
+    return period if type(period) is int and period > 0 else None
 
 
 def _set_optimizer(found: Collector, nodes: Mapping[str, Sequence[ast.Call]], variables: Mapping[str, Any]) -> None:

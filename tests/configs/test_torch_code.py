@@ -195,6 +195,26 @@ def test_what_a_call_gives_a_function_replaces_its_defaults(call: str, expected:
     assert (options.get("seq_len"), options["gradient_accumulation_steps"]) == expected
 
 
+@pytest.mark.parametrize(
+    ("condition", "steps"),
+    [
+        ("(i + 1) % 8 == 0", 8),
+        ("not (i + 1) % 8", 8),
+        ("i % EVERY == EVERY - 1", 16),
+        ("(i + 1) % 8 == 0 or i + 1 == len(loader)", 8),
+        ("(i + 1) % compute() == 0", None),
+        ("(i + 1) % 8 != 0", None),
+    ],
+)
+def test_accumulation_is_read_from_the_condition_of_the_update(condition: str, steps: int | None) -> None:
+    step = f"model(**batch).loss.backward()\n    if {condition}:\n        scaler.step(optimizer); optimizer.zero_grad()"
+    assert read("EVERY = 16", step=step).options.get("gradient_accumulation_steps") == steps
+    other = read("EVERY = 16\nif 1 % 4 == 0: optimizer.step()", step=step).options
+    assert "gradient_accumulation_steps" not in other  # two conditions differ, or one is not known
+    logging = f"{STEP}\n    if {condition}: profiler.step()"
+    assert "gradient_accumulation_steps" not in read(step=logging).options
+
+
 def test_fields_of_a_configuration_class_are_read() -> None:
     code = """
     @dataclass
