@@ -28,8 +28,8 @@ class Command(NamedTuple):
     """A command: `function` and the dataclass of its `options` are names in `module`, which is imported when it runs.
 
     The function's last argument is the options. If the command is about a job, its first argument is a `request`; with `partial` it is only
-    the given fields, with values as text and perhaps without a model. With `needs_no_model` the help does not require a model. With `wraps`
-    the function also gets the words after `--`. The function's docstring is the command's help.
+    the given fields, with values as text and perhaps without a model. With `needs_no_model` the help does not require a model, and without
+    options of a job the function gets None. With `wraps` it also gets the words after `--`. Its docstring is the command's help.
     """
 
     summary: str
@@ -79,6 +79,8 @@ class Command(NamedTuple):
                 from fsdp_advisor.cli.config_files import request_of_files
 
                 return int(function(request_of_files(files, given, self.request, self.partial, options), options))
+            if self.needs_no_model and not given:
+                return int(function(None, options))
             return int(function(given if self.partial else make_request(given, self.request), options))
 
 
@@ -105,7 +107,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "diagnose": Command(
         "Why a GPU ran out of memory, from an error's text or a memory snapshot.",
-        "diagnose", "diagnose", "DiagnoseOptions", "FILE [options]", EstimateRequest, partial=True, needs_no_model=True,
+        "diagnose", "diagnose", "DiagnoseOptions", "FILE [options]", EstimateRequest, needs_no_model=True,
     ),
     "validate": Command(
         "Run a job and compare it with its estimate.",

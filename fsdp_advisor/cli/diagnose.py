@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+from fsdp_advisor.cli.config_files import reading_lines
 from fsdp_advisor.cli.options import ConfigFileOptions, ReportOptions
 from fsdp_advisor.cli.output import as_json, note
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.fields import Rule
-from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.units import format_gib
 
@@ -55,7 +54,7 @@ def _warn_of_size(options: DiagnoseOptions) -> None:
         )
 
 
-def diagnose(given: Mapping[str, Any], options: DiagnoseOptions) -> int:
+def diagnose(request: EstimateRequest | None, options: DiagnoseOptions) -> int:
     """What filled a GPU's memory, at which moment of the step, and the cheapest changes that make the job fit.
 
     FILE is text with PyTorch's out-of-memory error, or what torch.cuda.memory._dump_snapshot wrote. With the job's options or
@@ -68,7 +67,9 @@ def diagnose(given: Mapping[str, Any], options: DiagnoseOptions) -> int:
         raise UsageError("no file is given", hint="fsdp-advisor diagnose FILE, or - for standard input")
     form, destination = options.form, options.destination
     destination.check()
-    job = job_of(make_request(dict(given), EstimateRequest)) if given else None
+    for line in reading_lines(request.configs if request else ()):
+        note(line, quiet=options.quiet)
+    job = None if request is None else job_of(request)
     _warn_of_size(options)
     found = diagnose_file(options.file, job, device=options.device)
     if form == "json":

@@ -69,6 +69,7 @@ def diagnose_text(text: str, job: DiagnosedJob | None = None, *, name: str = "te
         notes.append(f"{len(errors)} errors were found; the diagnosis is of {where}")
     if job is not None:
         job = on_gpu_of_error(job, error)
+        notes += job.notes
     facts = Facts(error=error, moment=at, memory=memory, holdings=(), checkpointed=False, expandable=False)
     return Diagnosis(
         file=name,
@@ -206,7 +207,7 @@ def _of_snapshot(name: str, snapshot: Snapshot, job: DiagnosedJob | None, device
         holdings=held,
         changes=changes(facts, job) if failed or (job is not None and job.row.fits is False) else (),
         prediction=None if job is None else predicted(job, when, memory, held, error),
-        notes=tuple(_notes(snapshot, evidence, chosen)),
+        notes=(*_notes(snapshot, evidence, chosen), *(job.notes if job is not None else ())),
         unknown=tuple(_unknown(evidence, memory)),
     )
 

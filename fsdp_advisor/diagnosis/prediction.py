@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_advisor.assumptions import gpu_of, settled
-from fsdp_advisor.comparison import best_row
+from fsdp_advisor.comparison import UNSHARDED, best_row, runs_as_ddp
 from fsdp_advisor.diagnosis.facts import Category, Difference, Holding, Moment, OutOfMemory, Prediction
 from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.estimator import estimate_resolved
@@ -55,6 +55,11 @@ class DiagnosedJob:
     @property
     def plan(self) -> Plan:
         return self.row.plan
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is assumed for a strategy that neither the files nor an option name."""
+        return (UNSHARDED,) if runs_as_ddp(self.request) else ()
 
     @property
     def label(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import fsdp_advisor
+from fsdp_advisor.comparison import UNSHARDED
 
 DATA = Path(__file__).parents[1] / "diagnosis" / "data"
 
@@ -52,6 +53,24 @@ def test_a_job_on_the_command_line_is_compared(cli: Callable[..., Any], tmp_path
     )
     ran = cli("diagnose", str(path_of("gpt2")), *options)
     assert ran.status == 0 and "Estimate of the job: openai-community/gpt2, ZeRO-3" in ran.out
+
+
+def test_a_job_whose_files_name_no_strategy_is_compared_as_ddp(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
+        'args = TrainingArguments(per_device_train_batch_size=1, bf16=True)\nmodel = AutoModelForCausalLM.from_pretrained("gpt2")\n'
+        "Trainer(model=model, args=args).train()\n"
+    )
+    job = ("--config-file", str(script), "--gpus", "4", "--gpu", "A100-40GB")
+    ran = cli("diagnose", str(path_of("loss_oom")), *job)
+    assert ran.status == 0 and "Estimate of the job: openai-community/gpt2, DDP (ddp), 4 x A100-40GB" in ran.out
+    assert UNSHARDED in json.loads(cli("diagnose", str(path_of("loss_oom")), *job, "--json").out)["notes"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(script.read_text()))
+    piped = cli("diagnose", str(path_of("loss_oom")), "--config-file", "-", *job[2:], "--json")
+    assert UNSHARDED in json.loads(piped.out)["notes"]
 
 
 def test_standard_input_is_read(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
