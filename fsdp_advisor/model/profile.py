@@ -246,6 +246,11 @@ class Profile:
         return () if adapted & others else tuple(sorted(adapted))
 
     @cached_property
+    def lora_layers(self) -> int:
+        """The number of LoRA's layers."""
+        return sum(count for p, count in self.counted_parameters() if ".lora_A." in p.name)
+
+    @cached_property
     def saved(self) -> Profile:
         """The profile of what a checkpoint contains: the adapters if the model has any, else the whole model.
 

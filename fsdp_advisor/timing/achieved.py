@@ -40,7 +40,8 @@ class Achieved:
     benchmark. `plain_matmul`: the same in fp32 without tensor cores. `misaligned_matmul`: products in 16 bits with an odd dimension.
     `fp8_matmul`: products in fp8, relative to the share of those in 16 bits.
     `attention_forward`, `attention_backward`: flash attention with heads of 128 and long sequences; `small_head`: its rate with heads
-    of 64, relative to these; `half_rate_forward`, `half_rate_backward`: the tokens at which it reaches half of its rate.
+    of 64, relative to these; `half_rate_forward`, `half_rate_backward`: the tokens at which it reaches half of its rate;
+    `masked_forward`, `masked_backward`: its rate if sdpa gets a mask, relative to these.
     `memory`: a streaming kernel; `eager`: PyTorch's kernels of single operators; `update_16_bit`, `update_32_bit`: an optimizer's
     update of weights and states in 16 or 32 bits. A share that is None equals `memory`, or `matmul` for products.
     `seen`: whether there is a measured training run on such boards (`fsdp_advisor/validation/published.csv`, `tests/published`,
@@ -57,6 +58,8 @@ class Achieved:
     small_head: float = SMALL_HEAD
     half_rate_forward: int = HALF_RATE_TOKENS
     half_rate_backward: int = HALF_RATE_TOKENS
+    masked_forward: float = 1.0
+    masked_backward: float = 1.0
     eager: float | None = None
     update_16_bit: float | None = None
     update_32_bit: float | None = None
@@ -89,7 +92,9 @@ class Achieved:
 # 16384 rows, one after the other, reach 0.64 to 0.75: 0.76 is chosen on the step times of `tests/records/h200.jsonl`, and the step times of
 # the H100, measured later, confirm it. In fp32 49 of 67 TFLOP/s. An odd vocabulary leaves only kernels that load single elements: the heads
 # of GPT-2 (50257) and Whisper (51865) reach 0.125, that of BERT (30522, divisible by 2) 0.25. Attention is cuDNN's, causal, head 128:
-# forward 199, 356, 485, 539 and 612 TFLOP/s at 512, 1024, 2048, 4096 and 8192 tokens, backward 118, 257, 384, 453 and 529. `memory`: a copy
+# forward 199, 356, 485, 539 and 612 TFLOP/s at 512, 1024, 2048, 4096 and 8192 tokens, backward 118, 257, 384, 453 and 529. With a mask the
+# kernels skip nothing, and on the H200 their forward had 0.64 (Olmo 3, 4096 tokens, head 128), 0.61 (a compiled Llama 3.2 1B, 2048, 64) and
+# 0.60 (Gemma 3 1B, 2048, 256) of the rate without one, their backward 0.65, 0.86 and 0.62. Blackwell as Hopper: assumed. `memory`: a copy
 # in bf16. `eager`: all other operators, whose recorded bytes take 1.2 to 1.8 times as long as at `memory` on the H200 (casts to fp32
 # reach 0.44, factors that are broadcast over a row 0.34) and 1.1 to 1.2 times on the H100, which waits for its memory more. Fused AdamW
 # over 2**29 elements: on the H100 3.31 ms in bf16 (14 bytes an element) and 5.75 ms in fp32 (28 bytes), on the H200 2.74 and 4.33 ms.
@@ -104,12 +109,12 @@ _ACHIEVED: dict[str, Achieved] = {
     "ada": Achieved(matmul=0.72, plain_matmul=0.55, attention_forward=0.65, attention_backward=0.56, memory=0.88),
     "hopper": Achieved(
         matmul=0.76, plain_matmul=0.74, misaligned_matmul=0.125, fp8_matmul=0.90, attention_forward=0.69, attention_backward=0.63,
-        small_head=0.80, half_rate_forward=942, half_rate_backward=1459, memory=0.89, eager=0.76, update_16_bit=0.68,
-        update_32_bit=0.78, seen=True,
+        small_head=0.80, half_rate_forward=942, half_rate_backward=1459, masked_forward=0.62, masked_backward=0.70, memory=0.89,
+        eager=0.76, update_16_bit=0.68, update_32_bit=0.78, seen=True,
     ),
     "blackwell": Achieved(
         matmul=0.74, fp8_matmul=0.97, attention_forward=0.55, attention_backward=0.50, small_head=0.85, half_rate_forward=900,
-        half_rate_backward=1459, memory=0.90, eager=0.45, seen=True,
+        half_rate_backward=1459, masked_forward=0.62, masked_backward=0.70, memory=0.90, eager=0.45, seen=True,
     ),
     "cdna2": Achieved(matmul=0.54, attention_forward=0.30, attention_backward=0.22, memory=0.80),
     "cdna3": Achieved(matmul=0.28, fp8_matmul=0.62, attention_forward=0.30, attention_backward=0.22, memory=0.80),
@@ -147,6 +152,34 @@ one another every 1.1 to 1.3 us (pytorch/pytorch issue 161104).
 LAUNCH_S = 25e-6
 """CPU seconds of one operator of eager PyTorch: Python, dispatcher, autograd, launch. Chosen on the five fitted rows that wait
 for the CPU. Each of them implies 20 to 30 us, on servers of 2021 to 2023. A faster CPU needs less.
+"""
+
+WIDEST_FLASH_HEAD = 256
+"""The widest head of flash attention and of cuDNN's kernels. Wider heads use PyTorch's memory-efficient kernel."""
+
+WIDE_FORWARD_FLOPS = 0.68e12
+WIDE_BACKWARD_FLOPS = 0.106e12
+"""FLOP/s and multiprocessor of the memory-efficient kernel with heads of 512, causal. Measured on an H200
+(`tests/records/h200_models.csv`): the seven global layers of Gemma 4 E2B take 2.7 ms forward and 42.9 ms backward at 2048 tokens. As fast
+per multiprocessor on other boards: assumed.
+"""
+
+SINKS_SLOWDOWN = 1.7
+"""How many times as long the operators take in layers whose eager attention has sinks. A sink makes rows of T + 1 scores, which kernels
+cannot read in vectors, and the gradients of the experts' biases are added row by row. Measured on an H200 (`tests/records`): gpt-oss-20b
+of 4 layers with all weights 1.8, with 24 layers and LoRA 1.7."""
+
+CHECKPOINT_FORWARD_S = 3.3e-6
+CHECKPOINT_BACKWARD_S = 6.7e-6
+"""CPU seconds of activation checkpointing for each operator of a checkpointed forward, in forward and in backward: Python hooks pack and
+unpack every saved tensor (torch 2.13, utils/checkpoint.py, `_checkpoint_hook`, `_recomputation_hook`). Chosen on the steps in
+`tests/records` that wait for the CPU: together 10 us, where SmolLM2 135M implies 0, Gemma 3 1B 6 and DPO of Llama 3.1 8B with LoRA 25. One
+third is in forward, as measured on layers of Llama, Qwen3 and Gemma 3 without a GPU.
+"""
+
+DISABLED_ADAPTER_S = 0.19e-3
+"""CPU seconds to switch one LoRA layer off for a reference model and on again: PEFT walks over all modules several times (peft 0.21,
+`PeftModel.disable_adapter`). Measured on the same CPU: 95 ms for the 224 layers of Llama 3.1 8B, divided by 2.2.
 """
 
 QUANTIZED_STATES_PER_S = 0.53e9
@@ -265,7 +298,7 @@ def _with_flash_2(found: Achieved, gpu: Gpu) -> Achieved:
     forward, backward = (0.34, 0.29) if gpu.architecture == "hopper" else (0.17, 0.14)
     return replace(
         found, attention_forward=forward, attention_backward=backward, small_head=SMALL_HEAD,
-        half_rate_forward=HALF_RATE_TOKENS, half_rate_backward=HALF_RATE_TOKENS,
+        half_rate_forward=HALF_RATE_TOKENS, half_rate_backward=HALF_RATE_TOKENS, masked_forward=1.0, masked_backward=1.0,
     )  # fmt: skip
 
 

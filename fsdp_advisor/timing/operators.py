@@ -20,6 +20,9 @@ from fsdp_advisor.timing.achieved import (
     QUANTIZED_STATES_PER_S,
     SPLIT_K,
     TILES,
+    WIDE_BACKWARD_FLOPS,
+    WIDE_FORWARD_FLOPS,
+    WIDEST_FLASH_HEAD,
     Achieved,
     achieved_by,
 )
@@ -268,11 +271,17 @@ def head_dim(profile: Profile) -> int:
     return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else 128
 
 
-def attention_s(flops: float, device: Device, head: int, tokens: int, *, causal: bool, backward: bool) -> float:
-    """Seconds of flash attention. A causal kernel skips the masked half, which `flops` includes."""
+def attention_s(
+    flops: float, device: Device, head: int, tokens: int, *, causal: bool, backward: bool, masked: bool = False
+) -> float:
+    """Seconds of flash attention. A causal kernel skips half of the work, which `flops` includes; one with a mask skips nothing."""
     achieved = device.achieved
+    if head > WIDEST_FLASH_HEAD:
+        wide = WIDE_BACKWARD_FLOPS if backward else WIDE_FORWARD_FLOPS
+        return flops * (0.5 if causal else 1.0) / (wide * device.multiprocessors)
     rate = device.attention_backward_flops if backward else device.attention_forward_flops
     half_rate = achieved.half_rate_backward if backward else achieved.half_rate_forward
+    rate *= (achieved.masked_backward if backward else achieved.masked_forward) if masked else 1.0
     rate *= (achieved.small_head if head <= 64 else 1.0) * tokens / (tokens + half_rate)
     return flops * (0.5 if causal else 1.0) / rate
 

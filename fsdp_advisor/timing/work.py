@@ -13,6 +13,7 @@ from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.multimodal import is_tower
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.model.tape import (
+    REFERENCE_PHASES,
     ROOT,
     Category,
     Chunked,
@@ -26,7 +27,14 @@ from fsdp_advisor.model.tape import (
     value_at,
 )
 from fsdp_advisor.policies.dtypes import has_8_bit_weights
-from fsdp_advisor.timing.achieved import KERNEL_GAP_S, LAUNCH_S
+from fsdp_advisor.timing.achieved import (
+    CHECKPOINT_BACKWARD_S,
+    CHECKPOINT_FORWARD_S,
+    DISABLED_ADAPTER_S,
+    KERNEL_GAP_S,
+    LAUNCH_S,
+    SINKS_SLOWDOWN,
+)
 from fsdp_advisor.timing.operators import Device, attention_s, batched_s, head_dim, matmul_s_per_flop, work_in_8_bits
 
 COMPUTE_CLASSES = ("matmul", "attention", "pointwise", "loss", "recomputation")
@@ -86,6 +94,8 @@ class WorkOptions:
     """Sequences of a micro-batch; None: as many as its rows."""
     masked: bool = False
     """Whether attention gets a mask for the batch. Its kernels then do not skip the causal half."""
+    window_filled: bool = False
+    """Whether sdpa gets a mask in layers with a sliding window, because the sequences fill it."""
     fp8: Fp8 = "none"
     """The recipe with which linear layers multiply in fp8."""
     head_in_fp8: bool = False
@@ -122,8 +132,11 @@ class _SegmentTimer:
         self._profile, self._b, self._t, self._device, self._options = profile, b, t, device, options
         self._rates, self._runs = rates, dict(options.runs)
         self._head = head_dim(profile)  # the width of a head of attention
+        self._wide_head = profile.text_config.get("global_head_dim")  # that of layers without a sliding window
         self._last_root = max((s.layer for s in _root_forwards(tape)), default=0)
+        self._sliding = _sliding_layers(profile) if profile.window else frozenset()
         self._forwards: dict[UnitId, SegmentTime] = {}  # of the layers whose forward has run
+        self._operators: dict[UnitId, int] = {}  # of these forwards
 
     def time(self, segment: Segment) -> SegmentTime:
         """The time of a segment, with all its repetitions."""
@@ -134,12 +147,13 @@ class _SegmentTimer:
         s_in_8_bits = self._rates[unit].s_in_8_bits if multiplies else 0.0
         found = self._recorded(segment, s_in_8_bits, backward=backward)
         if is_layer and segment.phase == "forward":
-            self._forwards[unit] = found
+            self._forwards[unit], self._operators[unit] = found, segment.operators
         elif segment.recomputed is not None:
             again = replace(segment, **segment.recomputed._asdict())
             found = _split(found, self._recorded(again, s_in_8_bits, backward=False))
         elif is_layer and backward and options.checkpointing:
             found = _split(found, self._forwards[unit])
+        found = found._replace(cpu=found.cpu + self._extra_cpu_s(segment))
         if segment.host_copies:
             found = found._replace(copies=self._copies(segment, found))
         if self._is_loss(segment) and not backward:
@@ -156,9 +170,12 @@ class _SegmentTimer:
         own = value_at(segment.matmul_flops, b, t)
         batched = min(own, _batched_flops(segment.matmul_flops, b, t))
         moved = value_at(segment.traffic_bytes, b, t) / device.eager_bytes_per_s + segment.operators * KERNEL_GAP_S
+        flash_flops, masked = value_at(segment.attention_flops, b, t), self._is_masked(segment)
+        if not flash_flops and self._has_sinks(segment):
+            moved *= SINKS_SLOWDOWN
         flash = attention_s(
-            value_at(segment.attention_flops, b, t), device, self._head, t, causal=self._is_causal(segment),
-            backward=segment.phase == "backward",
+            flash_flops, device, self._head_of(segment), t, masked=masked,
+            causal=self._is_causal(segment) and not masked, backward=segment.phase == "backward",
         )  # fmt: skip
         is_loss = self._is_loss(segment)
         return SegmentTime(
@@ -174,9 +191,39 @@ class _SegmentTimer:
         return segment.stack == ROOT and segment.layer == (0 if segment.phase == "backward" else self._last_root)
 
     def _is_causal(self, segment: Segment) -> bool:
-        """Whether the kernel of attention skips the half that is masked."""
-        decodes = self._profile.task in ("causal-lm", "image-text-to-text")
-        return decodes and not self._options.masked and not _is_tower(self._profile, segment)
+        """Whether tokens attend to those before them only. Without a mask the kernel of attention then skips half of its work."""
+        return self._profile.task in ("causal-lm", "image-text-to-text") and not _is_tower(self._profile, segment)
+
+    def _is_masked(self, segment: Segment) -> bool:
+        """Whether attention gets a mask."""
+        slides = self._options.window_filled and (segment.stack, segment.layer) in self._sliding
+        return slides or (self._options.masked and not _is_tower(self._profile, segment))
+
+    def _head_of(self, segment: Segment) -> int:
+        """The width of a head of the segment's attention."""
+        is_wide = isinstance(self._wide_head, int) and (segment.stack, segment.layer) not in self._sliding
+        return self._wide_head if is_wide and not _is_tower(self._profile, segment) else self._head
+
+    def _has_sinks(self, segment: Segment) -> bool:
+        """Whether the layer's attention has learned sinks, each of which adds a column to a head's scores."""
+        if segment.stack == ROOT:
+            return False
+        unit = self._profile.stacks[segment.stack].units[segment.layer]
+        return any(p.name.endswith(".sinks") for p in unit.parameters)
+
+    def _extra_cpu_s(self, segment: Segment) -> float:
+        """Seconds that the CPU spends on checkpoints and on switching adapters off, in addition to launching operators."""
+        if segment.stack == ROOT:
+            begins = segment.phase in REFERENCE_PHASES and segment.layer == 0
+            return begins * DISABLED_ADAPTER_S * self._profile.lora_layers
+        if segment.phase == "forward" and self._options.checkpointing:
+            return segment.operators * CHECKPOINT_FORWARD_S
+        if segment.phase != "backward":
+            return 0.0
+        again = segment.recomputed.operators if segment.recomputed is not None else 0
+        if self._options.checkpointing:
+            again = again or self._operators.get(_unit_of(segment), 0)
+        return again * CHECKPOINT_BACKWARD_S
 
     def _copies(self, segment: Segment, time: SegmentTime) -> float:
         """Seconds of the segment's copies to and from the host that its kernels do not hide."""
@@ -211,6 +258,25 @@ def _flops(
 
 def _unit_of(segment: Segment) -> UnitId:
     return AT_ROOT if segment.stack == ROOT else UnitId(segment.stack, segment.layer)
+
+
+def _sliding_layers(profile: Profile) -> frozenset[tuple[int, int]]:
+    """(stack, recorded layer) of the language model's layers with a sliding window: all if the configuration does not tell them apart."""
+    config = profile.text_config
+    kinds, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
+
+    def slides(number: int) -> bool:
+        if isinstance(kinds, list) and number < len(kinds):
+            return bool(kinds[number] == "sliding_attention")
+        return (number + 1) % pattern != 0 if isinstance(pattern, int) and pattern > 0 else True
+
+    return frozenset(
+        (place, recorded)
+        for place, stack in enumerate(profile.stacks)
+        if not is_tower(stack.path)
+        for number, recorded in enumerate(stack.recorded_order)
+        if slides(number)
+    )
 
 
 def _is_tower(profile: Profile, segment: Segment) -> bool:

@@ -11,8 +11,15 @@ from jobs import job, program_of
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.choices import Compile
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.model.tape import ROOT, value_at
-from fsdp_advisor.timing.achieved import KERNEL_GAP_S, LAUNCH_S
+from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.tape import ROOT, Segment, Tape, value_at
+from fsdp_advisor.timing.achieved import (
+    CHECKPOINT_BACKWARD_S,
+    CHECKPOINT_FORWARD_S,
+    KERNEL_GAP_S,
+    LAUNCH_S,
+    SINKS_SLOWDOWN,
+)
 from fsdp_advisor.timing.operators import device_of
 from fsdp_advisor.timing.step import work_of
 from fsdp_advisor.timing.work import WorkOptions, tape_work
@@ -30,10 +37,18 @@ def test_work_covers_the_traffic_and_launches_of_each_segment(model: str, checkp
     b, t = 3, 640
     found = tape_work(profile, tape, b, t, device, WorkOptions(checkpointing=checkpointing == "full"))
     flops = 0
+    forwards = {(s.stack, s.layer): s.operators for s in tape.segments if s.phase == "forward"}
+
+    def of_checkpoints(segment: Segment) -> float:
+        if checkpointing == "none" or segment.stack == ROOT:
+            return 0.0
+        seconds = CHECKPOINT_FORWARD_S if segment.phase == "forward" else CHECKPOINT_BACKWARD_S
+        return seconds * forwards[segment.stack, segment.layer]
+
     for segment, work in zip(tape.segments, found.by_segment, strict=True):
         moved = value_at(segment.traffic_bytes, b, t) / device.memory_bytes_per_s
         gaps = segment.operators * KERNEL_GAP_S
-        assert work.cpu == pytest.approx(segment.operators * LAUNCH_S)
+        assert work.cpu == pytest.approx(segment.operators * LAUNCH_S + of_checkpoints(segment))
         assert work.pointwise + work.loss + work.recomputation >= moved + gaps - 1e-12
         assert work.gpu >= moved
         repeats = checkpointing == "full" and segment.phase == "backward" and segment.stack != ROOT
@@ -56,3 +71,46 @@ def test_only_attention_with_a_mask_computes_the_masked_half() -> None:
 
     eager, *compiled = (attention_s(replace(plan, compile=part)) for part in get_args(Compile))
     assert eager > 0 and compiled == pytest.approx([eager, 2 * eager]), "a whole compiled model makes a mask"
+
+
+def attention_by_layer(profile: Profile, tape: Tape, t: int, options: WorkOptions) -> list[float]:
+    """The seconds of attention on an H200 in the forward of each layer of the language model, divided by its FLOPs."""
+    device = device_of(find_gpu("H200"), "bf16")
+    assert device is not None
+    found = tape_work(profile, tape, 1, t, device, options).by_segment
+    stack = len(profile.stacks) - 1
+    seconds = {
+        s.layer: work.attention / value_at(s.attention_flops, 1, t)
+        for s, work in zip(tape.segments, found, strict=True)
+        if s.phase == "forward" and s.stack == stack
+    }
+    return [seconds[layer] for layer in profile.stacks[stack].recorded_order]
+
+
+def test_layers_whose_window_is_filled_get_a_mask() -> None:
+    profile, tape, _ = job("google/gemma-3-1b-pt", "ddp", "ddp", precision="bf16", attention="flash_attention_2")
+    free = attention_by_layer(profile, tape, 2048, WorkOptions())
+    filled = attention_by_layer(profile, tape, 2048, WorkOptions(window_filled=True))
+    slower = [round(b / a, 2) for a, b in zip(free, filled, strict=True)]
+    assert slower[:7] == [3.23] * 5 + [1.0, 3.23], (
+        "every sixth layer has no window; a mask halves the work that is skipped"
+    )
+
+
+def test_heads_wider_than_flash_attention_supports_are_slow() -> None:
+    profile, tape, _ = job("google/gemma-4-31B", "ddp", "ddp", precision="bf16")
+    per_flop = attention_by_layer(profile, tape, 512, WorkOptions())
+    assert per_flop[5] > 2.5 * per_flop[4] and per_flop[:5] == [per_flop[0]] * 5, "every sixth layer has heads of 512"
+
+
+def test_rows_with_a_sink_slow_operators_down() -> None:
+    profile, tape, _ = job("openai/gpt-oss-20b", "ddp", "ddp", precision="bf16", attention="eager")
+    device = device_of(find_gpu("H200"), "bf16")
+    assert device is not None
+    found = tape_work(profile, tape, 1, 512, device, WorkOptions()).by_segment
+    for segment, work in zip(tape.segments, found, strict=True):
+        if segment.stack != ROOT:
+            usual = (
+                value_at(segment.traffic_bytes, 1, 512) / device.eager_bytes_per_s + segment.operators * KERNEL_GAP_S
+            )
+            assert work.pointwise == pytest.approx(SINKS_SLOWDOWN * usual)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import of_today
+from matrix import of_today, taken
 
 from fsdp_advisor import estimate
 from fsdp_advisor.hardware import Gpu
@@ -23,6 +23,7 @@ from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model import cache
+from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.validation import records, report
 from fsdp_advisor.validation.predict import predict
 from fsdp_advisor.validation.records import Record
@@ -31,6 +32,9 @@ pytest.importorskip("torch")
 
 FOLDER = Path(__file__).parents[1] / "records"
 LIBRARY_RUNS = list(csv.DictReader((FOLDER / "h200_libraries.csv").open(newline="")))
+MODEL_RUNS = list(csv.DictReader((FOLDER / "h200_models.csv").open(newline="")))
+LONG_RUNS = [run for run in MODEL_RUNS if '"fp8"' in run["options"] or '"compile": "model"' in run["options"]]
+"""Runs whose recording takes more than a minute, or needs torchao."""
 TRAINER_RUNS = list(csv.DictReader((FOLDER / "h100_trainers.csv").open(newline="")))
 FILES = sorted(FOLDER.glob("*.jsonl"))  # those made without kernels have tighter tolerances, in test_without_kernels.py
 
@@ -116,13 +120,56 @@ def test_runs_of_other_libraries_are_predicted(run: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("run", of_today(TRAINER_RUNS, 7), ids=lambda run: run["options"][:120])
 def test_runs_of_trainers_are_predicted(run: dict[str, str]) -> None:
-    """transformers' Trainer and TRL's on an H100. DPO with adapters is 22 % slower than predicted, for an unknown cause."""
+    """transformers' Trainer and TRL's on an H100."""
     options = json.loads(run["options"])
     (row,) = estimate(gpu="H100-80GB", **options).estimates
     assert row.peak_allocated_bytes == pytest.approx(int(run["allocated_bytes"]), rel=4e-3)
     assert row.step is not None
     if options.get("task") != "grpo":
-        assert row.step.seconds == pytest.approx(float(run["step_seconds"]), rel=0.25)
+        assert row.step.seconds == pytest.approx(float(run["step_seconds"]), rel=0.12)
+
+
+def slower_than_predicted(options: dict[str, Any]) -> float:
+    """The share of the step that a prediction may lack. tests/records/README.md names what is unknown of these jobs."""
+    if options.get("load_in_8bit"):
+        return 0.40
+    return 0.37 if options["model"] == "Qwen/Qwen3-30B-A3B" and options.get("use_peft") else 0.22
+
+
+@pytest.mark.parametrize(
+    "run",
+    taken([run for run in MODEL_RUNS if run not in LONG_RUNS], LONG_RUNS, 9),
+    ids=lambda run: run["options"][:120],
+)
+def test_runs_of_recent_models_are_predicted(run: dict[str, str], tmp_path: Path) -> None:
+    """Models of 2025 and 2026 on an H200, some with fewer layers; compiled steps, fp8, and TRL's trainers."""
+    options = json.loads(run["options"])
+    if "fp8" in options:
+        pytest.importorskip("torchao")
+    asked = changed_model(options["model"], json.loads(run["changes"]), tmp_path)
+    (row,) = estimate(gpu="H200", **options | {"model": asked}).estimates
+    assert row.peak_allocated_bytes == pytest.approx(int(run["allocated_bytes"]), rel=2e-3)
+    assert row.step is not None
+    seconds = float(run["step_seconds"])
+    assert (1 - slower_than_predicted(options)) * seconds < row.step.seconds < 1.15 * seconds
+
+
+def changed_model(model: str, changes: dict[str, Any], folder: Path) -> str:
+    """The model's name, or the path of its configuration with changed values; dots join the keys of nested configurations."""
+    if not changes:
+        return model
+    profile = resolve(model).profile
+    assert profile is not None
+    config = json.loads(json.dumps(dict(profile.config)))
+    for name, value in changes.items():
+        *outer, last = name.split(".")
+        part = config
+        for key in outer:
+            part = part[key]
+        part[last] = value
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return str(path)
 
 
 # The check itself, on synthetic records
