@@ -38,7 +38,7 @@ class Achieved:
 
     `matmul`: large matrix products in a training loop, at the clocks under the power limit, not the best product of a
     benchmark. `plain_matmul`: the same in fp32 without tensor cores. `misaligned_matmul`: products in 16 bits with an odd dimension.
-    `fp8_matmul`: products in fp8, relative to the share of those in 16 bits.
+    `fp8_matmul`: products in fp8, relative to the share of those in 16 bits; `grouped_matmul`: the products of all experts together.
     `attention_forward`, `attention_backward`: flash attention with heads of 128 and long sequences; `small_head`: its rate with heads
     of 64, relative to these; `half_rate_forward`, `half_rate_backward`: the tokens at which it reaches half of its rate;
     `masked_forward`, `masked_backward`: its rate if sdpa gets a mask, relative to these.
@@ -55,6 +55,7 @@ class Achieved:
     plain_matmul: float = PLAIN_MATMUL
     misaligned_matmul: float | None = None
     fp8_matmul: float = 1.0
+    grouped_matmul: float = 1.0
     small_head: float = SMALL_HEAD
     half_rate_forward: int = HALF_RATE_TOKENS
     half_rate_backward: int = HALF_RATE_TOKENS
@@ -94,8 +95,10 @@ class Achieved:
 # of GPT-2 (50257) and Whisper (51865) reach 0.125, that of BERT (30522, divisible by 2) 0.25. Attention is cuDNN's, causal, head 128:
 # forward 199, 356, 485, 539 and 612 TFLOP/s at 512, 1024, 2048, 4096 and 8192 tokens, backward 118, 257, 384, 453 and 529. With a mask the
 # kernels skip nothing, and on the H200 their forward had 0.64 (Olmo 3, 4096 tokens, head 128), 0.61 (a compiled Llama 3.2 1B, 2048, 64) and
-# 0.60 (Gemma 3 1B, 2048, 256) of the rate without one, their backward 0.65, 0.86 and 0.62. Blackwell as Hopper: assumed. `memory`: a copy
-# in bf16. `eager`: all other operators, whose recorded bytes take 1.2 to 1.8 times as long as at `memory` on the H200 (casts to fp32
+# 0.60 (Gemma 3 1B, 2048, 256) of the rate without one, their backward 0.65, 0.86 and 0.62. Experts' products
+# (`grouped_mm`, 256 to 1024 rows for each, unevenly routed) had 0.73 (Qwen3-30B-A3B), 0.78 (OLMoE), 0.86 (DeepSeek-V2-Lite), 0.91
+# (GLM-4.7-Flash) and 0.94 (Mixtral) of the rate of other products of their shapes. Both on Blackwell as on Hopper: assumed. `memory`: a
+# copy in bf16. `eager`: all other operators, whose recorded bytes take 1.2 to 1.8 times as long as at `memory` on the H200 (casts to fp32
 # reach 0.44, factors that are broadcast over a row 0.34) and 1.1 to 1.2 times on the H100, which waits for its memory more. Fused AdamW
 # over 2**29 elements: on the H100 3.31 ms in bf16 (14 bytes an element) and 5.75 ms in fp32 (28 bytes), on the H200 2.74 and 4.33 ms.
 # `eager` on B200: the element-wise kernels of Qwen3.5-9B's step take 296 ms (huggingface/transformers pull 48692). The recorded operators
@@ -108,13 +111,13 @@ _ACHIEVED: dict[str, Achieved] = {
     "ampere": Achieved(matmul=0.72, attention_forward=0.65, attention_backward=0.56, memory=0.88, seen=True),
     "ada": Achieved(matmul=0.72, plain_matmul=0.55, attention_forward=0.65, attention_backward=0.56, memory=0.88),
     "hopper": Achieved(
-        matmul=0.76, plain_matmul=0.74, misaligned_matmul=0.125, fp8_matmul=0.90, attention_forward=0.69, attention_backward=0.63,
-        small_head=0.80, half_rate_forward=942, half_rate_backward=1459, masked_forward=0.62, masked_backward=0.70, memory=0.89,
-        eager=0.76, update_16_bit=0.68, update_32_bit=0.78, seen=True,
+        matmul=0.76, plain_matmul=0.74, misaligned_matmul=0.125, fp8_matmul=0.90, grouped_matmul=0.84, attention_forward=0.69,
+        attention_backward=0.63, small_head=0.80, half_rate_forward=942, half_rate_backward=1459, masked_forward=0.62,
+        masked_backward=0.70, memory=0.89, eager=0.76, update_16_bit=0.68, update_32_bit=0.78, seen=True,
     ),
     "blackwell": Achieved(
-        matmul=0.74, fp8_matmul=0.97, attention_forward=0.55, attention_backward=0.50, small_head=0.85, half_rate_forward=900,
-        half_rate_backward=1459, masked_forward=0.62, masked_backward=0.70, memory=0.90, eager=0.45, seen=True,
+        matmul=0.74, fp8_matmul=0.97, grouped_matmul=0.84, attention_forward=0.55, attention_backward=0.50, small_head=0.85,
+        half_rate_forward=900, half_rate_backward=1459, masked_forward=0.62, masked_backward=0.70, memory=0.90, eager=0.45, seen=True,
     ),
     "cdna2": Achieved(matmul=0.54, attention_forward=0.30, attention_backward=0.22, memory=0.80),
     "cdna3": Achieved(matmul=0.28, fp8_matmul=0.62, attention_forward=0.30, attention_backward=0.22, memory=0.80),

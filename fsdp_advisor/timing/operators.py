@@ -128,6 +128,8 @@ def product_s(
     read = (m * k + k * n) * (1 if in_fp8 else device.element_bytes)
     moved = (read + m * n * device.element_bytes) * products
     rate = device.fp8_flops if in_fp8 and device.fp8_flops is not None else device.matmul_flops
+    if products > 1:
+        rate *= device.achieved.grouped_matmul
     return max(
         flops / min(rate * tile_share(m, k, n, device.multiprocessors, products), most_flops),
         moved / device.memory_bytes_per_s,
