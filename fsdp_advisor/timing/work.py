@@ -201,8 +201,10 @@ class _SegmentTimer:
 
     def _head_of(self, segment: Segment) -> int:
         """The width of a head of the segment's attention."""
-        is_wide = isinstance(self._wide_head, int) and (segment.stack, segment.layer) not in self._sliding
-        return self._wide_head if is_wide and not _is_tower(self._profile, segment) else self._head
+        slides = (segment.stack, segment.layer) in self._sliding
+        if isinstance(self._wide_head, int) and not slides and not _is_tower(self._profile, segment):
+            return self._wide_head
+        return self._head
 
     def _has_sinks(self, segment: Segment) -> bool:
         """Whether the layer's attention has learned sinks, each of which adds a column to a head's scores."""
