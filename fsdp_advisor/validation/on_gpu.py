@@ -43,7 +43,7 @@ PhasePeaks = dict[str, dict[str, int]]
 class GpuRun:
     """A run on a GPU: the step's profile, tape and plan, and the other inputs of the allocator.
 
-    `gpu_keeps_up`: the GPU finishes its work before the host's next allocation, as in CUDA without kernels.
+    `without_kernels`: the run is one of CUDA without kernels, where the GPU finishes its work before the host's next allocation.
     """
 
     profile: Profile
@@ -54,7 +54,7 @@ class GpuRun:
     conf: AllocatorConf
     workspace_bytes: int
     overhead: DeviceOverhead
-    gpu_keeps_up: bool = False
+    without_kernels: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ def simulate_allocator_over_run(run: GpuRun, *, limited: bool) -> tuple[PhasePea
         run.conf,
         limit_bytes=run.gpu.memory_bytes - run.overhead.middle_bytes if limited else None,
         device_bytes=run.gpu.memory_bytes if limited else None,
-        gpu_keeps_up=run.gpu_keeps_up,
+        without_kernels=run.without_kernels,
     )
     starts = [at for at, _, _ in steps.visits[1:]]
     parts = [

@@ -10,20 +10,25 @@ from collections.abc import Callable, Iterator
 
 from fsdp_advisor.memory.allocator.conf import ROUND_LARGE, UNLIMITED
 
+_ADDRESS_SPACE = 1 << 50
+"""More bytes than all requests of a job."""
+
 
 class Driver:
     """The GPU's driver. It supplies at most `limit_bytes`; the allocator requests at most `allowed_bytes` (`setMemoryFraction`).
 
-    The driver's addresses are unknown, so ascending addresses stand in for them. They matter only for the choice between free
-    blocks of equal size. `asked_peak`: the largest sum of reserved bytes and a pending request. Expandable segments may map less
-    than was requested, because they have a part of it already.
+    `descends`: whether each request gets a lower address than those before, as CUDA's driver seems to do. Addresses matter only for the
+    choice between free blocks of equal size. Descending ones predict the reserved peak of 113 of 150 jobs measured on an H100 and an H200
+    within 0.1 %, ascending ones that of 102 (`tests/records`). `asked_peak`: the largest sum of reserved bytes and a pending request.
+    Expandable segments may map less than was requested, because they have a part of it already.
     """
 
-    def __init__(self, limit_bytes: int | None, allowed_bytes: int) -> None:
+    def __init__(self, limit_bytes: int | None, allowed_bytes: int, *, descends: bool = True) -> None:
         self._limit = UNLIMITED if limit_bytes is None else limit_bytes
         self.allowed_bytes = allowed_bytes
         self.reserved = self.peak = self.asked_peak = self.calls = 0
-        self._top = ROUND_LARGE
+        self._descends = descends
+        self._next = _ADDRESS_SPACE if descends else ROUND_LARGE
 
     def allows(self, n_bytes: int) -> bool:
         """Whether the allocator may request `n_bytes` more."""
@@ -45,9 +50,12 @@ class Driver:
 
     def addresses(self, n_bytes: int) -> int:
         """The start of new address space that is not adjacent to any other."""
-        start = self._top
-        self._top += -(-n_bytes // ROUND_LARGE) * ROUND_LARGE + ROUND_LARGE
-        return start
+        taken = -(-n_bytes // ROUND_LARGE) * ROUND_LARGE + ROUND_LARGE
+        if self._descends:
+            self._next -= taken
+            return self._next
+        self._next += taken
+        return self._next - taken
 
 
 class FreeBlocks:

@@ -113,8 +113,8 @@ class CachingAllocator:
     fractions refer.
 
     `requests[storage]` is each storage's request: its size and stream. `run` executes operations on storages. `address` is each storage's
-    address. `gpu_keeps_up`: whether other streams have finished with a freed block by the next malloc; if not, a WAIT
-    operation says when.
+    address. `without_kernels`: whether CUDA without kernels runs: other streams have finished with a freed block by the next malloc
+    (else a WAIT operation says when), and the driver's addresses ascend.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class CachingAllocator:
         *,
         limit_bytes: int | None = None,
         device_bytes: int | None = None,
-        gpu_keeps_up: bool = False,
+        without_kernels: bool = False,
     ) -> None:
         self.conf = conf
         device = device_bytes if device_bytes is not None else limit_bytes
         allowed = UNLIMITED if device is None else conf.allowed_bytes(device)
-        self.driver = Driver(limit_bytes, allowed)
+        self.driver = Driver(limit_bytes, allowed, descends=not without_kernels)
         self._pools: dict[tuple[int, bool], FreeBlocks] = {}  # by stream, and whether for large requests
         self._expandable: dict[FreeBlocks, ExpandableSegments] = {}  # of each pool, with that setting
         self._takes_first_fit = not conf.expandable_segments and conf.max_split_bytes == UNLIMITED
@@ -142,7 +142,7 @@ class CachingAllocator:
         self.delays_frees = False  # whether another stream ever delayed a free
         self._late: deque[int] = deque()  # freed storages that another stream still uses
         self._late_over = 0
-        self._gpu_keeps_up = gpu_keeps_up
+        self._without_kernels = without_kernels
         self.address: list[int] = []
         self._block_bytes: list[int] = []  # of each storage's block; 0 while the storage has none
         self._needs: list[_Need] = []  # of each storage
@@ -208,7 +208,7 @@ class CachingAllocator:
 
         Source: malloc, get_free_block, alloc_found_block.
         """
-        if self._gpu_keeps_up and self._late:  # process_events
+        if self._without_kernels and self._late:  # process_events
             self._end_late(len(self._late))
         pool, need, split_from = self._needs[number]
         if self._collects and pool.is_large:

@@ -82,7 +82,9 @@ def test_get_pool_keeps_small_and_large_apart() -> None:
     device = Device()
     device.malloc(MIB)
     device.malloc(MIB + 1)
-    assert [segment.is_large for segment in device.allocator.segments()] == [False, True]
+    assert [segment.is_large for segment in device.allocator.segments()] == [True, False], (
+        "the later at the lower address"
+    )
 
 
 def test_should_split_small_from_512_bytes() -> None:
@@ -241,8 +243,8 @@ def test_expandable_segments_grow_by_pages() -> None:
     device.malloc(15 * MIB)
     assert device.reserved == (2 + 40) * MIB
     assert device.layout() == [
-        ((MIB, True), (MIB, False)),
         ((15 * MIB, True), (15 * MIB, True), (10 * MIB, False)),
+        ((MIB, True), (MIB, False)),
     ]
     assert all(segment.is_expandable for segment in device.allocator.segments())
     device.free(a)
@@ -284,16 +286,16 @@ def test_unmap_block_gives_back_whole_pages_only() -> None:
     device.free(b)
 
 
-@pytest.mark.parametrize("gpu_keeps_up", [False, True])
-def test_what_another_stream_uses_is_requested_until_it_is_done(gpu_keeps_up: bool) -> None:
+@pytest.mark.parametrize("without_kernels", [False, True])
+def test_what_another_stream_uses_is_requested_until_it_is_done(without_kernels: bool) -> None:
     """free lowers what is allocated, free_block what is requested; malloc looks which events are over (process_events)."""
     requests = [4 * MIB, 4 * MIB]
-    allocator = CachingAllocator(requests, gpu_keeps_up=gpu_keeps_up)
+    allocator = CachingAllocator(requests, without_kernels=without_kernels)
     allocator.run([MALLOC, FREE_LATER])
     assert (allocator.allocated, allocator.requested) == (0, 4 * MIB)
     allocator.run([4 + MALLOC])
-    assert allocator.requested == (4 if gpu_keeps_up else 8) * MIB
-    assert (allocator.address[1] == allocator.address[0]) is gpu_keeps_up
+    assert allocator.requested == (4 if without_kernels else 8) * MIB
+    assert (allocator.address[1] == allocator.address[0]) is without_kernels
     allocator.synchronize()
     assert allocator.requested == allocator.allocated == 4 * MIB
 
