@@ -263,8 +263,14 @@ def work_in_8_bits(unit: Unit, tokens: int, device: Device, recorded_flops: int)
 
 
 def head_dim(profile: Profile) -> int:
-    """The dimension of one attention head from the configuration; 128 if it is not given there."""
+    """The dimension of one attention head from the configuration; 128 if it is not given there.
+
+    With latent attention it is that of queries and keys, which have a part with positions; `head_dim` may be the latent vector's width.
+    """
     config = profile.text_config
+    parts = [config.get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
+    if isinstance(parts[0], int) and isinstance(parts[1], int):
+        return parts[0] + parts[1]
     for name in ("head_dim", "d_kv"):
         if isinstance(own := config.get(name), int):
             return own
@@ -278,13 +284,12 @@ def attention_s(
 ) -> float:
     """Seconds of flash attention. A causal kernel skips half of the work, which `flops` includes; one with a mask skips nothing."""
     achieved = device.achieved
-    if head > WIDEST_FLASH_HEAD:
-        wide = WIDE_BACKWARD_FLOPS if backward else WIDE_FORWARD_FLOPS
-        return flops * (0.5 if causal else 1.0) / (wide * device.multiprocessors)
     rate = device.attention_backward_flops if backward else device.attention_forward_flops
     half_rate = achieved.half_rate_backward if backward else achieved.half_rate_forward
     rate *= (achieved.masked_backward if backward else achieved.masked_forward) if masked else 1.0
     rate *= (achieved.small_head if head <= 64 else 1.0) * tokens / (tokens + half_rate)
+    if head > WIDEST_FLASH_HEAD:
+        rate = min(rate, device.multiprocessors * (WIDE_BACKWARD_FLOPS if backward else WIDE_FORWARD_FLOPS))
     return flops * (0.5 if causal else 1.0) / rate
 
 

@@ -195,6 +195,8 @@ def work_of(profile: Profile, program: StepProgram, plan: Plan, device: Device, 
     has_mask = plan.batch_layout != "full" or plan.compile == "model"  # the latter: model.kernels, `compile_notes`
     options = WorkOptions(
         checkpointing=repeats_each_forward(plan.checkpointing),
+        checkpoint_hooks=plan.checkpointing != "reentrant",
+        adapter_switches=_adapter_switches(plan),
         sequences=b * sequences_per_example(plan.task),
         masked=has_mask and plan.attention != "flash_attention_2",
         window_filled=plan.attention == "sdpa" and profile.fills_window(t),
@@ -242,6 +244,18 @@ def _runs(plan: Plan) -> tuple[tuple[str, float], ...]:
         return ()
     scores = (plan.gradient_accumulation_steps if plan.generates_once else 1) / plan.generation.iterations
     return (*((phase, 0.0) for phase in GENERATION_PHASES), ("policy", scores), ("reference", scores))
+
+
+def _adapter_switches(plan: Plan) -> float:
+    """How many times a visit of the reference's forward switches adapters off. GRPO switches once for each generation (trl 1.16,
+    grpo_trainer.py), KTO once for both of its forwards (kto_trainer.py).
+    """
+    if plan.reference != "adapters-off":
+        return 0.0
+    if plan.generation is None:
+        return 1.0
+    visits = 1 if plan.generates_once else plan.generation.micro_batches(plan.gradient_accumulation_steps)
+    return 1.0 / (visits * plan.generation.iterations)
 
 
 def timeline(profile: Profile, program: StepProgram, plan: Plan, gpu: Gpu, between: Link) -> tuple[Interval, ...]:

@@ -13,7 +13,6 @@ from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.multimodal import is_tower
 from fsdp_advisor.model.profile import Profile, Unit
 from fsdp_advisor.model.tape import (
-    REFERENCE_PHASES,
     ROOT,
     Category,
     Chunked,
@@ -90,6 +89,10 @@ class WorkOptions:
 
     checkpointing: bool = False
     """Whether layers repeat their whole forward in backward."""
+    checkpoint_hooks: bool = True
+    """Whether checkpoints have hooks for saved tensors. Reentrant ones have none."""
+    adapter_switches: float = 0
+    """How many times a visit of the reference's forward switches the adapters off. GRPO's visits share one switch."""
     sequences: int | None = None
     """Sequences of a micro-batch; None: as many as its rows."""
     masked: bool = False
@@ -153,13 +156,17 @@ class _SegmentTimer:
             found = _split(found, self._recorded(again, s_in_8_bits, backward=False))
         elif is_layer and backward and options.checkpointing:
             found = _split(found, self._forwards[unit])
-        found = found._replace(cpu=found.cpu + self._extra_cpu_s(segment))
+        found = found._replace(cpu=found.cpu + self._checkpoint_cpu_s(segment))
         if segment.host_copies:
             found = found._replace(copies=self._copies(segment, found))
         if self._is_loss(segment) and not backward:
             found = found._replace(loss=found.loss + options.loss_bytes / self._device.eager_bytes_per_s)
         if segment.phase in self._runs:
             found = SegmentTime(*(self._runs[segment.phase] * seconds for seconds in found))
+        if segment.phase == "reference" and segment.stack == ROOT and segment.layer == 0:
+            found = found._replace(
+                cpu=found.cpu + options.adapter_switches * DISABLED_ADAPTER_S * self._profile.lora_layers
+            )
         return found
 
     def _recorded(self, segment: Segment, s_in_8_bits: float, *, backward: bool) -> SegmentTime:
@@ -171,7 +178,7 @@ class _SegmentTimer:
         batched = min(own, _batched_flops(segment.matmul_flops, b, t))
         moved = value_at(segment.traffic_bytes, b, t) / device.eager_bytes_per_s + segment.operators * KERNEL_GAP_S
         flash_flops, masked = value_at(segment.attention_flops, b, t), self._is_masked(segment)
-        if not flash_flops and self._has_sinks(segment):
+        if not flash_flops and self._has_sinks_and_biases(segment):
             moved *= SINKS_SLOWDOWN
         flash = attention_s(
             flash_flops, device, self._head_of(segment), t, masked=masked,
@@ -206,18 +213,17 @@ class _SegmentTimer:
             return self._wide_head
         return self._head
 
-    def _has_sinks(self, segment: Segment) -> bool:
-        """Whether the layer's attention has learned sinks, each of which adds a column to a head's scores."""
+    def _has_sinks_and_biases(self, segment: Segment) -> bool:
+        """Whether the layer's attention has learned sinks, each of which adds a column to a head's scores, and its experts have biases."""
         if segment.stack == ROOT:
             return False
-        unit = self._profile.stacks[segment.stack].units[segment.layer]
-        return any(p.name.endswith(".sinks") for p in unit.parameters)
+        names = [p.name for p in self._profile.stacks[segment.stack].units[segment.layer].parameters]
+        return all(any(name.endswith(end) for name in names) for end in (".sinks", "up_proj_bias"))
 
-    def _extra_cpu_s(self, segment: Segment) -> float:
-        """Seconds that the CPU spends on checkpoints and on switching adapters off, in addition to launching operators."""
-        if segment.stack == ROOT:
-            begins = segment.phase in REFERENCE_PHASES and segment.layer == 0
-            return begins * DISABLED_ADAPTER_S * self._profile.lora_layers
+    def _checkpoint_cpu_s(self, segment: Segment) -> float:
+        """Seconds that the CPU spends on the hooks of checkpoints."""
+        if segment.stack == ROOT or not self._options.checkpoint_hooks:
+            return 0.0
         if segment.phase == "forward" and self._options.checkpointing:
             return segment.operators * CHECKPOINT_FORWARD_S
         if segment.phase != "backward":

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from jobs import job, program_of
 
+from fsdp_advisor.assumptions import settled
+from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.hardware import find_gpu
+from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.choices import Compile
+from fsdp_advisor.job.compatibility import plans
+from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
+from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape import ROOT, Segment, Tape, value_at
+from fsdp_advisor.tapes import recorded_gpu_tape
 from fsdp_advisor.timing.achieved import (
     CHECKPOINT_BACKWARD_S,
     CHECKPOINT_FORWARD_S,
+    DISABLED_ADAPTER_S,
     KERNEL_GAP_S,
     LAUNCH_S,
     SINKS_SLOWDOWN,
 )
-from fsdp_advisor.timing.operators import device_of
+from fsdp_advisor.timing.operators import device_of, head_dim
 from fsdp_advisor.timing.step import work_of
 from fsdp_advisor.timing.work import WorkOptions, tape_work
 
@@ -114,3 +122,47 @@ def test_rows_with_a_sink_slow_operators_down() -> None:
                 value_at(segment.traffic_bytes, 1, 512) / device.eager_bytes_per_s + segment.operators * KERNEL_GAP_S
             )
             assert work.pointwise == pytest.approx(SINKS_SLOWDOWN * usual)
+
+
+@pytest.mark.parametrize(
+    ("task", "options"), [("dpo", {}), ("kto", {}), ("grpo", {"gradient_accumulation_steps": 8, "beta": 0.1})]
+)
+def test_adapters_are_switched_off_once_for_the_reference(task: str, options: dict[str, Any]) -> None:
+    job_of_task: dict[str, Any] = {
+        "model": "meta-llama/Llama-3.2-1B", "gpus": 1, "gpu": "H200", "strategy": "ddp", "framework": "trl", "task": task,
+        "micro_batch_size": 8, "seq_len": 1024, "use_peft": True, **options,
+    }  # fmt: skip
+    request = settled(make_request(job_of_task))
+    (plan,) = plans(request, seq_len=1024)
+    device, model = device_of(find_gpu("H200"), "bf16"), resolve(request.model).adapted(adaptation_of(request))
+    assert device is not None and model.profile is not None
+    profile = model.profile
+    program = step_program(profile, recorded_gpu_tape(model, plan, find_gpu("H200")), plan)
+
+    def cpu_s(plan: Plan) -> float:
+        work = work_of(profile, program, plan, device, find_gpu("H200")).by_segment
+        return sum(
+            micro_batch.times * work[visit.segment].cpu
+            for micro_batch in program.micro_batches
+            for visit in micro_batch.visits
+            if visit.segment is not None
+        )
+
+    layers = profile.lora_layers
+    assert layers == 32
+    assert cpu_s(plan) - cpu_s(replace(plan, reference="copy")) == pytest.approx(layers * DISABLED_ADAPTER_S)
+
+
+def test_reentrant_checkpoints_have_no_hooks() -> None:
+    profile, tape, _ = job(
+        "meta-llama/Llama-2-7b-hf", "ddp", "ddp", activation_checkpointing="full", attention="flash_attention_2"
+    )
+    device = device_of(find_gpu("A100-80GB"), "bf16")
+    assert device is not None
+    found = tape_work(profile, tape, 1, 256, device, WorkOptions(checkpointing=True, checkpoint_hooks=False)).by_segment
+    assert [work.cpu for work in found] == pytest.approx([segment.operators * LAUNCH_S for segment in tape.segments])
+
+
+def test_heads_of_latent_attention_are_those_of_its_queries() -> None:
+    profile = resolve("deepseek-ai/DeepSeek-V3").profile
+    assert profile is not None and head_dim(profile) == 192
