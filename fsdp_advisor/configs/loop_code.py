@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fsdp_advisor.configs.collect import Collector
@@ -127,34 +128,101 @@ def _batch_size(nodes: Mapping[str, Sequence[ast.Call]], variables: Mapping[str,
 
 
 def _steps_between_updates(tree: ast.Module, variables: Mapping[str, Any]) -> int | None:
-    """The N of a condition such as `(i + 1) % N == 0` around each `optimizer.step()`; None if there is none, or if they differ."""
-    updates = [node for node in ast.walk(tree) if _is_update(node)]
+    """The N of a condition such as `if (i + 1) % N == 0` around each `optimizer.step()`, or of `if (i + 1) % N: continue` before it; None
+    if there is none, or if they differ.
+
+    The condition has to guard the step alone: not the loop over the batches, nor the backward pass of its batch.
+    """
+    epochs = _counters_of_outer_loops(tree)
     steps: dict[ast.AST, int] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If):
-            known = {n for test in ast.walk(node.test) if (n := _period(test, variables)) is not None}
-            inside = [each for statement in node.body for each in ast.walk(statement) if _is_update(each)]
-            steps |= dict.fromkeys(inside, known.pop()) if len(known) == 1 else {}
+    for block in _blocks(tree):
+        for place, node in enumerate(block):
+            if not isinstance(node, ast.If):
+                continue
+            skipped = block[place + 1 :] if isinstance(node.body[-1], ast.Continue) else []
+            branches = ((node.body, node.orelse, False), ([*node.orelse, *skipped], node.body, True))
+            for guarded, other, skips in branches:
+                periods = set(_periods(node.test, variables, epochs, skips=skips))
+                if len(periods) == 1 and (not _calls_backward(guarded) or _calls_backward(other)):
+                    steps |= dict.fromkeys(filter(_is_update, _outside_loops(guarded)), periods.pop())
+    updates = [node for node in ast.walk(tree) if _is_update(node)]
     return next(iter(steps.values())) if len(steps) == len(updates) and len(set(steps.values())) == 1 else None
+
+
+def _blocks(tree: ast.Module) -> Iterator[list[ast.stmt]]:
+    """The blocks of statements of the code, outer ones first."""
+    for node in ast.walk(tree):
+        for _, value in ast.iter_fields(node):
+            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+                yield value
+
+
+def _outside_loops(block: Sequence[ast.stmt]) -> Iterator[ast.AST]:
+    """The nodes of a block, without those in its loops and functions."""
+    left: list[ast.AST] = list(block)
+    while left:
+        node = left.pop()
+        if not isinstance(node, (*_LOOPS, ast.FunctionDef)):
+            yield node
+            left.extend(ast.iter_child_nodes(node))
+
+
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+
+
+def _counters_of_outer_loops(tree: ast.Module) -> set[str]:
+    """The variables of loops around a loop with updates, such as epochs."""
+    found = set()
+    for loop in ast.walk(tree):
+        inner = [node for node in ast.walk(loop) if isinstance(node, _LOOPS) and node is not loop]
+        if isinstance(loop, ast.For) and any(_is_update(node) for each in inner for node in ast.walk(each)):
+            found |= {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    return found
+
+
+def _calls_backward(block: Sequence[ast.stmt]) -> bool:
+    """Whether a block has a backward pass."""
+    return any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"
+        for node in _outside_loops(block)
+    )
+
+
+_OPTIMIZER = re.compile(r"opts?|optims?|optimi[sz]ers?", re.IGNORECASE)
+"""A part of the name of an optimizer: `opt_d`, `self.optimizer`, `optimizerG`."""
 
 
 def _is_update(node: ast.AST) -> bool:
     """Whether a call is a step of an optimizer, perhaps by a scaler of gradients."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "step":
         return False
-    return any("opt" in ast.unparse(each).lower() for each in (node.func.value, *node.args))
+    parts = [part for each in (node.func.value, *node.args) for part in _PARTS.findall(ast.unparse(each))]
+    return any(_OPTIMIZER.fullmatch(part) for part in parts)
 
 
-def _period(node: ast.AST, variables: Mapping[str, Any]) -> int | None:
-    """The N of `... % N == ...` and of `not ... % N`, if it is known."""
-    match node:
-        case ast.Compare(left=ast.BinOp(op=ast.Mod(), right=right), ops=[ast.Eq()]):
+_PARTS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+"""The parts of a name: those of `self.myOptimizer_1` are self, my and Optimizer."""
+
+
+def _periods(test: ast.expr, variables: Mapping[str, Any], epochs: set[str], *, skips: bool) -> Iterator[int]:
+    """The known N of a condition that holds once in N batches (`... % N == ...`, `not ... % N`), or that `skips`: it holds in all batches
+    but one of N (`... % N != ...`, `... % N`).
+    """
+    match test:
+        case ast.BoolOp(values=values):
+            for value in values:
+                yield from _periods(value, variables, epochs, skips=skips)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield from _periods(operand, variables, epochs, skips=not skips)
+        case ast.Compare(left=ast.BinOp(op=ast.Mod()) as remainder, ops=[ast.Eq() | ast.NotEq() as op]) if (
+            isinstance(op, ast.NotEq) == skips
+        ):
+            yield from _periods(remainder, variables, epochs, skips=True)
+        case ast.BinOp(op=ast.Mod(), left=left, right=right) if skips:
             period = literal_of(right, variables)
-        case ast.UnaryOp(op=ast.Not(), operand=ast.BinOp(op=ast.Mod(), right=right)):
-            period = literal_of(right, variables)
-        case _:
-            return None
-    return period if type(period) is int and period > 0 else None
+            counts_epochs = any(isinstance(node, ast.Name) and node.id in epochs for node in ast.walk(left))
+            if type(period) is int and period > 0 and not counts_epochs:
+                yield period
 
 
 def _set_optimizer(found: Collector, nodes: Mapping[str, Sequence[ast.Call]], variables: Mapping[str, Any]) -> None:

@@ -204,6 +204,7 @@ def test_what_a_call_gives_a_function_replaces_its_defaults(call: str, expected:
         ("(i + 1) % 8 == 0 or i + 1 == len(loader)", 8),
         ("(i + 1) % compute() == 0", None),
         ("(i + 1) % 8 != 0", None),
+        ("not ((i + 1) % 8 == 0)", None),
     ],
 )
 def test_accumulation_is_read_from_the_condition_of_the_update(condition: str, steps: int | None) -> None:
@@ -213,6 +214,29 @@ def test_accumulation_is_read_from_the_condition_of_the_update(condition: str, s
     assert "gradient_accumulation_steps" not in other  # two conditions differ, or one is not known
     logging = f"{STEP}\n    if {condition}: profiler.step()"
     assert "gradient_accumulation_steps" not in read(step=logging).options
+
+
+BACKWARD, UPDATE = "model(**batch).loss.backward()", "optimizer.step(); optimizer.zero_grad()"
+
+
+@pytest.mark.parametrize(
+    ("step", "steps"),
+    [
+        (f"{BACKWARD}\n    if (i + 1) % 8: continue\n    {UPDATE}", 8),
+        (f"{BACKWARD}\n    if (i + 1) % 8 != 0 and not last:\n        continue\n    {UPDATE}", 8),
+        (f"if (i + 1) % 8: continue\n    {BACKWARD}\n    {UPDATE}", None),  # batches that are not trained
+        (f"{BACKWARD}\n    if (i + 1) % 8: print(i)\n    {UPDATE}", None),
+        (f"if i % 8 == 0:\n        {BACKWARD}\n        {UPDATE}", None),
+        (f"if i % 8:\n        {BACKWARD}\n    else:\n        {BACKWARD}\n        {UPDATE}", 8),
+        (f"if batch % 2 == 0:\n        for part in batch:\n            {BACKWARD}\n            {UPDATE}", None),
+        (f"for part in batch:\n        {BACKWARD}\n        if batch % 2 == 0: {UPDATE}", None),  # of an outer loop
+        (f"{BACKWARD}\n    if (i + 1) % 8 == 0: self.optimizerG.step()", 8),
+        (f"{BACKWARD}\n    {UPDATE}\n    if (i + 1) % 8 == 0: options.step()", None),
+        (f"{BACKWARD}\n    if (i + 1) % 8 == 0: optimizer.step()\n    options.step()", 8),
+    ],
+)
+def test_accumulation_is_that_of_the_step_alone(step: str, steps: int | None) -> None:
+    assert read(step=step).options.get("gradient_accumulation_steps") == steps
 
 
 def test_fields_of_a_configuration_class_are_read() -> None:
