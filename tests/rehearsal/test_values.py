@@ -38,6 +38,7 @@ def test_kernels_that_libraries_compile_run(kernels: dict[str, Any]):
     assert checks["bitsandbytes_4bit"]["value"] == 1024 * 1024 // 2
     assert checks["cuda_graph"]["value"]
     assert checks["event_timing"]["value"] == [True, find_gpu("H100-80GB").memory_bytes]
+    assert checks["equal_blocks"]["value"] == [True, [0, 1, 2]], "PyTorch takes that of the oldest segment"
 
 
 @in_turn(0, of=2)

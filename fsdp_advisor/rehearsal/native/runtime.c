@@ -11,7 +11,8 @@
 
 #include "settings.h"
 
-// ---- Memory: whole pages of 2 MiB, first fit by ascending address. Every GPU has its own range of addresses.
+// ---- Memory: whole pages of 2 MiB. Every GPU has its own range of addresses. Each allocation is below those before, as a GPU's seem
+// to be, until the range is used up. Then freed addresses are used again, first fit.
 
 #define PAGE (2ull << 20)
 #define ARENA (1ull << 40)
@@ -24,8 +25,8 @@ struct block {
 };
 
 static struct device {
-  struct block *blocks;
-  u64 allocated, libraries;
+  struct block *blocks;  // by address, all above the unused part of the range
+  u64 unused, allocated, libraries;
   int has_context;
 } devices[MOST_DEVICES];
 
@@ -67,7 +68,7 @@ static void reserve_addresses(void) {
     abort();
   }
   arena = ((u64)room + PAGE - 1) / PAGE * PAGE;
-  for (int i = 0; i < MOST_DEVICES; i++) devices[i].blocks = block_of(arena + i * ARENA, ARENA, 0);
+  for (int i = 0; i < MOST_DEVICES; i++) devices[i].unused = ARENA;
 }
 
 static void *take(int index, u64 asked) {
@@ -76,17 +77,21 @@ static void *take(int index, u64 asked) {
   device->has_context = 1;
   if (!arena) reserve_addresses();
   if (rehearsal_used_bytes(index) + size > rehearsal_total_bytes()) return 0;
-  for (struct block *b = device->blocks; b; b = b->next)
-    if (!b->taken && b->size >= size) {
-      if (b->size > size) {
-        b->next = block_of(b->at + size, b->size - size, b->next);
-        b->size = size;
-      }
-      b->taken = 1;
-      device->allocated += size;
-      return (void *)b->at;
+  struct block *b = device->blocks;
+  if (device->unused >= size) {
+    device->unused -= size;
+    b = device->blocks = block_of(arena + index * ARENA + device->unused, size, b);
+  } else {
+    while (b && (b->taken || b->size < size)) b = b->next;
+    if (!b) return 0;
+    if (b->size > size) {
+      b->next = block_of(b->at + size, b->size - size, b->next);
+      b->size = size;
     }
-  return 0;
+  }
+  b->taken = 1;
+  device->allocated += size;
+  return (void *)b->at;
 }
 
 static void join_next(struct block *b) {

@@ -76,6 +76,21 @@ def event_timing():
 
 
 @check
+def equal_blocks():
+    """Whether addresses descend, and the order in which freed blocks are used. Then more than 1 TiB of addresses is used."""
+
+    def addresses():
+        blocks = [torch.empty(30 << 20, dtype=torch.uint8, device="cuda") for _ in range(3)]
+        return [block.data_ptr() for block in blocks]
+
+    begins, again = addresses(), addresses()
+    for _ in range(20):
+        torch.cuda.empty_cache()
+        torch.empty(60 << 30, dtype=torch.uint8, device="cuda")
+    return [sorted(begins, reverse=True) == begins, [begins.index(begin) for begin in again]]
+
+
+@check
 def gradient_scaler():
     model = torch.nn.Linear(512, 512, device="cuda")
     optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler()
