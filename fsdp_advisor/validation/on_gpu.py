@@ -43,7 +43,8 @@ PhasePeaks = dict[str, dict[str, int]]
 class GpuRun:
     """A run on a GPU: the step's profile, tape and plan, and the other inputs of the allocator.
 
-    `without_kernels`: the run is one of CUDA without kernels, where the GPU finishes its work before the host's next allocation.
+    `gpu_keeps_up`: the GPU finishes its work before the host's next allocation, as in CUDA without kernels. `newest_first`: see
+    `takes_newest_first`.
     """
 
     profile: Profile
@@ -54,7 +55,8 @@ class GpuRun:
     conf: AllocatorConf
     workspace_bytes: int
     overhead: DeviceOverhead
-    without_kernels: bool = False
+    gpu_keeps_up: bool = False
+    newest_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,8 @@ def simulate_allocator_over_run(run: GpuRun, *, limited: bool) -> tuple[PhasePea
         run.conf,
         limit_bytes=run.gpu.memory_bytes - run.overhead.middle_bytes if limited else None,
         device_bytes=run.gpu.memory_bytes if limited else None,
-        without_kernels=run.without_kernels,
+        gpu_keeps_up=run.gpu_keeps_up,
+        newest_first=run.newest_first,
     )
     starts = [at for at, _, _ in steps.visits[1:]]
     parts = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from fsdp_advisor.assumptions import gpu_of
@@ -15,7 +16,7 @@ from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.kernel_packages import usable
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorSegment
+from fsdp_advisor.memory.allocator import AllocatorConf, AllocatorSegment, takes_newest_first
 from fsdp_advisor.memory.live import TimelinePoint
 from fsdp_advisor.model import cache
 from fsdp_advisor.model.kernels import called_packages
@@ -84,7 +85,7 @@ class Prediction:
         )
 
 
-def predict_case(case: Case, *, without_kernels: bool = False) -> Prediction:
+def predict_case(case: Case, *, gpu_keeps_up: bool = False) -> Prediction:
     """The prediction of a case. A run on a GPU has the kernels that this environment has, unless the request names some."""
     request = case.request
     if case.mode != "simulate" and case.device == "cuda" and "kernel_packages" not in request.changed:
@@ -92,7 +93,8 @@ def predict_case(case: Case, *, without_kernels: bool = False) -> Prediction:
         assert profile is not None
         called = called_packages(profile)
         request = replace(request, kernel_packages=usable(called, [each for each in called if _is_importable(each)]))
-    return predict(request, case.mode, case.device, without_kernels=without_kernels)
+    newest_first = takes_newest_first(metadata.version("torch"))
+    return predict(request, case.mode, case.device, gpu_keeps_up=gpu_keeps_up, newest_first=newest_first)
 
 
 def _is_importable(package: str) -> bool:
@@ -111,12 +113,13 @@ def predict(
     device: Device = "cpu",
     *,
     gpu: Gpu | None = None,
-    without_kernels: bool = False,
+    gpu_keeps_up: bool = False,
+    newest_first: bool = False,
 ) -> Prediction:
     """The prediction of a request for one strategy. Raises AdvisorError as `estimate` does, and for a bare parameter count.
 
     On a GPU the prediction is for `gpu`, or else for the attached GPU with the memory of the requested one; asking for the attached GPU
-    makes a CUDA context. `without_kernels`: see `GpuRun`.
+    makes a CUDA context. `gpu_keeps_up`, `newest_first`: see `GpuRun`.
     """
     if request.strategy == "all":
         raise UsageError("a run needs one strategy", hint="--strategy ddp, zero1, zero2, zero3 or hsdp")
@@ -128,7 +131,7 @@ def predict(
         gpu = gpu or _attached_or_requested_gpu(request)
         conf = effective_conf(request)
         run = gpu_run_of(model, row.plan, gpu, mode, AllocatorConf.parse(conf))
-        run = replace(run, without_kernels=without_kernels)
+        run = replace(run, gpu_keeps_up=gpu_keeps_up, newest_first=newest_first)
         found = predict_on_gpu(model, run)
         gpu_name, gpu_memory_bytes = gpu.name if request.gpu is None else report.gpu_name, gpu.memory_bytes
     else:

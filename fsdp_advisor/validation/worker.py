@@ -66,7 +66,7 @@ def work(case: Case, send: Send) -> None:
         machine.set_allocator(case.request.allocator_conf)
         baseline = measure_baseline(0)
         send("versions", machine.versions(cuda=True))
-    prediction = predict_case(case, without_kernels=machine.is_simulated())
+    prediction = predict_case(case, gpu_keeps_up=machine.is_simulated())
     send("prediction", prediction.as_dict())
     if case.mode == "simulate":
         send("measured", _simulated(prediction))

@@ -44,7 +44,7 @@ def predicted(job: dict[str, Any], folder: Path) -> Prediction:
     config.write_text(json.dumps(job["config"]))
     request = make_request({**job["options"], "model": str(config), "gpu": GPU})
     mode = "measure" if job["options"].get("backend") == "deepspeed" else "stand-in"
-    return predict(request, mode=mode, device="cuda", gpu=find_gpu(GPU), without_kernels=True)
+    return predict(request, mode=mode, device="cuda", gpu=find_gpu(GPU), gpu_keeps_up=True)
 
 
 def allocated(phases: dict[str, dict[str, int]]) -> dict[str, int]:

@@ -74,8 +74,7 @@ def test_layers_of_mamba_2_need_what_is_predicted(name: str, tmp_path: Path) -> 
     config, precision, batch, length = JOBS[name]
     row = row_of(tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, framework="trainer")
     assert row.peak_phase == "backward"
-    # a rehearsal's driver gives ascending addresses, a GPU's descending ones: then other blocks of equal size are left unsplit
-    assert row.peak_allocated_bytes == pytest.approx(KEPT[name], rel=4e-3)
+    assert row.peak_allocated_bytes == pytest.approx(KEPT[name], rel=1e-3 if name == "jamba" else 1e-4)
 
 
 @in_turn(2, of=3)

@@ -26,7 +26,7 @@ def today(record: Record) -> Record:
     request = make_request({k: v for k, v in record.request.items() if k in fields_of(EstimateRequest)})
     gpu = lookup(record.versions["gpu"])
     assert gpu is not None
-    found = predict(request, record.mode, "cuda", gpu=gpu, without_kernels=True)
+    found = predict(request, record.mode, "cuda", gpu=gpu, gpu_keeps_up=True)
     phases = found.predicted["phases"].values()
     peaks = {f"peak_{name}": max(phase[name] for phase in phases) for name in ("reserved_bytes", "requested_bytes")}
     return replace(record, predicted={**found.predicted, **peaks}, fits_predicted=found.fits)

@@ -22,9 +22,11 @@ from fsdp_advisor.hardware.lookup import lookup
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
+from fsdp_advisor.memory.allocator import takes_newest_first
 from fsdp_advisor.model import cache
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.validation import records, report
+from fsdp_advisor.validation.choices import Device
 from fsdp_advisor.validation.predict import predict
 from fsdp_advisor.validation.records import Record
 
@@ -45,7 +47,9 @@ STANDARD = {"peak_tensor_bytes": (0.005, 0.005), "peak_allocated_bytes": (0.01, 
 def today(record: Record) -> Record:
     """The record with the present code's prediction in place of the stored one, on the GPU that the record names."""
     request = make_request({k: v for k, v in record.request.items() if k in fields_of(EstimateRequest)})
-    found = predict(request, record.mode, "cpu" if record.device == "cpu" else "cuda", gpu=_gpu(record))
+    newest_first = takes_newest_first(record.versions["torch"])
+    device: Device = "cpu" if record.device == "cpu" else "cuda"
+    found = predict(request, record.mode, device, gpu=_gpu(record), newest_first=newest_first)
     return replace(record, predicted=found.predicted, fits_predicted=found.fits)
 
 

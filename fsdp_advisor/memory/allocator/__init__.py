@@ -4,7 +4,12 @@
 reads `PYTORCH_ALLOC_CONF`. May import `program`, `model` and `errors`.
 """
 
-from fsdp_advisor.memory.allocator.caching import AllocatorSegment, CachingAllocator, OutOfMemory
+from fsdp_advisor.memory.allocator.caching import (
+    AllocatorSegment,
+    CachingAllocator,
+    OutOfMemory,
+    takes_newest_first,
+)
 from fsdp_advisor.memory.allocator.conf import DEFAULT_CONF, AllocatorConf
 from fsdp_advisor.memory.allocator.job_operations import (
     StepOperations,
@@ -27,6 +32,7 @@ __all__ = [
     "completes",
     "simulate_allocator",
     "step_operations",
+    "takes_newest_first",
     "with_evaluation",
     "with_first_step",
     "with_graph",

@@ -40,7 +40,7 @@ class PlainAllocator:
         self.unmapped: list[list[Block]] = [[], []]
         self.heads: list[Block] = []
         self.late: list[Block] = []
-        self.lowest, self.reserved, self.retries = 1 << 50, 0, 0
+        self.top, self.reserved, self.retries = 2 * MIB, 0, 0
 
     def malloc(self, size: int, stream: int) -> Block:
         pool = int(size > MIB)
@@ -169,8 +169,8 @@ class PlainAllocator:
         n_bytes = 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
         if not self.take(n_bytes):
             return None
-        self.lowest -= n_bytes + 2 * MIB
-        block = Block(stream, n_bytes, pool, self.lowest)
+        block = Block(stream, n_bytes, pool, self.top)
+        self.top += n_bytes + 2 * MIB
         self.heads.append(block)
         return block
 
@@ -187,8 +187,8 @@ class PlainAllocator:
                 break
         if first is None:
             n_bytes = -(-(2**40) // page) * page
-            self.lowest -= n_bytes + 2 * MIB
-            first = Block(stream, n_bytes, pool, self.lowest, mapped=False)
+            first = Block(stream, n_bytes, pool, self.top, mapped=False)
+            self.top += n_bytes + 2 * MIB
             self.unmapped[pool].append(first)
             self.heads.append(first)
         if not first.mapped and not self.map(first, min(first.size, size), page):

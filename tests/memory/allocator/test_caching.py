@@ -82,9 +82,7 @@ def test_get_pool_keeps_small_and_large_apart() -> None:
     device = Device()
     device.malloc(MIB)
     device.malloc(MIB + 1)
-    assert [segment.is_large for segment in device.allocator.segments()] == [True, False], (
-        "the later at the lower address"
-    )
+    assert [segment.is_large for segment in device.allocator.segments()] == [False, True]
 
 
 def test_should_split_small_from_512_bytes() -> None:
@@ -100,6 +98,15 @@ def test_should_split_large_only_above_1_mib() -> None:
     device.malloc(19 * MIB + 512)
     assert device.layout() == [((20 * MIB, True),)]
     assert (device.allocator.allocated, device.allocator.requested) == (20 * MIB, 19 * MIB + 512)
+
+
+@pytest.mark.parametrize(("newest_first", "order"), [(False, [0, 1, 2]), (True, [2, 1, 0])])
+def test_of_equal_blocks_the_oldest_or_newest_segment_is_taken(newest_first: bool, order: list[int]) -> None:
+    allocator = CachingAllocator([30 * MIB] * 6, newest_first=newest_first)
+    allocator.run([operation(MALLOC, number) for number in (0, 1, 2)])
+    allocator.run([operation(FREE, number) for number in (1, 0, 2)])
+    allocator.run([operation(MALLOC, number) for number in (3, 4, 5)])
+    assert [allocator.address.index(allocator.address[number]) for number in (3, 4, 5)] == order
 
 
 def test_get_free_block_is_best_fit() -> None:
@@ -243,8 +250,8 @@ def test_expandable_segments_grow_by_pages() -> None:
     device.malloc(15 * MIB)
     assert device.reserved == (2 + 40) * MIB
     assert device.layout() == [
-        ((15 * MIB, True), (15 * MIB, True), (10 * MIB, False)),
         ((MIB, True), (MIB, False)),
+        ((15 * MIB, True), (15 * MIB, True), (10 * MIB, False)),
     ]
     assert all(segment.is_expandable for segment in device.allocator.segments())
     device.free(a)
@@ -286,16 +293,16 @@ def test_unmap_block_gives_back_whole_pages_only() -> None:
     device.free(b)
 
 
-@pytest.mark.parametrize("without_kernels", [False, True])
-def test_what_another_stream_uses_is_requested_until_it_is_done(without_kernels: bool) -> None:
+@pytest.mark.parametrize("gpu_keeps_up", [False, True])
+def test_what_another_stream_uses_is_requested_until_it_is_done(gpu_keeps_up: bool) -> None:
     """free lowers what is allocated, free_block what is requested; malloc looks which events are over (process_events)."""
     requests = [4 * MIB, 4 * MIB]
-    allocator = CachingAllocator(requests, without_kernels=without_kernels)
+    allocator = CachingAllocator(requests, gpu_keeps_up=gpu_keeps_up)
     allocator.run([MALLOC, FREE_LATER])
     assert (allocator.allocated, allocator.requested) == (0, 4 * MIB)
     allocator.run([4 + MALLOC])
-    assert allocator.requested == (4 if without_kernels else 8) * MIB
-    assert (allocator.address[1] == allocator.address[0]) is without_kernels
+    assert allocator.requested == (4 if gpu_keeps_up else 8) * MIB
+    assert (allocator.address[1] == allocator.address[0]) is gpu_keeps_up
     allocator.synchronize()
     assert allocator.requested == allocator.allocated == 4 * MIB
 

@@ -49,7 +49,7 @@ def resident_bytes(profile: Profile, plan: Plan) -> int:
 
 def simulated(steps: StepOperations, conf: AllocatorConf = DEFAULT_CONF) -> tuple[CachingAllocator, list[int]]:
     """Three steps, without blocks that other streams still use; what is requested after each."""
-    allocator = CachingAllocator(steps.requests, conf, without_kernels=True)
+    allocator = CachingAllocator(steps.requests, conf, gpu_keeps_up=True)
     allocator.run(steps.setup)
     after = []
     for operations in (steps.first, steps.following, steps.following):
