@@ -51,6 +51,7 @@ class Evaluator:
     known: Rows | None = None
     _estimates: dict[tuple[Plan, str | None], StrategyEstimate] = field(default_factory=dict, repr=False)
     _curves: dict[tuple[Plan, tuple[int, int] | None], PeakVsSize] = field(default_factory=dict, repr=False)
+    _errors: dict[Plan, AdvisorError | None] = field(default_factory=dict, repr=False)
 
     @cached_property
     def available_bytes(self) -> int:
@@ -70,7 +71,7 @@ class Evaluator:
 
     def on(self, gpu: Gpu) -> Evaluator:
         """The evaluator of the same model on another GPU type. Evaluators of GPUs with the same compute capability share tensor sizes."""
-        return replace(self, gpu=gpu, known=None, _estimates={})
+        return replace(self, gpu=gpu, known=None, _estimates={}, _errors={})
 
     def speed_text(self, tokens_per_second: float, seq_len: int) -> str:
         """A throughput in the unit of the model's task: tokens or images per second."""
@@ -114,6 +115,11 @@ class Evaluator:
 
     def recording_error(self, plan: Plan) -> AdvisorError | None:
         """Why the GPU or the engine refuses the plan, or why no tape of the plan exists; None if one does."""
+        if plan not in self._errors:
+            self._errors[plan] = self._recording_error(plan)
+        return self._errors[plan]
+
+    def _recording_error(self, plan: Plan) -> AdvisorError | None:
         if self.model.profile is None:
             return backend_refusal(plan, self.gpu)
         if (refused := backend_refusal(plan, self.gpu) or model_refusal(self.model.profile, plan)) is not None:

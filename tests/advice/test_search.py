@@ -10,7 +10,11 @@ from searches import GPT2, LLAMA, clock, no_clock, search_of
 from fsdp_advisor.advice import evaluator
 from fsdp_advisor.advice.ranking import SPEED_RESOLUTION, choose
 from fsdp_advisor.advice.search import EVALUATED_CHOICES
+from fsdp_advisor.engines.registry import model_refusal
+from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.step_figures import tensor_bytes
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -58,6 +62,21 @@ def test_no_step_is_built_for_plans_whose_states_do_not_fit(monkeypatch: pytest.
 
     monkeypatch.setattr(evaluator, "tensor_bytes", built)
     assert search_of(model=LLAMA, gpus=2, gpu="24GiB", offload="none").any_fit() is None
+
+
+def test_a_plan_is_checked_once_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[tuple[int, Plan]] = []
+
+    def checks(profile: Profile, plan: Plan) -> UsageError | None:
+        checked.append((id(profile), plan))
+        return model_refusal(profile, plan)
+
+    monkeypatch.setattr(evaluator, "model_refusal", checks)
+    search = search_of(model=LLAMA, gpus=2, gpu="24GiB", offload="none")
+    assert search.any_fit() is None
+    search.smallest_footprint()
+    assert checked
+    assert len(checked) == len(set(checked))
 
 
 def test_lower_bound_is_that_of_the_gpus_attention_kernel() -> None:

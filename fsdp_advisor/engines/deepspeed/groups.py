@@ -8,6 +8,7 @@ Read in DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from fsdp_advisor.engines.deepspeed.settings import stage
@@ -49,7 +50,7 @@ def groups(profile: Profile, plan: Plan) -> tuple[Group, ...]:
     Under stage 3 `deepspeed.zero.Init` has sharded the parameters before, which leaves no shapes to sort by.
     Source: runtime/engine.py, _muon_param_groups; runtime/zero/muon/original_muon.py, MuonWithAuxAdam.__init__.
     """
-    trained = tuple(_placed(profile))
+    trained = _trained(profile)
     if not optimizer_of(plan).is_deepspeeds:
         return (Group(trained),)
     matrices = [each for each in trained if is_of_muon(profile, each)]
@@ -70,8 +71,13 @@ def is_of_muon(profile: Profile, placed: Placed) -> bool:
     return len(placed.parameter.shape) >= 2 and "embed" not in name and "lm_head" not in name
 
 
-def _placed(profile: Profile) -> Iterator[Placed]:
+@lru_cache(maxsize=16)
+def _trained(profile: Profile) -> tuple[Placed, ...]:
     """Every trained parameter, in the order of `model.parameters()`."""
+    return tuple(_placed(profile))
+
+
+def _placed(profile: Profile) -> Iterator[Placed]:
     root = enumerate(profile.root.parameters)
     done = 0
     for s, (stack, before) in enumerate(zip(profile.stacks, profile.order, strict=True)):
