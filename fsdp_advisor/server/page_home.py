@@ -16,7 +16,7 @@ from fsdp_advisor.job.unknown_options import unknown_option
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.server import page_answer, page_form
 from fsdp_advisor.server.answers import Document
-from fsdp_advisor.server.pasted import MAX_CHARACTERS
+from fsdp_advisor.server.pasted import MAX_BYTES
 from fsdp_advisor.server.rendering import HTML, render
 
 
@@ -79,7 +79,7 @@ def _render(options: Mapping[str, str], view: Mapping[str, Any], root: str, quer
         adapters_open=any(c.invalid for c in more[GROUP]),
         adapters_set=[c.label for c in more[GROUP] if c.value != c.default],
         config=options.get("config", ""),
-        longest=MAX_CHARACTERS,
+        longest=MAX_BYTES,
         can_record=find_spec("torch") is not None,
         gpus=GPUS,
         query=f"?{query}" if query else "",

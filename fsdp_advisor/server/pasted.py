@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from urllib.parse import quote_plus
 
 from fsdp_advisor.configs import complete, from_texts
 from fsdp_advisor.configs.nameless import file_name
@@ -11,8 +12,10 @@ from fsdp_advisor.job.config_reading import check_nothing_missing
 from fsdp_advisor.job.fields import as_query, fields_of, read_fields
 from fsdp_advisor.job.search_request import RecommendRequest
 
-MAX_CHARACTERS = 32_000
-"""The longest text that can be pasted. It is part of an address, of which the server reads 64 KiB."""
+MAX_BYTES = 60_000
+"""The bytes of a pasted text in an address: one of most letters and figures, three of other characters of ASCII, six to twelve of others.
+The server reads 64 KiB of an address, in which the form has its other fields.
+"""
 
 
 def with_pasted_file(options: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -21,12 +24,13 @@ def with_pasted_file(options: Mapping[str, str]) -> tuple[dict[str, str], tuple[
     The file's settings win, but not what it leaves open and is assumed. Raises UsageError for a file that is too long or cannot be read.
     """
     text = options.get("config", "")
-    if len(text) > MAX_CHARACTERS:
-        raise UsageError(
-            f"the pasted text has {len(text):,} characters, and the page takes {MAX_CHARACTERS:,}",
-            hint="give the file to the command line: fsdp-advisor check --config-file FILE --gpu GPU",
-        )
     name = file_name(text) if text else None
+    if (sent := len(quote_plus(text))) > MAX_BYTES:
+        option = "estimate --model" if name is None else "check --config-file"
+        raise UsageError(
+            f"the pasted text has {sent:,} bytes in an address, and the page takes {MAX_BYTES:,}",
+            hint=f"give the file to the command line: fsdp-advisor {option} FILE --gpu GPU",
+        )
     if name is None:
         return dict(options), ()
     found = from_texts({name: text})

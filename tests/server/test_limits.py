@@ -44,6 +44,11 @@ def test_what_is_not_http_gets_status_400(server: Serving, sent: bytes) -> None:
     assert server.raw(sent).startswith(b"HTTP/1.1 400 ")
 
 
+def test_an_address_beyond_the_limit_gets_a_hint(server: Serving) -> None:
+    answer = server.raw(b"GET /?config=" + b"%E3%81%82" * 8_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"for a longer file use fsdp-advisor estimate --model FILE" in answer
+
+
 def test_slow_clients_do_not_delay_others(server: Serving) -> None:
     slow = [POST + b"Content-Length: 100\r\n\r\n{", GET, b"", POST + CHUNKED + b"5\r\n{"]
     with ExitStack() as stack:

@@ -72,8 +72,21 @@ def test_a_models_configuration_is_left_to_the_answer(text: str) -> None:
 def test_a_text_that_is_too_long_is_refused_with_its_length(client: TestClient) -> None:
     whole = client.get("/", params=FORM | {"config": "#" * 16_001 + "\n" + LOOP})
     assert whole.status_code == 200 and 'maxlength="16000"' not in whole.text
-    with pytest.raises(UsageError, match="the pasted text has 32,001 characters, and the page takes 32,000"):
-        with_pasted_file(FORM | {"config": "#" * 32_001})
+    with pytest.raises(UsageError, match="the pasted text has 60,003 bytes in an address, and the page takes 60,000"):
+        with_pasted_file(FORM | {"config": "#" * 20_001})
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("# " + "\u3042" * 7_000, "check --config-file FILE"),
+        ('{"model_type": "' + "\u3042" * 7_000, "estimate --model FILE"),
+    ],
+)
+def test_a_text_of_long_characters_is_refused_with_the_command_for_its_file(text: str, command: str) -> None:
+    with pytest.raises(UsageError, match=r"the pasted text has 63,0\d\d bytes") as refused:
+        with_pasted_file(FORM | {"config": text})
+    assert command in refused.value.hint
 
 
 def test_a_file_that_names_another_one_is_refused() -> None:

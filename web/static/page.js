@@ -63,8 +63,9 @@ function changed(delay) {
   const { config, model } = form.elements;
   model.required = config.value.trim() === "";
   const link = permalink();
-  const long = config.value.length > config.dataset.longest || link.length > 60000; // the server reads 64 KiB of an address
-  config.setCustomValidity(long ? `The pasted text of ${config.value.length} characters is too long for the page: give the file to fsdp-advisor check.` : "");
+  const sent = new URLSearchParams({ config: config.value.trim() }).toString().length - "config=".length;
+  const command = `fsdp-advisor ${config.value.trim().startsWith("{") ? "estimate --model" : "check --config-file"} FILE`;
+  config.setCustomValidity(sent > config.dataset.longest ? `The pasted text has ${sent} bytes in an address, too many for the page: give the file to ${command}.` : "");
   if (link === location.pathname + location.search) {
     running?.abort();
     return wait("");
