@@ -24,6 +24,7 @@ from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.adaptation import CONFIG_KEY
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.attention import heads_refusal
 from fsdp_advisor.model.kernels import fp16_notes, kernels_refusal
 from fsdp_advisor.model.lora_kernels import lora_kernels_failure
 from fsdp_advisor.model.profile import Profile
@@ -117,7 +118,8 @@ def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
             hint="--strategy ddp, zero1 or zero2 --backend deepspeed, or another PEFT method",
         )
     refused = (
-        lora_kernels_failure(profile.config, plan)
+        heads_refusal(profile, plan.attention)
+        or lora_kernels_failure(profile.config, plan)
         or kernels_refusal(profile, plan)
         or adalora.adalora_refusal(profile, plan)
         or fixed_matrices_refusal(profile, plan)

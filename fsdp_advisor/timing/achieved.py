@@ -157,9 +157,6 @@ LAUNCH_S = 25e-6
 for the CPU. Each of them implies 20 to 30 us, on servers of 2021 to 2023. A faster CPU needs less.
 """
 
-WIDEST_FLASH_HEAD = 256
-"""The widest head of flash attention and of cuDNN's kernels. Wider heads use PyTorch's memory-efficient kernel."""
-
 WIDE_FORWARD_FLOPS = 0.68e12
 WIDE_BACKWARD_FLOPS = 0.106e12
 """FLOP/s and multiprocessor of the memory-efficient kernel with heads of 512, causal. Measured on an H200

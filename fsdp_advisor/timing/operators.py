@@ -15,14 +15,14 @@ from typing import NamedTuple
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.choices import Attention, Fp8
 from fsdp_advisor.job.fp8 import suits_fp8
-from fsdp_advisor.model.profile import Profile, Unit
+from fsdp_advisor.model.attention import WIDEST_FLASH_HEAD
+from fsdp_advisor.model.profile import Unit
 from fsdp_advisor.timing.achieved import (
     QUANTIZED_STATES_PER_S,
     SPLIT_K,
     TILES,
     WIDE_BACKWARD_FLOPS,
     WIDE_FORWARD_FLOPS,
-    WIDEST_FLASH_HEAD,
     Achieved,
     achieved_by,
 )
@@ -260,23 +260,6 @@ def work_in_8_bits(unit: Unit, tokens: int, device: Device, recorded_flops: int)
         flops += own
         seconds += max(compute - moved / device.eager_bytes_per_s, 0.0)
     return flops, seconds
-
-
-def head_dim(profile: Profile) -> int:
-    """The dimension of one attention head from the configuration; 128 if it is not given there.
-
-    With latent attention it is that of queries and keys, which have a part with positions; `head_dim` may be the latent vector's width.
-    """
-    config = profile.text_config
-    parts = [config.get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
-    if isinstance(parts[0], int) and isinstance(parts[1], int):
-        return parts[0] + parts[1]
-    for name in ("head_dim", "d_kv"):
-        if isinstance(own := config.get(name), int):
-            return own
-    width = config.get("hidden_size", config.get("n_embd", config.get("d_model")))
-    heads = config.get("num_attention_heads", config.get("n_head", config.get("num_heads", config.get("n_heads"))))
-    return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else 128
 
 
 def attention_s(

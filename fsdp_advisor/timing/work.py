@@ -9,6 +9,7 @@ from math import inf
 from typing import NamedTuple, get_args
 
 from fsdp_advisor.job.choices import Fp8
+from fsdp_advisor.model.attention import has_window, head_dim, is_causal, wide_head_dim
 from fsdp_advisor.model.fsdp_units import AT_ROOT, UnitId
 from fsdp_advisor.model.multimodal import is_tower
 from fsdp_advisor.model.profile import Profile, Unit
@@ -34,7 +35,7 @@ from fsdp_advisor.timing.achieved import (
     LAUNCH_S,
     SINKS_SLOWDOWN,
 )
-from fsdp_advisor.timing.operators import Device, attention_s, batched_s, head_dim, matmul_s_per_flop, work_in_8_bits
+from fsdp_advisor.timing.operators import Device, attention_s, batched_s, matmul_s_per_flop, work_in_8_bits
 
 COMPUTE_CLASSES = ("matmul", "attention", "pointwise", "loss", "recomputation")
 
@@ -135,7 +136,7 @@ class _SegmentTimer:
         self._profile, self._b, self._t, self._device, self._options = profile, b, t, device, options
         self._rates, self._runs = rates, dict(options.runs)
         self._head = head_dim(profile)  # the width of a head of attention
-        self._wide_head = profile.text_config.get("global_head_dim")  # that of layers without a sliding window
+        self._wide_head = wide_head_dim(profile)  # that of layers without a sliding window
         self._last_root = max((s.layer for s in _root_forwards(tape)), default=0)
         self._sliding = _sliding_layers(profile) if profile.window else frozenset()
         self._forwards: dict[UnitId, SegmentTime] = {}  # of the layers whose forward has run
@@ -199,7 +200,7 @@ class _SegmentTimer:
 
     def _is_causal(self, segment: Segment) -> bool:
         """Whether tokens attend to those before them only. Without a mask the kernel of attention then skips half of its work."""
-        return self._profile.task in ("causal-lm", "image-text-to-text") and not _is_tower(self._profile, segment)
+        return is_causal(self._profile) and not _is_tower(self._profile, segment)
 
     def _is_masked(self, segment: Segment) -> bool:
         """Whether attention gets a mask."""
@@ -209,9 +210,7 @@ class _SegmentTimer:
     def _head_of(self, segment: Segment) -> int:
         """The width of a head of the segment's attention."""
         slides = (segment.stack, segment.layer) in self._sliding
-        if isinstance(self._wide_head, int) and not slides and not _is_tower(self._profile, segment):
-            return self._wide_head
-        return self._head
+        return self._head if slides or _is_tower(self._profile, segment) else self._wide_head
 
     def _has_sinks_and_biases(self, segment: Segment) -> bool:
         """Whether the layer's attention has learned sinks, each of which adds a column to a head's scores, and its experts have biases."""
@@ -269,21 +268,13 @@ def _unit_of(segment: Segment) -> UnitId:
 
 
 def _sliding_layers(profile: Profile) -> frozenset[tuple[int, int]]:
-    """(stack, recorded layer) of the language model's layers with a sliding window: all if the configuration does not tell them apart."""
-    config = profile.text_config
-    kinds, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
-
-    def slides(number: int) -> bool:
-        if isinstance(kinds, list) and number < len(kinds):
-            return bool(kinds[number] == "sliding_attention")
-        return (number + 1) % pattern != 0 if isinstance(pattern, int) and pattern > 0 else True
-
+    """(stack, recorded layer) of the language model's layers with a sliding window."""
     return frozenset(
         (place, recorded)
         for place, stack in enumerate(profile.stacks)
         if not is_tower(stack.path)
         for number, recorded in enumerate(stack.recorded_order)
-        if slides(number)
+        if has_window(profile.text_config, number)
     )
 
 

@@ -28,7 +28,7 @@ from fsdp_advisor.timing.achieved import (
     LAUNCH_S,
     SINKS_SLOWDOWN,
 )
-from fsdp_advisor.timing.operators import device_of, head_dim
+from fsdp_advisor.timing.operators import device_of
 from fsdp_advisor.timing.step import work_of
 from fsdp_advisor.timing.work import WorkOptions, tape_work
 
@@ -95,14 +95,23 @@ def attention_by_layer(profile: Profile, tape: Tape, t: int, options: WorkOption
     return [seconds[layer] for layer in profile.stacks[stack].recorded_order]
 
 
-def test_layers_whose_window_is_filled_get_a_mask() -> None:
+@pytest.mark.parametrize("open_key", [None, "sliding_window_pattern"])
+def test_layers_whose_window_is_filled_get_a_mask(open_key: str | None) -> None:
     profile, tape, _ = job("google/gemma-3-1b-pt", "ddp", "ddp", precision="bf16", attention="flash_attention_2")
+    profile = replace(profile, config={key: value for key, value in profile.config.items() if key != open_key})
     free = attention_by_layer(profile, tape, 2048, WorkOptions())
     filled = attention_by_layer(profile, tape, 2048, WorkOptions(window_filled=True))
     slower = [round(b / a, 2) for a, b in zip(free, filled, strict=True)]
     assert slower[:7] == [3.23] * 5 + [1.0, 3.23], (
         "every sixth layer has no window; a mask halves the work that is skipped"
     )
+
+
+def test_reward_models_skip_the_causal_half_as_their_decoders_do() -> None:
+    profile, tape, _ = job("meta-llama/Llama-3.2-1B", "ddp", "ddp", precision="bf16", attention="flash_attention_2")
+    rewards = replace(profile, task="sequence-classification")
+    decoder, reward = (attention_by_layer(each, tape, 2048, WorkOptions()) for each in (profile, rewards))
+    assert reward == decoder
 
 
 def test_heads_wider_than_flash_attention_supports_are_slow() -> None:
@@ -161,8 +170,3 @@ def test_reentrant_checkpoints_have_no_hooks() -> None:
     assert device is not None
     found = tape_work(profile, tape, 1, 256, device, WorkOptions(checkpointing=True, checkpoint_hooks=False)).by_segment
     assert [work.cpu for work in found] == pytest.approx([segment.operators * LAUNCH_S for segment in tape.segments])
-
-
-def test_heads_of_latent_attention_are_those_of_its_queries() -> None:
-    profile = resolve("deepseek-ai/DeepSeek-V3").profile
-    assert profile is not None and head_dim(profile) == 192
