@@ -11,10 +11,13 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from published_jobs import (
     EXPLAINED,
@@ -33,11 +36,15 @@ from fsdp_advisor.estimator import estimate_resolved
 from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.parsing import make_request
+from fsdp_advisor.memory.allocator import CachingAllocator, simulation
 from fsdp_advisor.model.resolve import resolve
+from fsdp_advisor.step_figures import allocator_result
 from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 RESULTS = Path(__file__).with_name("results.csv")
 NEEDS_EXPLANATION = 0.03
+WITH_NEW_TORCH = ("peft-method-comparison",)
+"""The families that ran PyTorch 2.12 or newer. Others took the newest of equal free blocks: see `takes_newest_first`."""
 COLUMNS = ("id", "family", "method", "figure", "measured", "predicted", "error", "note")
 
 
@@ -80,13 +87,24 @@ def estimate_of(job: Mapped) -> StrategyEstimate:
     return found
 
 
+@contextmanager
+def order_of_blocks(family: str) -> Iterator[None]:
+    """Estimates within take equal free blocks in the order of the PyTorch that the family ran."""
+    allocator = partial(CachingAllocator, newest_first=family not in WITH_NEW_TORCH)
+    allocator_result.cache_clear()
+    with patch.object(simulation, "CachingAllocator", allocator):
+        yield
+    allocator_result.cache_clear()
+
+
 def results_of(row: Measurement) -> list[Result]:
     about: dict[str, Any] = {"id": row.id, "family": row.family, "method": row.method}
     job = mapped(row)
     if isinstance(job, Unmapped):
         return [Result(**about, figure="none", note=f"not mapped: {job.reason}")]
     try:
-        found = estimate_of(job)
+        with order_of_blocks(row.family):
+            found = estimate_of(job)
     except AdvisorError as error:
         return [Result(**about, figure="none", note=f"refused: {error.message}")]
     if found.peak_allocated_bytes is None:

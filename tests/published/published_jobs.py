@@ -712,10 +712,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "the same method on q_proj and v_proj (p0024), which is within 1.2 %. The lengths of the run's sequences decide it, and the source "
         "lacks them and allocated bytes"
     ),
-    ("p0050", "reserved"): (
-        "not found: 1.4 GB; which of the free blocks of one size the allocator takes decides it. If each new segment had a higher address "
-        "than those before, the prediction would be within 0.9 %"
-    ),
     ("p0049", "reserved"): (
         "found: PSOFT's A is a slice of the right singular vectors of each weight, which stay whole: 1.23 GB; the run keeps 1.24 GB more "
         "than with svd_lowrank (p0050). On a GPU linalg_svd returns rows, so contiguous() copies nothing (PEFT, tuners/psoft/layer.py)"
