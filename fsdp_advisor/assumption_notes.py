@@ -97,7 +97,7 @@ def backend_notes(request: EstimateRequest, plans: Iterable[Plan]) -> list[str]:
 
 
 FP32_AROUND_PACKED = (
-    "PEFT prepares a quantized model with its other weights (norms, embeddings, head) in fp32, so hidden states between layers are in "
+    "PEFT prepares a quantized model with its other weights (norms, embeddings, head) in fp32; so hidden states between layers are in "
     "fp32, and activations can need more than a base in 4 or 8 bits saves"
 )
 """Source: peft 0.21, utils/other.py, prepare_model_for_kbit_training."""

@@ -40,8 +40,8 @@ class StrategyEstimate:
 
     `needed_bytes` is the device memory at the worst moment of the job: reserved by the caching allocator, plus CUDA and NCCL.
     If the job completes on this GPU, it is the peak on this GPU; if not, the peak on a GPU that is large enough. So the GPU's
-    side of `fits` is exactly `headroom_bytes >= 0`. If a node's memory was given and the host lacks it, or if vLLM cannot start in its
-    share of the GPU, `fits` is False too, and `fails_in` names the phase.
+    side of `fits` is exactly `headroom_bytes >= 0`. `fits` is False too if a node's memory was given and the host lacks it, or if vLLM
+    cannot start in its share of the GPU. Then `fails_in` names the phase.
     `states` are the bytes kept from step to step, of a bare parameter count by the textbook; `backend_keeps_bytes` is what the backend
     keeps of a bare count. `at_peak` are the bytes alive at the tensors' peak, by account.
     `paged_optimizer_bytes` is optimizer state in CUDA's managed memory. Neither `states` nor `at_peak` contains it: it uses free memory of

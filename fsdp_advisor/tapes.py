@@ -76,7 +76,7 @@ def row_tape(model: Resolved, plan: Plan, gpu: Gpu | None = None) -> SelectedTap
 
     This is the tape of `cpu_tape`, or, if the CPU's tape is valid for a single micro-batch and length, a GPU tape that is valid for all.
     Linear attention runs in chunks. On a CPU the number of its operators depends on the sequence length; on a GPU the number of its
-    kernels does not. A loop over chunks, over the tokens of Mamba-1's scan or over many experts can take minutes to record, so a model that
+    kernels does not. A loop over chunks, over the tokens of Mamba-1's scan or over many experts can take minutes to record. A model that
     has one needs no tape of a CPU. Raises the error about the GPU's tape if the loop is long.
     """
     profile = _profile_of(model)
@@ -150,8 +150,8 @@ def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, 
 def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: TapeKey) -> bool:
     """Whether to use a tape for the plan's own micro-batch and length: it is the first of its code path, or no tape is valid for any batch.
 
-    A model whose sizes are not polynomials on one code path (because of linear attention, for example) is expected to have such sizes
-    on others that have no tape for any batch.
+    If a model's sizes are not polynomials on one code path (because of linear attention, for example), they are expected to be none on
+    the others either, unless these have a tape for any batch.
     """
     if key.name in profile.tapes:
         return False

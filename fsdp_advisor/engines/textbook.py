@@ -1,9 +1,9 @@
 """States of a bare parameter count: by the textbook, and as a backend keeps them.
 
-Source of the textbook: Rajbhandari et al., ZeRO (arXiv:1910.02054), section 3. Per GPU P + G + O, P + G + O/N, P + (G + O)/N, (P + G + O)/N
-for parameters P, gradients G and optimizer states O on N GPUs. In mixed precision P and G have 2 bytes per parameter each, and O has
-masters of 4 bytes. DDP and FSDP keep P and G in 4 bytes each, without masters. The sums are equal if P, G and O are divided by the same
-number.
+Source of the textbook: Rajbhandari et al., ZeRO (arXiv:1910.02054), section 3. With parameters P, gradients G and optimizer states O on N
+GPUs, a GPU keeps P + G + O (DDP), P + G + O/N (ZeRO-1), P + (G + O)/N (ZeRO-2) or (P + G + O)/N (ZeRO-3). In mixed precision P and G have 2
+bytes per parameter each, and O has masters of 4 bytes. DDP and FSDP keep P and G in 4 bytes each, without masters. The sums are equal if P,
+G and O are divided by the same number.
 
 Backends differ. FSDP's ZeRO-2 keeps P/N and gathers whole parameters in the dtype of the computation from forward to the end of backward.
 DeepSpeed's O has masters in every precision (`master_bytes`). Neither the textbook's states nor the backends' contain DDP's buckets. Both

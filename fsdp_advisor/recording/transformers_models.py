@@ -275,8 +275,8 @@ def _inputs(config: type, task: str) -> frozenset[str]:
 
 def _check_class(name: str, config: Any, values: Mapping[str, Any]) -> None:
     """Raise UnreadableConfig if `architectures` names a class that transformers lacks, and transformers' model of the same `model_type` is
-    another model. This is so if the class is named differently than the type (Grok-2's file has model_type git), or if values of the
-    language model are not in text_config, where transformers reads them (files of LLaVA's own repository).
+    another model. This is so if the class is named differently than the type (Grok-2's file has model_type git). It is also so if values
+    of the language model are not in text_config, where transformers reads them (files of LLaVA's own repository).
     """
     begin = re.sub(r"[^a-z]", "", config.model_type.lower())[:3]
     is_flat = "hidden_size" in values and "text_config" not in values and hasattr(config, "text_config")

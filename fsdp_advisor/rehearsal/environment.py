@@ -79,7 +79,7 @@ def environment(
     """The environment in which a command that runs on this interpreter sees simulated GPUs.
 
     `outside` is the environment of the caller. A REHEARSAL_ variable that is already set there stays. Compiles the libraries on
-    first use. torch.compile uses no cache: what it chose on a simulated GPU is not for a real one, and after a step whose code comes
+    first use. torch.compile uses no cache: what it chose on a simulated GPU is not for a real one. Also, after a step whose code comes
     from the cache, inputs of the first step may stay in reference cycles until Python's next full garbage collection.
 
     Raises RehearsalError if the interpreter or the GPU cannot be simulated.

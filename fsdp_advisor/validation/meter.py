@@ -37,8 +37,8 @@ class Phase:
 class _Watch(StorageWatch):
     """A StorageWatch that ignores storages that do not exist on the GPU in a real run.
 
-    These are tensors on the meta device, gloo's own copies (the largest has `gloo_bytes`), and unsharded tensors on which DTensor runs an
-    operator only to know the shape of its result (in every step under fake tensors with torch 2.11).
+    These are tensors on the meta device and gloo's own copies (the largest has `gloo_bytes`). With torch 2.11 they are also unsharded
+    tensors on which DTensor runs an operator only to know the shape of its result, in every step under fake tensors.
 
     gloo has no reduce-scatter: it copies the input, all-reduces the copy, and splits it when the caller waits. The split is the first
     operator that sees the copy. NCCL makes no copy. Source: ProcessGroupGloo.cpp, reduce_scatter_tensor_coalesced (torch 2.13).

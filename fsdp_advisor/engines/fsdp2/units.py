@@ -166,8 +166,8 @@ def fsdp2_refusal(profile: Profile, plan: Plan) -> UsageError | None:
 def _has_copy_of_tied_weight(profile: Profile) -> bool:
     """Whether PEFT trains a copy of one of the root's tied weights (`modules_to_save`), or some of its rows (trainable tokens).
 
-    accelerate then does not recognize the weights as tied, because it compares the copy in one module with the weight of the other, and
-    FSDP2 finds the original weight in two units. Source: accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, `is_weights_tied`.
+    accelerate then does not recognize the weights as tied, because it compares the copy in one module with the weight of the other.
+    So FSDP2 finds the original weight in two units. Source: accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, `is_weights_tied`.
     """
     tied = (name for p in profile.root.parameters if p.tied for name in (p.name, *p.tied))
     return any(wrapper in name for name in tied for wrapper in (".original_module.", ".token_adapter."))

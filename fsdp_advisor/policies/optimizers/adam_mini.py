@@ -1,5 +1,5 @@
-"""Adam-mini: a first moment for each element, and one second moment for each head of queries and keys, each row of the other matrices,
-and each remaining tensor, such as a norm's weight. Biases have AdamW's state.
+"""Adam-mini: a first moment for each element. There is one second moment for each head of queries and keys, each row of the other
+matrices, and each remaining tensor, such as a norm's weight. Biases have AdamW's state.
 
 It updates one parameter after the other with torch's operators.
 
