@@ -139,6 +139,8 @@ def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, 
     first request on a code path records its own batch, and a later request with another batch records a tape for any batch. If the sizes
     are not polynomials, no tape is valid for any batch.
     """
+    if key.attention == "sdpa" and _lacks_sdpa(profile):
+        key = replace(key, attention="eager")
     own = replace(key, at=plan.tape_shape)
     if _is_first_question(model, profile, key, own):
         return _of_key(model, profile, plan, own, gpu)
@@ -163,15 +165,13 @@ def _of_key(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, gpu: Gp
     """The key's tape. Falls back to eager attention if the model does not support sdpa, as transformers does."""
     if model.from_catalog and key.name in profile.tapes:
         return SelectedTape(key, model.tape(key))
-    eager = replace(key, attention="eager")
-    if key.attention == "sdpa" and eager.name in profile.tapes and _lacks_sdpa(profile):
-        return SelectedTape(eager, model.tape(eager))
     try:
         tape = model.tape(key)
     except NoSuchAttention:
         if plan.attention != "sdpa":
             raise
-        key, tape = eager, model.tape(eager)
+        key = replace(key, attention="eager")
+        tape = model.tape(key)
     for on_gpu in _keys_to_record(profile, key, gpu, window_filled=needs_window(profile, key, plan)):
         _record_on_gpu(model, on_gpu)
     return SelectedTape(key, tape)

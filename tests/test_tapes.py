@@ -191,6 +191,13 @@ def test_a_recording_for_every_batch_is_used_where_another_step_has_none(model: 
     assert row_tape(resolve(model, allow_recording=False), plan).key.at is None
 
 
+def test_a_model_without_sdpa_is_answered_from_its_recordings_with_eager_attention() -> None:
+    model = "XiaomiMiMo/MiMo-V2-Flash"
+    (plan,) = plans(make_request({"model": model, "gpus": 8, "strategy": "zero3"}), seq_len=2048)
+    key = row_tape(resolve(model, allow_recording=False), plan).key
+    assert (key.attention, key.at) == ("eager", None)
+
+
 @pytest.mark.parametrize(("gpu", "kernel"), [("H100", "cudnn"), ("A100-80GB", "default")])
 def test_a_gpus_tape_that_stands_for_the_cpus_has_the_kernels_of_this_gpu(gpu: str, kernel: str) -> None:
     """Those of other GPUs need not be recorded."""
