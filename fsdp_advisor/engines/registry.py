@@ -22,6 +22,7 @@ from fsdp_advisor.engines.reference import EngineStep, ReferenceStep, Zero3Refer
 from fsdp_advisor.engines.vllm import vllm_refusal
 from fsdp_advisor.errors import UsageError, assert_never
 from fsdp_advisor.job.adaptation import CONFIG_KEY
+from fsdp_advisor.job.compilation import compiles_embedding
 from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.attention import heads_refusal
@@ -92,6 +93,7 @@ def _step_program(profile: Profile, tape: Tape, plan: Plan) -> StepProgram:
         only_first=once,
         trains=not plan.evaluates,
         keeps_graph=not plan.facts.uses_trainer,  # Trainer.training_step (transformers 5.23) returns the loss without its graph
+        compiled_embedding=compiles_embedding(plan),
     )
 
 

@@ -115,6 +115,14 @@ def _changes(request: EstimateRequest) -> dict[str, bool]:
     }
 
 
+def compiles_embedding(plan: Plan) -> bool:
+    """Whether the embedding is compiled: with the whole model, or as a region of accelerate's. Its gradient then needs no workspace.
+
+    Source: torch 2.13, _inductor/decomposition.py, `_embedding_dense_backward`: atomic additions.
+    """
+    return plan.compile == "model" or (plan.compile == "layer" and plan.uses_accelerate)
+
+
 def leaves_layers_uncompiled(plan: Plan) -> bool:
     """Whether the layers run without compiled code. Under accelerate, the hooks of FSDP2 are within the checkpoints and break the graph,
     and PyTorch disables the compiler in a checkpoint that is not part of a graph.

@@ -41,14 +41,21 @@ def build_program(
     only_first: frozenset[str] = frozenset(),
     trains: bool = True,
     keeps_graph: bool = True,
+    compiled_embedding: bool = False,
 ) -> StepProgram:
     """The program of one steady-state step of `accumulation` micro-batches.
 
     Walks the first, the last and one other micro-batch, which stands for all those between. `only_first`: the phases of the tape that
     only the first micro-batch has. Without `trains` the program ends after the forwards, as an evaluation does. `keeps_graph`: the
-    loop keeps a micro-batch's loss with its graph until the next loss.
+    loop keeps a micro-batch's loss with its graph until the next loss. `compiled_embedding`: the embedding is compiled code.
     """
-    layout = tape_layout(profile, tape, gradient_hooks=hooks.gradient_hooks, marked_units=hooks.marked_units)
+    layout = tape_layout(
+        profile,
+        tape,
+        gradient_hooks=hooks.gradient_hooks,
+        marked_units=hooks.marked_units,
+        compiled_embedding=compiled_embedding,
+    )
     step = StepBuilder()
     hooks.begin_step(step)
     if hooks.reference is not None:

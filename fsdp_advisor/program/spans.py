@@ -7,7 +7,7 @@ engine does nothing, so a reader needs only a span's net bytes and its peak.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from fsdp_advisor.model.tape import (
     value_at,
 )
 from fsdp_advisor.program.accounts import Account
+from fsdp_advisor.program.embedding_workspace import EmbeddingGradient, embedding_gradients
 from fsdp_advisor.program.reduction_workspace import reduction_workspace_bytes
 from fsdp_advisor.program.storages import Storages, round_up
 
@@ -129,7 +130,8 @@ class LayoutPart(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class TapeLayout:
     """A tape in the form that the builder walks. `recorded_layers`: by stack, the recorded layer of each real one, in forward
-    order. `forward` has all parts before backward, also those of forwards without gradients.
+    order. `forward` has all parts before backward, also those of forwards without gradients. `embedding_gradients`: by (segment, event)
+    that allocates them.
     """
 
     tape: Tape
@@ -137,6 +139,7 @@ class TapeLayout:
     forward: tuple[LayoutPart, ...]
     backward: tuple[LayoutPart, ...]
     spans: tuple[Span, ...]
+    embedding_gradients: Mapping[tuple[int, int], EmbeddingGradient]
 
 
 def stays_near(born: Segment, dying: Segment) -> bool:
@@ -148,13 +151,20 @@ def stays_near(born: Segment, dying: Segment) -> bool:
 
 @lru_cache(maxsize=16)  # plans of one model share tapes
 def tape_layout(
-    profile: Profile, tape: Tape, *, gradient_hooks: bool, marked_units: frozenset[int] = frozenset()
+    profile: Profile,
+    tape: Tape,
+    *,
+    gradient_hooks: bool,
+    marked_units: frozenset[int] = frozenset(),
+    compiled_embedding: bool = False,
 ) -> TapeLayout:
     """The tape divided at its marks. `gradient_hooks`: whether the marks of ready gradients are kept. `marked_units`: the units
-    within the root's code (`MarkedUnit`) whose marks are kept, in addition to those of layers and root.
+    within the root's code (`MarkedUnit`) whose marks are kept, in addition to those of layers and root. `compiled_embedding`: compiled code
+    adds up the gradients of embeddings, so these are not listed.
     """
     units = marked_units | {MarkedUnit.LAYER, MarkedUnit.ROOT}
-    return _LayoutReader(profile, tape.read(), gradient_hooks, units).layout()
+    embeddings = {} if compiled_embedding else embedding_gradients(profile, tape.read())
+    return _LayoutReader(profile, tape.read(), gradient_hooks, units).layout(embeddings)
 
 
 class _LayoutReader:
@@ -164,7 +174,7 @@ class _LayoutReader:
         self._profile, self._tape, self._gradient_hooks, self._units = profile, tape, gradient_hooks, units
         self._spans: list[Span] = []
 
-    def layout(self) -> TapeLayout:
+    def layout(self, embeddings: Mapping[tuple[int, int], EmbeddingGradient]) -> TapeLayout:
         forward: list[LayoutPart] = []
         backward: list[LayoutPart] = []
         for index, segment in enumerate(self._tape.segments):
@@ -178,7 +188,7 @@ class _LayoutReader:
             if differs:
                 of_phase[-1].last[layer] = tuple(self._steps(index, is_last=True))
         recorded = tuple(stack.recorded_order for stack in self._profile.stacks)
-        return TapeLayout(self._tape, recorded, tuple(forward), tuple(backward), tuple(self._spans))
+        return TapeLayout(self._tape, recorded, tuple(forward), tuple(backward), tuple(self._spans), embeddings)
 
     def _last_differs(self, segment: Segment) -> bool:
         """Whether the segment stands for several layers and the last of them frees storages that all of them share."""

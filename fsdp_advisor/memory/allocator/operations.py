@@ -10,6 +10,7 @@ from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, WAIT
 from fsdp_advisor.memory.allocator.job_operations import StepOperations
 from fsdp_advisor.model.tape import ROOT, ZERO, Category, Op, ScoringPhase, Segment, Tape, Tiled, value_at
 from fsdp_advisor.program.accounts import Account, Stream
+from fsdp_advisor.program.embedding_workspace import EmbeddingGradient, embedding_workspace_bytes
 from fsdp_advisor.program.instructions import (
     Alloc,
     BufferId,
@@ -34,7 +35,7 @@ LAUNCH_QUEUE = 1024
 Source: about 1000, measured (forums.developer.nvidia.com/t/68937, stackoverflow.com/questions/53970187). NVIDIA documents none.
 """
 
-_NEAR, _FAR, _ALLOC = range(3)
+_NEAR, _FAR, _ALLOC, _EMBEDDING = range(4)
 _INPUT, _GRADIENT = int(Category.INPUT), int(Category.GRADIENT)
 _PARTIAL_GRADIENT, _WORKSPACE = int(Category.PARTIAL_GRADIENT), int(Category.SCRATCH)
 _TEMPORARY, _DEQUANTIZED, _LOSS = int(Category.TEMPORARY), int(Category.DEQUANTIZED), int(Category.LOSS)
@@ -53,12 +54,14 @@ def step_operations(
 ) -> StepOperations:
     """The operations of a program's steps at micro-batch `b` and `t` tokens.
 
+    `resident_threads`: the number of threads that the GPU runs at once; 0 leaves out the workspaces that only a GPU's kernels have.
     `workspace_bytes`: cuBLAS workspaces of the threads that run forward and backward. `loaded`: the transfers that load the
     parameters; without them the parameters are allocated directly. `one_batch`: all micro-batches use the same tensors, which
     are allocated before the first step, and gradients are reduced in each micro-batch, so DDP rebuilds its buckets at the second
     forward.
     """
-    reader = _Reader(program, storage_bytes(program.layout.tape, b, t, resident_threads), b, t, one_batch)
+    sizes = storage_bytes(program.layout.tape, b, t, resident_threads)
+    reader = _Reader(program, sizes, b, t, one_batch, on_gpu=resident_threads > 0)
     reader.read()
     return _Assembly(program, reader, [round_up(n) for n in workspace_bytes], loaded).operations()
 
@@ -66,8 +69,11 @@ def step_operations(
 class _Reader:
     """Expands a program into operations."""
 
-    def __init__(self, program: StepProgram, sizes: Sequence[int], b: int, t: int, one_batch: bool) -> None:
+    def __init__(
+        self, program: StepProgram, sizes: Sequence[int], b: int, t: int, one_batch: bool, *, on_gpu: bool
+    ) -> None:
         self._program, self._sizes, self._b, self._t, self._one_batch = program, sizes, b, t, one_batch
+        self._embeddings = program.layout.embedding_gradients if on_gpu else {}
         self._tape = program.layout.tape
         self.requests: list[int] = []
         self.operations: list[int] = []
@@ -216,6 +222,8 @@ class _Reader:
                     self._left_over[number] = c
                 if c >= _PARTIAL_GRADIENT and c != _WORKSPACE and self.first_product < 0:
                     self.first_product = len(operations)
+            elif kind == _EMBEDDING:
+                self._add_rows(self._embeddings[a, b])
             elif kind == _NEAR:
                 source = instances if a == 0 else self._layers[_PHASES[a], segment.stack]
                 self._free_storage(source[at + b][c])
@@ -224,6 +232,13 @@ class _Reader:
                     self._free_storage(number)
         for birth, buffer in compute.gradients:
             self._storages[buffer] = (births[birth],)
+
+    def _add_rows(self, gradient: EmbeddingGradient) -> None:
+        """Add the output's gradient to the embedding's, in a workspace."""
+        indices = value_at(gradient.indices, self._b, self._t)
+        workspace = embedding_workspace_bytes(indices, gradient.rows, gradient.columns)
+        for number in [self._malloc(round_up(n_bytes)) for n_bytes in workspace]:
+            self.operations.append(operation(FREE, number))
 
     def _free_storage(self, number: int) -> None:
         if self._one_batch and number in self._inputs:
@@ -246,8 +261,8 @@ class _Reader:
         return births, instances, layer
 
     def _compile(self, span: Span, segment: Segment) -> list[tuple[int, int, int, int]]:
-        """A span as a list of (_ALLOC, request, birth, category), (_NEAR, phase, layers away, birth) or (_FAR, segment,
-        birth, 0).
+        """A span as a list of (_ALLOC, request, birth, category), (_NEAR, phase, layers away, birth), (_FAR, segment,
+        birth, 0) or (_EMBEDDING, segment, event, 0).
         """
         tape, sizes = self._tape, self._sizes
         result = []
@@ -259,6 +274,8 @@ class _Reader:
                 is_sum = category == _PARTIAL_GRADIENT and _sums_gradients(tape, segment, event.at)
                 stream = self._program.gradient_stream if category >= _GRADIENT or is_sum else Stream.COMPUTE
                 result.append((_ALLOC, sizes[event.size] | stream, event.birth, category))
+                if (span.segment, event.at) in self._embeddings:
+                    result.append((_EMBEDDING, span.segment, event.at, 0))
             elif event.is_near:
                 born = tape.segments[event.segment]
                 phase = 0 if born.phase == segment.phase else _PHASES.index(born.phase)
