@@ -152,7 +152,8 @@ def test_runs_of_recent_models_are_predicted(run: dict[str, str], tmp_path: Path
     asked = changed_model(options["model"], json.loads(run["changes"]), tmp_path)
     (row,) = estimate(gpu="H200", **options | {"model": asked}).estimates
     unpredicted = int(run["unpredicted_bytes"] or 0)
-    assert row.peak_allocated_bytes + unpredicted == pytest.approx(int(run["allocated_bytes"]), rel=1e-4)
+    # the runs' torch 2.11 takes equal free blocks newest first, today's predictions are for 2.13: up to 0.04 %
+    assert row.peak_allocated_bytes + unpredicted == pytest.approx(int(run["allocated_bytes"]), rel=4e-4)
     assert row.step is not None
     within = float(run["seconds_within"] or 0.10)
     assert row.step.seconds == pytest.approx(float(run["step_seconds"]), rel=within)
