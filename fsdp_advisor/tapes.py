@@ -152,8 +152,8 @@ def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, 
 def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: TapeKey) -> bool:
     """Whether to use a tape for the plan's own micro-batch and length: it is the first of its code path, or no tape is valid for any batch.
 
-    If a model's sizes are not polynomials on one code path (because of linear attention, for example), they are expected to be none on
-    the others either, unless these have a tape for any batch.
+    If a model's sizes are not polynomials on one code path (because of linear attention, for example), they are expected not to be
+    polynomials on its other code paths either. A code path that has a tape for any batch is the exception.
     """
     if key.name in profile.tapes:
         return False

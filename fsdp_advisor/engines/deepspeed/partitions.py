@@ -301,7 +301,8 @@ def states(profile: Profile, plan: Plan, settings: Settings = DEFAULTS) -> State
 
     Stages 1, 2: the whole model in one flat buffer per group, masters and moments of 1/N of it, no gradients.
     Stage 3: 1/N of every parameter in one flat buffer, 1/N of the gradients in the model's dtype, masters and moments per
-    sub-group. The reduce bucket and the last buffers of Muon's all-gathers are never freed. Frozen parameters are sharded separately.
+    sub-group. It also keeps the reduce bucket and the last buffers of Muon's all-gathers, which are never freed. Frozen parameters are
+    sharded separately.
 
     Source: zero/stage_1_and_2.py, __init__; zero/stage3.py, _create_fp16_partitions_with_defragmentation,
     _create_fp32_partitions, _setup_for_real_optimizer.
