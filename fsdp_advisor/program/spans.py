@@ -163,8 +163,9 @@ def tape_layout(
     adds up the gradients of embeddings, so these are not listed.
     """
     units = marked_units | {MarkedUnit.LAYER, MarkedUnit.ROOT}
-    embeddings = {} if compiled_embedding else embedding_gradients(profile, tape.read())
-    return _LayoutReader(profile, tape.read(), gradient_hooks, units).layout(embeddings)
+    whole = tape.read()
+    embeddings = {} if compiled_embedding else embedding_gradients(profile, whole)
+    return _LayoutReader(profile, whole, gradient_hooks, units).layout(embeddings)
 
 
 class _LayoutReader:

@@ -103,14 +103,6 @@ class FreeBlocks:
         del self.edges[start], self.edges[start + n_bytes]
         self._remove(start, n_bytes)
 
-    def smallest(self, least: int) -> tuple[int, int] | None:
-        """The first of the blocks `by_size`; None if no block has `least` bytes."""
-        at = bisect_left(self.sizes, least)
-        if at == len(self.sizes):
-            return None
-        n_bytes = self.sizes[at]
-        return -self.starts[n_bytes][-1], n_bytes
-
     def take_smallest(self, least: int) -> tuple[int, int] | None:
         """Remove the first of the blocks `by_size`. Its start and bytes; None if no block has `least` bytes."""
         sizes, edges = self.sizes, self.edges

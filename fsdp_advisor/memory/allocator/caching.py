@@ -268,7 +268,7 @@ class CachingAllocator:
     def _choose(self, pool: FreeBlocks, need: int) -> tuple[int, int] | None:
         """Take a free block that suits a request: its start and bytes. None if there is none. Source: get_free_block."""
         limit = self.conf.max_split_bytes
-        found = self._expandable[pool].choose(need) if self._expandable else pool.smallest(need)
+        found = self._expandable[pool].choose(need) if self._expandable else next(pool.by_size(need), None)
         if found is None:
             return None
         if need < limit <= found[1]:

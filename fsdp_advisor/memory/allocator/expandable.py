@@ -32,9 +32,6 @@ class ExpandableSegments:
         Larger blocks are preferred while each has less space than the one before. The space of a block is its bytes and the unmapped ones
         directly after it. Source: get_free_block, expandable_size.
         """
-        first = self._blocks.smallest(least)
-        if first is None or sum(first) not in self.unmapped:
-            return first  # the space of a larger block is larger
         chosen, smallest = None, 0
         for start, n_bytes in self._blocks.by_size(least):
             space = n_bytes + self.unmapped.get(start + n_bytes, 0)
