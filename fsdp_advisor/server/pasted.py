@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from urllib.parse import quote_plus
+from urllib.parse import urlencode
 
 from fsdp_advisor.configs import complete, from_texts
 from fsdp_advisor.configs.nameless import file_name
@@ -13,24 +13,24 @@ from fsdp_advisor.job.fields import as_query, fields_of, read_fields
 from fsdp_advisor.job.search_request import RecommendRequest
 
 MAX_BYTES = 60_000
-"""The bytes of a pasted text in an address: one of most letters and figures, three of other characters of ASCII, six to twelve of others.
-The server reads 64 KiB of an address, in which the form has its other fields.
+"""The bytes of a form in an address: one of most letters and figures, three of other characters of ASCII, six to twelve of others.
+The server's parser reads 64 KiB of an address; files that the page links to have longer paths.
 """
 
 
 def with_pasted_file(options: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """(the options of a form, with those of a configuration or script pasted in place of a config.json; lines about what was read).
 
-    The file's settings win, but not what it leaves open and is assumed. Raises UsageError for a file that is too long or cannot be read.
+    The file's settings win, but not what it leaves open and is assumed. Raises UsageError for a form that is too long, or a
+    file that cannot be read.
     """
+    if (sent := len(urlencode(options))) > MAX_BYTES:
+        raise UsageError(
+            f"the form has {sent:,} bytes in an address, and the page takes {MAX_BYTES:,}",
+            hint="give files to the command line: fsdp-advisor estimate with --model, --config-file or --peft-config FILE",
+        )
     text = options.get("config", "")
     name = file_name(text) if text else None
-    if (sent := len(quote_plus(text))) > MAX_BYTES:
-        option = "estimate --model" if name is None else "check --config-file"
-        raise UsageError(
-            f"the pasted text has {sent:,} bytes in an address, and the page takes {MAX_BYTES:,}",
-            hint=f"give the file to the command line: fsdp-advisor {option} FILE --gpu GPU",
-        )
     if name is None:
         return dict(options), ()
     found = from_texts({name: text})

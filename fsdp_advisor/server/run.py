@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fsdp_advisor.errors import AdvisorError, UsageError
 from fsdp_advisor.server.app import create_app
@@ -26,7 +25,6 @@ def run(settings: Settings, announce: Callable[[str], None]) -> None:
     listener = _listen(settings)
     config = uvicorn.Config(
         create_app(settings),
-        http=_Http,
         ws="none",
         log_config=None,
         access_log=False,
@@ -47,14 +45,6 @@ def run(settings: Settings, announce: Callable[[str], None]) -> None:
         listener.close()
     if not server.started:
         raise AdvisorError("the server did not start", hint="see the log lines above")
-
-
-class _Http(HttpToolsProtocol):
-    """HTTP, with a hint in the refusal of requests that the parser cannot read, because they never reach the application."""
-
-    def send_400_response(self, msg: str) -> None:
-        hint = "An address has at most 64 KiB; for a longer file use fsdp-advisor estimate --model FILE or check --config-file FILE."
-        super().send_400_response(f"{msg} {hint}")
 
 
 def _listen(settings: Settings) -> socket.socket:

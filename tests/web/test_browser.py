@@ -185,6 +185,19 @@ def test_bad_input_says_so_in_place_and_good_input_mends_it(open_page: Open) -> 
     open_page.complaints[:] = [words for words in open_page.complaints if "404" not in words]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("name", ["config", "peft_config"])
+def test_a_form_too_long_for_an_address_says_so_without_a_request(open_page: Open, name: str) -> None:
+    page = open_page(LINK)
+    before = page.url
+    page.locator(f"#{name}").evaluate("(field) => { field.value = '#'.repeat(20001); }")
+    page.locator(f"#{name}").dispatch_event("input")
+    expect(page.locator("#status")).to_contain_text(
+        "bytes in an address, too many for the page: give files to the command line"
+    )
+    expect(page.locator(".says")).to_be_hidden()
+    assert page.url == before
+
+
 def test_markup_in_a_model_name_is_shown_not_run(open_page: Open) -> None:
     name = "<img src=x onerror=window.run=1><script>window.run=1</script>"
     page = open_page("/?model=" + name.replace(" ", "%20"), status=404)

@@ -63,9 +63,8 @@ function changed(delay) {
   const { config, model } = form.elements;
   model.required = config.value.trim() === "";
   const link = permalink();
-  const sent = new URLSearchParams({ config: config.value.trim() }).toString().length - "config=".length;
-  const command = `fsdp-advisor ${config.value.trim().startsWith("{") ? "estimate --model" : "check --config-file"} FILE`;
-  config.setCustomValidity(sent > config.dataset.longest ? `The pasted text has ${sent} bytes in an address, too many for the page: give the file to ${command}.` : "");
+  const advice = "give files to the command line: fsdp-advisor estimate with --model, --config-file or --peft-config FILE";
+  config.setCustomValidity(link.length > config.dataset.longest ? `The form has ${link.length} bytes in an address, too many for the page: ${advice}.` : "");
   if (link === location.pathname + location.search) {
     running?.abort();
     return wait("");
