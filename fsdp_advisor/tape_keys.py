@@ -11,7 +11,7 @@ from fsdp_advisor.engines.wrapping import (
     takes_root_apart,
     tape_wrap,
 )
-from fsdp_advisor.errors import NotPolynomial, UsageError
+from fsdp_advisor.errors import NoSuchAttention, NotPolynomial, UsageError
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.adaptation import CONFIG_KEY, may_adapt
 from fsdp_advisor.job.choices import DEFAULT_SEQ_LEN, Backend, Precision
@@ -90,9 +90,17 @@ def gpu_sizes_are_not_polynomials(profile: Profile, key: TapeKey) -> bool:
 
 
 def _has_own_batch(profile: Profile, plan: Plan) -> bool:
-    """Whether the catalog has the plan's step for its own micro-batch and length, with eager attention for a model without sdpa."""
-    own = replace(tape_key_of(plan), at=plan.tape_shape)
-    return any(replace(own, attention=attention).name in profile.tapes for attention in (own.attention, "eager"))
+    """Whether the catalog has the plan's step for its own micro-batch and length."""
+    return with_available_attention(profile, replace(tape_key_of(plan), at=plan.tape_shape)).name in profile.tapes
+
+
+def with_available_attention(profile: Profile, key: TapeKey) -> TapeKey:
+    """The key, with eager attention instead of sdpa if a recording has shown that the model's code has no sdpa."""
+    lacks_sdpa = key.attention == "sdpa" and any(
+        refusal["kind"] == NoSuchAttention.__name__ and TapeKey.from_name(name).attention == "sdpa"
+        for name, refusal in profile.refusals.items()
+    )
+    return replace(key, attention="eager") if lacks_sdpa else key
 
 
 def tape_key_of(plan: Plan, profile: Profile | None = None) -> TapeKey:

@@ -15,6 +15,7 @@ Recording happens only where it is allowed (`Resolved.recording_allowed`).
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from fsdp_advisor.tape_keys import (
     needs_window,
     searched_gpu_tape_key,
     tape_key_of,
+    with_available_attention,
 )
 
 
@@ -104,21 +106,29 @@ def takes_long_on_cpu(profile: Profile, plan: Plan) -> bool:
 
 
 def _gpu_tape_for(model: Resolved, profile: Profile, key: TapeKey, plan: Plan, gpu: Gpu | None) -> SelectedTape:
-    """The GPU tape that stands for the CPU's, and its key; with eager attention for a model without sdpa. Raises AdvisorError.
+    """The GPU tape that stands for the CPU's, and its key. Raises AdvisorError.
 
     Only the tape of `gpu` is recorded, or those of all GPUs if it is None.
     """
-    wanted = replace(key, attention="eager") if _lacks_sdpa(profile) else key
-    filled = needs_window(profile, wanted, plan)
-    first, *others = _keys_to_record(profile, wanted, gpu, window_filled=filled)
+
+    def select(key: TapeKey) -> SelectedTape:
+        keys = _keys_to_record(profile, key, gpu, window_filled=needs_window(profile, key, plan))
+        tapes = [model.tape(each) for each in keys]  # `kept_gpu_tape` finds only recorded tapes
+        return SelectedTape(keys[0], tapes[0])
+
+    return _of_available_attention(profile, key, select)
+
+
+def _of_available_attention(profile: Profile, key: TapeKey, select: Callable[[TapeKey], SelectedTape]) -> SelectedTape:
+    """The tape that `select` returns for a key. A model without sdpa gets eager attention instead of it, as transformers gives it; another
+    attention that the model does not have raises NoSuchAttention.
+    """
     try:
-        tape = model.tape(first)
+        return select(with_available_attention(profile, key))
     except NoSuchAttention:
-        first, *others = _keys_to_record(profile, replace(key, attention="eager"), gpu, window_filled=filled)
-        tape = model.tape(first)
-    for other in others:  # `kept_gpu_tape` finds only recorded tapes
-        model.tape(other)
-    return SelectedTape(first, tape)
+        if key.attention != "sdpa":
+            raise
+        return select(replace(key, attention="eager"))
 
 
 def _profile_of(model: Resolved) -> Profile:
@@ -139,14 +149,15 @@ def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, 
     first request on a code path records its own batch, and a later request with another batch records a tape for any batch. If the sizes
     are not polynomials, no tape is valid for any batch.
     """
-    if key.attention == "sdpa" and _lacks_sdpa(profile):
-        key = replace(key, attention="eager")
-    own = replace(key, at=plan.tape_shape)
-    if _is_first_question(model, profile, key, own):
+
+    def select(key: TapeKey) -> SelectedTape:
+        own = replace(key, at=plan.tape_shape)
+        if not _is_first_question(model, profile, key, own):
+            with contextlib.suppress(NotPolynomial):
+                return _of_key(model, profile, plan, key, gpu)
         return _of_key(model, profile, plan, own, gpu)
-    with contextlib.suppress(NotPolynomial):
-        return _of_key(model, profile, plan, key, gpu)
-    return _of_key(model, profile, plan, own, gpu)
+
+    return _of_available_attention(profile, key, select)
 
 
 def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: TapeKey) -> bool:
@@ -162,16 +173,10 @@ def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: Tap
 
 
 def _of_key(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, gpu: Gpu | None) -> SelectedTape:
-    """The key's tape. Falls back to eager attention if the model does not support sdpa, as transformers does."""
+    """The key's tape. A recording also records the tapes with GPU kernels."""
     if model.from_catalog and key.name in profile.tapes:
         return SelectedTape(key, model.tape(key))
-    try:
-        tape = model.tape(key)
-    except NoSuchAttention:
-        if plan.attention != "sdpa":
-            raise
-        key = replace(key, attention="eager")
-        tape = model.tape(key)
+    tape = model.tape(key)
     for on_gpu in _keys_to_record(profile, key, gpu, window_filled=needs_window(profile, key, plan)):
         _record_on_gpu(model, on_gpu)
     return SelectedTape(key, tape)
@@ -187,14 +192,6 @@ def _keys_to_record(profile: Profile, key: TapeKey, gpu: Gpu | None, *, window_f
     recorded = [each.name for each in keys]
     own = gpu_tape_key(key, gpu.compute_capability, window_filled=window_filled, recorded=recorded)
     return (own,) if own in keys else keys
-
-
-def _lacks_sdpa(profile: Profile) -> bool:
-    """Whether a recording has shown that the model's code has no sdpa."""
-    return any(
-        refusal["kind"] == NoSuchAttention.__name__ and TapeKey.from_name(name).attention == "sdpa"
-        for name, refusal in profile.refusals.items()
-    )
 
 
 @lru_cache(maxsize=64)  # does not repeat a failed recording

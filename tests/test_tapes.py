@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_advisor.errors import NoSuchAttention
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.choices import Attention
 from fsdp_advisor.job.compatibility import plans
@@ -196,6 +197,15 @@ def test_a_model_without_sdpa_is_answered_from_its_recordings_with_eager_attenti
     (plan,) = plans(make_request({"model": model, "gpus": 8, "strategy": "zero3"}), seq_len=2048)
     key = row_tape(resolve(model, allow_recording=False), plan).key
     assert (key.attention, key.at) == ("eager", None)
+
+
+def test_flash_attention_2_of_a_model_without_it_is_refused_where_a_gpus_tape_stands_for_the_cpus() -> None:
+    """transformers gives a model eager attention instead of sdpa, but refuses flash_attention_2."""
+    model = resolve("state-spaces/mamba-130m-hf")
+    (plan,) = plans(make_request({"model": model.name, "gpus": 1, "strategy": "ddp"}), seq_len=2048)
+    assert row_tape(model, plan).key.attention == "eager"
+    with pytest.raises(NoSuchAttention, match="has no flash_attention_2 attention"):
+        row_tape(model, replace(plan, attention="flash_attention_2"))
 
 
 @pytest.mark.parametrize(("gpu", "kernel"), [("H100", "cudnn"), ("A100-80GB", "default")])
