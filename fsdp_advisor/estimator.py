@@ -32,7 +32,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.memory.allocator import AllocatorConf
 from fsdp_advisor.model.experts import expert_notes
-from fsdp_advisor.model.kernels import compile_notes, fp8_notes, kernel_notes, liger_notes
+from fsdp_advisor.model.kernels import compile_notes, fp8_notes, kernel_notes, liger_notes, without_unknown_liger
 from fsdp_advisor.model.lora_kernels import lora_kernel_notes
 from fsdp_advisor.model.multimodal import ImageModel, trained_on_text
 from fsdp_advisor.model.profile import Profile
@@ -88,7 +88,8 @@ def estimate_resolved(request: EstimateRequest, model: Resolved, *, explain: boo
 
 def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = False) -> Report:
     """`estimate_resolved` with rows that are estimated when they are first read. That read may raise AdvisorError."""
-    request = divided(request)
+    of_liger = liger_notes(request, model.profile)
+    request = without_unknown_liger(divided(request), model.profile)
     adaptation = adaptation_of(request)
     gpu, notes = gpu_of(request)
     check_gpu(request, gpu)
@@ -134,6 +135,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
             model,
             gpu,
             of_gpu=notes,
+            of_liger=of_liger,
             of_length=length_notes,
             of_plans=[
                 *backend_notes(request, possible),
@@ -151,6 +153,7 @@ def _notes(
     gpu: Gpu,
     *,
     of_gpu: Sequence[str],
+    of_liger: Sequence[str],
     of_length: Sequence[str],
     of_plans: Sequence[str],
 ) -> tuple[str, ...]:
@@ -167,7 +170,7 @@ def _notes(
         *expert_notes(request, profile),
         *unquantized_notes(request, profile),
         *adapted_expert_notes(profile),
-        *liger_notes(has_kernels=request.use_liger_kernel and profile is not None),
+        *of_liger,
         *compile_notes(request.compile, request.attention, request.micro_batch_size),
         *fp8_notes(request.fp8, request.compile, request.framework),
         *assumption_notes(request, gpu, is_packed=bool(model.adaptation.packed_by)),

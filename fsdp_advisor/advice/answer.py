@@ -33,6 +33,7 @@ from fsdp_advisor.job.keywords import RecommendOptions, with_signature_of
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.adapted_catalog import adapted_profile
+from fsdp_advisor.model.kernels import without_unknown_liger
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.resolved import Resolved, split_recorder
@@ -169,6 +170,7 @@ def _check_sweep(report: Report, model: Resolved, request: RecommendRequest) -> 
 
 def _search(report: Report, model: Resolved, request: RecommendRequest, timer: Timer | None) -> Search:
     """The search of a request, with every choice that the request leaves open."""
+    request = without_unknown_liger(request, model.profile)
     world, nnodes = request.gpus, request.nnodes
     if request.find == "gpus" and batches_if_possible(request, world=world) is None:
         world, nnodes = _first_possible_world(request), 1  # the sweep tries other numbers of GPUs later

@@ -10,8 +10,8 @@ from fsdp_advisor.job.fp8 import converts_head
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.kernel_packages import pip_install
 from fsdp_advisor.job.plan import Plan
-from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.model.liger import LIGER_VERSION
+from fsdp_advisor.job.request import AnyRequest, EstimateRequest
+from fsdp_advisor.model.liger import LIGER_MODEL_TYPES, LIGER_VERSION
 from fsdp_advisor.model.profile import Profile
 
 TORCHAO_VERSION = "0.18"
@@ -225,10 +225,22 @@ def fp8_notes(fp8: Fp8, compile: str, framework: Framework) -> list[str]:
     return [converted] if compile != "none" else [converted, f"{casts}; torchao means them to be compiled"]
 
 
-def liger_notes(*, has_kernels: bool) -> list[str]:
-    """A note on figures with Liger's kernels. `has_kernels`: whether Liger has kernels for the model."""
-    if not has_kernels:
+def without_unknown_liger(request: AnyRequest, profile: Profile | None) -> AnyRequest:
+    """The request without Liger's kernels if Liger does not know the model, which it then leaves as it is."""
+    if not request.use_liger_kernel or profile is None or profile.config.get("model_type") in LIGER_MODEL_TYPES:
+        return request
+    return request.but(use_liger_kernel=False)
+
+
+def liger_notes(request: EstimateRequest, profile: Profile | None) -> list[str]:
+    """A note on figures with Liger's kernels."""
+    if not request.use_liger_kernel or profile is None:
         return []
+    if not without_unknown_liger(request, profile).use_liger_kernel:
+        return [
+            f"Liger {LIGER_VERSION} has no kernels for models of type {profile.config.get('model_type')}: use_liger_kernel changes"
+            " nothing, and the loss is transformers' own"
+        ]
     return [
         f"Liger {LIGER_VERSION}'s kernels run only on GPUs: simulated_peak_bytes is of transformers' own code, except for the"
         " loss; the other figures are of the kernels"

@@ -21,6 +21,8 @@ LIGER_LOSSES = frozenset({
 """The model types whose loss Liger replaces. Source: liger-kernel 0.8.5,
 transformers/monkey_patch.py, MODEL_TYPE_TO_APPLY_LIGER_FN, without granite, for which it replaces only cross entropy.
 """
+LIGER_MODEL_TYPES = LIGER_LOSSES | {"granite"}
+"""The model types that Liger knows. In a model of another type it replaces nothing, and says so only at the log's level INFO."""
 
 LigerMlp = Literal["none", "gate and up", "gate_up", "relu squared"]
 """The projections before the kernel. ``gate and up``: two layers; ``gate_up``: one layer, whose output is divided; ``relu squared``:

@@ -12,7 +12,7 @@ from vision_models import config_of, options_of
 
 pytest.importorskip("torch")
 
-from fsdp_advisor import estimate  # after the check
+from fsdp_advisor import estimate, recommend  # after the check
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.losses import LossCode, loss_code
 from fsdp_advisor.job.parsing import make_request
@@ -71,10 +71,18 @@ def test_jobs_that_are_not_modelled_with_the_kernels_are_refused(options: dict[s
         loss_code(make_request({"model": "gpt2", "use_liger_kernel": "true", **options}))
 
 
-def test_a_type_without_kernels_has_no_peak(tmp_path: Path) -> None:
-    row = _row(tmp_path, "gpt2", use_liger_kernel=True, loss="full", seq_len=1024)
+def test_a_model_that_liger_does_not_know_trains_as_without_it() -> None:
+    usual: dict[str, Any] = {"model": "gpt2", "gpu": "H100-80GB", "framework": "trainer"}
+    plain, with_liger = (estimate(**usual, strategy="ddp", use_liger_kernel=liger) for liger in (False, True))
+    assert with_liger.estimates[0] == plain.estimates[0]
+    assert any("Liger 0.8.5 has no kernels for models of type gpt2" in note for note in with_liger.notes)
+    assert recommend(**usual, use_liger_kernel=True).recommendation.winner is not None
+
+
+def test_a_model_of_which_liger_replaces_only_the_loss_of_pytorch_has_no_peak(tmp_path: Path) -> None:
+    row = _row(tmp_path, "granite", use_liger_kernel=True)
     assert row.peak_allocated_bytes is None
-    assert any("kernels for models of type gpt2" in text for text in row.not_modelled)
+    assert any("no loss for models of type granite" in text for text in row.not_modelled)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +90,6 @@ def test_a_type_without_kernels_has_no_peak(tmp_path: Path) -> None:
     taken(
         [
             ("qwen2_5_vl", "with transformers 5.23, Liger 0.8.5 cannot import its own code"),
-            ("llava_next", "Liger 0.8.5 has no loss for models of type llava_next with images"),
         ],
         [
             ("paligemma", "Liger 0.8.5 fails in its forward"),
