@@ -41,7 +41,7 @@ class BatchSource(WrappedSource):
         batch = self._base.batch(micro_batch_size, seq_len)
         if "input_ids" not in batch:
             raise NotRecordable(
-                f"{self.name}: a {self.task} model has no batches with padding", hint="leave --padding-fraction out"
+                f"{self.name}: batches of {self.task} models have no padding", hint="leave --padding-fraction out"
             )
         if self._layout == "padded":
             return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
