@@ -91,8 +91,11 @@ def recorded_only(allowed: Batches, model: Resolved, base: Plan) -> Batches:
     profile = model.profile
     if profile is None or model.can_record or not gpu_sizes_are_not_polynomials(profile, tape_key_of(base, profile)):
         return allowed
-    shapes = {TapeKey.from_name(name).at for name in model.recorded_names}
-    sizes = [size for size in allowed.sizes if replace(base, micro_batch_size=size).tape_shape in shapes]
+    shapes = {at for name in model.recorded_names if (at := TapeKey.from_name(name).at) is not None}
+    possible = sorted({size * length // base.seq_len for size, length in shapes})
+    sizes = [
+        size for size in possible if size in allowed.sizes and replace(base, micro_batch_size=size).tape_shape in shapes
+    ]
     return replace(allowed, sizes=sizes[:1], only_recorded=len(allowed.sizes) > 1) if sizes else allowed
 
 
