@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from jobs import row_of_trl
-from matrix import in_turn
+from matrix import in_turn, taken
 from tiny_llama import LLAMA, PARAMETERS, write
 
 from fsdp_advisor import estimate, recommend
@@ -80,6 +80,7 @@ def test_fsdp_cannot_precompute_the_reference_of_adapters(task: str) -> None:
         assert plan.reference == "none"
 
 
+@in_turn(0, of=2)
 def test_llamafactorys_reference_runs_beside_the_trained_models_logits(model: str) -> None:
     options: dict[str, Any] = {"framework": "llamafactory", "precision": "bf16", "micro_batch_size": 4}
     short, long = row(model, seq_len=256, **options), row(model, seq_len=512, **options)
@@ -125,10 +126,18 @@ def test_a_precomputed_reference_under_fsdp2_is_a_copy_before_training(model: st
 
 @pytest.mark.parametrize(
     ("model_name", "gpus", "named"),
-    [
-        ("meta-llama/Llama-3.1-8B", 8, ("deepspeed or fsdp1", "--precompute-ref-log-probs", "--offload parameters")),
-        ("meta-llama/Llama-3.1-70B", 64, ("deepspeed or fsdp1",)),
-    ],
+    taken(
+        [
+            (
+                "meta-llama/Llama-3.1-8B",
+                8,
+                ("deepspeed or fsdp1", "--precompute-ref-log-probs", "--offload parameters"),
+            ),
+            ("meta-llama/Llama-3.1-70B", 64, ("deepspeed or fsdp1",)),
+        ],
+        [],
+        days=2,
+    ),
 )
 def test_the_way_out_of_a_whole_reference_model_names_what_avoids_it(
     model_name: str, gpus: int, named: tuple[str, ...]
@@ -207,6 +216,7 @@ def test_fsdp2_gathers_the_whole_copy_as_one_unit(model: str) -> None:
     assert copy[0].high_bytes - before.live_bytes >= 2 * HALF
 
 
+@in_turn(1, of=2)
 def test_a_copy_that_fsdp2_gathers_as_a_whole_is_warned_of(model: str) -> None:
     def warned(**options: Any) -> list[str]:
         return [text for text in row(model, gpus=4, **options).warnings if "whole reference model" in text]
@@ -235,10 +245,11 @@ def test_zero3_gathers_for_the_forward_of_adapters_that_are_switched_off(model: 
     assert adapted.step.communication_seconds > precomputed.step.communication_seconds > 0
 
 
+@in_turn(0, of=2)
 def test_a_precomputed_reference_of_adapters_leaves_out_fsdp_only() -> None:
     job: dict[str, Any] = {
         "model": "meta-llama/Llama-3.1-8B", "gpus": 4, "gpu": "H100", "framework": "trl", "task": "dpo", "use_peft": True,
-        "precompute_ref_log_probs": True,
+        "precompute_ref_log_probs": True, "activation_checkpointing": "full",
     }  # fmt: skip
     report = estimate(**job)
     assert {row.backend for row in report.estimates} == {"ddp", "deepspeed"}

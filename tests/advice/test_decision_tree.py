@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from matrix import of_today
+from matrix import in_turn, of_today
 from searches import GPT2, LLAMA, advise, no_clock
 
 from fsdp_advisor.advice import Recommendation
@@ -112,6 +112,7 @@ def test_figures_on_the_path_are_those_of_estimate() -> None:
         assert node.because == f"needs {format_gib(row.needed_bytes)}, and {format_gib(available)} are available"
 
 
+@in_turn(0, of=3)
 def test_offload_that_does_not_fit_is_answered_with_the_choice_that_needs_least() -> None:
     """ZeRO-1 with optimizer offload, the simplest, needs 12 times as much as ZeRO-3."""
     job: dict[str, Any] = {"model": "meta-llama/Llama-3.1-405B", "gpus": 8, "gpu": "A100-40GB"}

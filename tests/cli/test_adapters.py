@@ -25,10 +25,9 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_a_peft_config_is_read_from_its_file(cli: Callable[..., Any], config: Path) -> None:
-    by_file = cli("estimate", *JOB, "--peft-config", str(config), "--json")
-    by_options = cli(
-        "estimate", *JOB, "--use-peft", "--lora-r", "4", "--lora-target-modules", "v_proj,q_proj", "--json"
-    )
+    job = ("estimate", *JOB, "--strategy", "ddp", "--json")
+    by_file = cli(*job, "--peft-config", str(config))
+    by_options = cli(*job, "--use-peft", "--lora-r", "4", "--lora-target-modules", "v_proj,q_proj")
     answers = [json.loads(ran.out) for ran in (by_file, by_options)]
     assert answers[0]["request"]["peft_config"] == json.dumps(CONFIG, sort_keys=True)
     assert answers[0]["model"]["adapters"] == {"method": "LORA", "parameters": 4 * (64 + 64) + 4 * (64 + 32)}

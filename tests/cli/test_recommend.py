@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 
 from fsdp_advisor import estimate
 
@@ -164,6 +164,7 @@ def test_notes_go_to_standard_error(cli: Cli) -> None:
     assert "offload was not searched" not in ran.out
 
 
+@in_turn(0, of=3)
 def test_a_sweep_over_gpu_types_has_time_and_gpu_hours_and_only_gpus_that_fit(cli: Cli) -> None:
     one_strategy = ("--strategy", "zero3", "--backend", "fsdp2", "--activation-checkpointing", "full")
     job = ("--model", "Qwen/Qwen2.5-3B", "--gpus", "2", *one_strategy, "--micro-batch-size", "1")

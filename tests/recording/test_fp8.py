@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.errors import UsageError
@@ -72,6 +73,7 @@ def test_layers_in_mxfp8_have_whole_blocks_of_32_elements() -> None:
     assert [id(parameter) for parameter in model.parameters()] == parameters
 
 
+@in_turn(1, of=3)
 @pytest.mark.slow
 @pytest.mark.usefixtures("torchao")
 def test_products_in_mxfp8_take_less_time_and_their_casts_more(tmp_path: Path) -> None:

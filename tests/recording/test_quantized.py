@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, of_today, taken
 
 torch = pytest.importorskip("torch")
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -324,13 +324,16 @@ def in_bytes(element_bytes: int) -> set[int]:
 
 @pytest.mark.parametrize(
     ("settings", "use_dora", "expected"),
-    [
-        (NESTED, False, in_bytes(BF16)),
-        (Quantization(method="bnb_4bit", compute_dtype="float32"), False, in_bytes(BF16) | in_bytes(FP32)),
-        (EIGHT, False, in_bytes(FP32)),  # backward multiplies in the dtype of the input, which autocast does not cast
-        (EIGHT, True, in_bytes(FP32)),
-    ],
-    ids=["4bit", "4bit, another dtype", "8bit", "dora on 8bit"],
+    of_today(
+        [
+            (NESTED, False, in_bytes(BF16)),
+            (Quantization(method="bnb_4bit", compute_dtype="float32"), False, in_bytes(BF16) | in_bytes(FP32)),
+            # in 8 bits backward multiplies in the dtype of the input, which autocast does not cast
+            (EIGHT, False, in_bytes(FP32)),
+            (EIGHT, True, in_bytes(FP32)),
+        ],
+        days=2,
+    ),
 )
 def test_a_tape_tells_unpacked_weights_from_other_temporaries(
     settings: Quantization, use_dora: bool, expected: set[int]
@@ -426,6 +429,7 @@ def test_packed_experts_are_refused() -> None:
         Recorder(packed_source("gptq", mixtral))
 
 
+@in_turn(0, of=3)
 def test_a_packed_checkpoint_stays_packed_under_adapters(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}}))
@@ -441,6 +445,7 @@ def test_a_packed_checkpoint_stays_packed_under_adapters(tmp_path: Path) -> None
         estimate(model=str(path), gpus=2, strategy="ddp", use_peft=True, use_dora=True)
 
 
+@in_turn(2, of=3)
 def test_a_step_in_8_bits_is_slower_than_in_16_and_a_few_times_slower_than_in_4(tmp_path: Path) -> None:
     """Its forward has as many FLOPs as the others. Its backward multiplies in fp32."""
     path = tmp_path / "config.json"

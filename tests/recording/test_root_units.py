@@ -109,7 +109,7 @@ def root_gradient(recorder: Recorder, role: str) -> int:
     return Category.GRADIENT + 2 * index + 1
 
 
-@pytest.mark.parametrize(("precision", "checkpointing"), taken(STEPS[:2], STEPS[2:]))
+@pytest.mark.parametrize(("precision", "checkpointing"), taken(STEPS[:2], STEPS[2:], days=2))
 def test_units_of_an_untied_model(precision: str, checkpointing: str) -> None:
     recorder, tape = untied(precision, checkpointing)
     marks = marks_of(tape)

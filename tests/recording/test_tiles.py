@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from matrix import of_today
 from tiny_llama import LLAMA
 
 from fsdp_advisor.errors import NotRecordable
@@ -27,7 +28,9 @@ def recorder() -> Recorder:
     return Recorder(source_of(config, name="tiny"))
 
 
-@pytest.mark.parametrize("options", [{"loss": "trl"}, {"loss": "trl", "task": "dpo"}, {"loss": "liger"}, GRPO], ids=str)
+@pytest.mark.parametrize(
+    "options", of_today([{"loss": "trl"}, {"loss": "trl", "task": "dpo"}, {"loss": "liger"}, GRPO], days=2), ids=str
+)
 def test_sizes_and_work_are_polynomials(recorder: Recorder, options: dict[str, Any]) -> None:
     assert recorder.tape(TapeKey("plain", "bf16", "sdpa", "none", **options)).segments
 

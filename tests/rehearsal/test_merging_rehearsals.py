@@ -37,6 +37,7 @@ def predicted(path: Path, **options: Any) -> int:
     return int(job["merge"]["gpu_bytes"] - job["save"]["gpu_bytes"])
 
 
+@in_turn(0, of=2)
 def test_merging_allocates_what_is_predicted(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 from jobs import job, program_of
+from matrix import of_today
 
 from fsdp_advisor.assumptions import settled
 from fsdp_advisor.engines.registry import step_program
@@ -134,7 +135,8 @@ def test_rows_with_a_sink_slow_operators_down() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "options"), [("dpo", {}), ("kto", {}), ("grpo", {"gradient_accumulation_steps": 8, "beta": 0.1})]
+    ("task", "options"),
+    of_today([("dpo", {}), ("kto", {}), ("grpo", {"gradient_accumulation_steps": 8, "beta": 0.1})], days=3),
 )
 def test_adapters_are_switched_off_once_for_the_reference(task: str, options: dict[str, Any]) -> None:
     job_of_task: dict[str, Any] = {

@@ -76,6 +76,7 @@ def test_predicted_peaks_equal_torchtitans_step(case: dict[str, str], tmp_path: 
     assert predicted == simulated
 
 
+@in_turn(2, of=3)
 def test_the_default_loss_keeps_an_eighth_of_the_logits(tmp_path: Path) -> None:
     rows = {}
     for loss in ("full", "auto"):

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 from fastapi.testclient import TestClient
-from matrix import taken
+from matrix import of_today, taken
 from page_reader import JOBS, read
 
 from fsdp_advisor.job.fields import dashed, fields_of
@@ -107,7 +107,8 @@ def test_chart_and_table_show_the_rows_of_the_view(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("micro_batch", "settings"), [("3", ", and with its PYTORCH_ALLOC_CONF=expandable_segments:True."), ("1", ".")]
+    ("micro_batch", "settings"),
+    of_today([("3", ", and with its PYTORCH_ALLOC_CONF=expandable_segments:True."), ("1", ".")], days=2),
 )
 def test_the_chart_says_with_which_settings_its_rows_are_estimated(
     client: TestClient, micro_batch: str, settings: str
