@@ -23,6 +23,7 @@ from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.job.tiled_mlp import tiled_mlp_code
 from fsdp_advisor.job.training_task import sequences_per_example
 from fsdp_advisor.model import catalog
+from fsdp_advisor.model.attention import mixes_head_widths
 from fsdp_advisor.model.experts import experts_code
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
 from fsdp_advisor.model.kernels import loops_without, missing_packages, runs_tokens_on_gpu
@@ -268,5 +269,5 @@ def searched_gpu_tape_key(profile: Profile, plan: Plan, gpu: Gpu) -> TapeKey:
     """The key of the tape with the kernels of `gpu`, whatever has been recorded."""
     cpu_key = tape_key_of(plan, profile)
     filled = needs_window(profile, cpu_key, plan)
-    on_gpus = gpu_tape_keys(cpu_key, window_filled=filled, narrow_values=profile.has_narrow_values)
+    on_gpus = gpu_tape_keys(cpu_key, window_filled=filled, mixes_head_widths=mixes_head_widths(profile))
     return gpu_tape_key(cpu_key, gpu.compute_capability, window_filled=filled, recorded=[key.name for key in on_gpus])

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NoSuchAttention, NotPolynomial, NotRecordable
 from fsdp_advisor.hardware import Gpu
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model.attention import mixes_head_widths
 from fsdp_advisor.model.experts import has_long_expert_loop
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
 from fsdp_advisor.model.kernels import has_long_loop, has_loop
@@ -186,7 +187,7 @@ def _keys_to_record(profile: Profile, key: TapeKey, gpu: Gpu | None, *, window_f
     """The keys of the tapes to record with GPU kernels: only those of `gpu`, because each recording takes long, or of every GPU if it
     is None.
     """
-    keys = gpu_tape_keys(key, window_filled=window_filled, narrow_values=profile.has_narrow_values)
+    keys = gpu_tape_keys(key, window_filled=window_filled, mixes_head_widths=mixes_head_widths(profile))
     if gpu is None:
         return keys
     recorded = [each.name for each in keys]

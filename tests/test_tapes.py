@@ -15,6 +15,7 @@ from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model import catalog
+from fsdp_advisor.model.attention import mixes_head_widths
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape_key import TapeKey, TapePrecision
@@ -69,16 +70,24 @@ def test_a_tape_recorded_for_the_gpu_goes_before_that_of_flash(
 
 
 def test_a_filled_window_in_half_precision_needs_a_tape_for_cudnn() -> None:
-    filled = {key.kernel for key in gpu_tape_keys(SDPA, window_filled=True, narrow_values=False)}
+    filled = {key.kernel for key in gpu_tape_keys(SDPA, window_filled=True, mixes_head_widths=False)}
     assert filled == {"default", "cudnn"}
-    assert gpu_tape_keys(SDPA, window_filled=False, narrow_values=False) == (GPU,)
+    assert gpu_tape_keys(SDPA, window_filled=False, mixes_head_widths=False) == (GPU,)
 
 
-def test_values_narrower_than_queries_need_a_tape_for_cudnn() -> None:
-    narrow = {entry.id for entry in catalog.entries() if catalog.profile(entry).has_narrow_values}
-    assert {"deepseek-ai/DeepSeek-V3", "moonshotai/Kimi-K2-Instruct"} <= narrow
-    assert not {"zai-org/GLM-5", "meta-llama/Llama-3.1-8B"} & narrow  # values of GLM-5 are as wide as queries
-    assert gpu_tape_keys(SDPA, window_filled=False, narrow_values=True) == (GPU, CUDNN)
+def test_values_of_another_width_than_queries_need_a_tape_for_cudnn() -> None:
+    assert gpu_tape_keys(SDPA, window_filled=False, mixes_head_widths=True) == (GPU, CUDNN)
+
+
+def test_the_catalog_has_cudnns_tapes_of_all_models_that_mix_head_widths() -> None:
+    """sdpa's flash kernel does not run them, and cuDNN's allocates otherwise than the memory-efficient one."""
+    profiles = [catalog.profile(entry) for entry in catalog.entries() if entry.has_tapes]
+    lacking = [
+        profile.name
+        for profile in profiles
+        if mixes_head_widths(profile) and not any("cudnn" in name for name in profile.tapes)
+    ]
+    assert lacking == []
 
 
 @pytest.mark.parametrize(

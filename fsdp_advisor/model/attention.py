@@ -33,6 +33,23 @@ _WINDOWS_FROM = {
     "qwen2_vl_text": 80, "qwen3": 28, "qwen3_omni_moe_talker_code_predictor": 28,
 }  # fmt: skip
 """Types whose layers have a window from the number `max_window_layers` on, and its default."""
+_LATENT_HEADS: dict[str, tuple[int | None, ...]] = {
+    **dict.fromkeys(
+        (
+            "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text", "kimi_linear", "longcat_flash",
+            "sarvam_mla", "youtu",
+        ),
+        (128, 64, 128),
+    ),
+    **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text"), (192, 64, 256)),
+    **dict.fromkeys(("mistral4", "mistral_large4_text"), (64, 64, 128)),
+    "axk2": (64, 32, 64),
+    "glm5_next_text": (256, 0, 256),
+    "minicpm3": (64, 32, None),
+}  # fmt: skip
+"""Type of a model with latent attention -> `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim` that a configuration leaves open
+(None: the model's width divided by its heads). Source: the configuration classes of transformers 5.24.
+"""
 
 _BIDIRECTIONAL = {
     "albert", "bart", "bert", "big_bird", "bigbird_pegasus", "bros", "camembert", "canine", "convbert", "data2vec-text",
@@ -78,12 +95,37 @@ def head_dim(profile: Profile) -> int:
     With latent attention it is that of queries and keys, which have a part with positions; `head_dim` may be the latent vector's width.
     """
     config = profile.text_config
-    parts = [config.get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
-    if isinstance(parts[0], int) and isinstance(parts[1], int):
-        return parts[0] + parts[1]
+    if (latent := _latent_heads(config)) is not None:
+        return latent[0]
     for name in ("head_dim", "d_kv"):
         if isinstance(own := config.get(name), int):
             return own
+    return _share_of_a_head(config)
+
+
+def mixes_head_widths(profile: Profile) -> bool:
+    """Whether values have another width than queries and keys, as in DeepSeek's latent attention.
+
+    sdpa's flash kernel then does not apply. Source: sdp_utils.cpp, check_head_dim_size_flash.
+    """
+    latent = _latent_heads(profile.text_config)
+    return latent is not None and latent[0] != latent[1]
+
+
+def _latent_heads(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The widths of a head of queries and keys, and of values, in latent attention; None for other attention."""
+    defaults = _LATENT_HEADS.get(config.get("model_type", ""), (None, None, None))
+    stated = (config.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    without_positions, with_positions, values = (
+        width if isinstance(width, int) else default for width, default in zip(stated, defaults, strict=True)
+    )
+    if without_positions is None or with_positions is None:
+        return None
+    return without_positions + with_positions, values or _share_of_a_head(config)
+
+
+def _share_of_a_head(config: Mapping[str, Any]) -> int:
+    """The model's width divided by its heads; 128 if the configuration lacks one of them."""
     width = config.get("hidden_size", config.get("n_embd", config.get("d_model")))
     heads = config.get("num_attention_heads", config.get("n_head", config.get("num_heads", config.get("n_heads"))))
     return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else 128

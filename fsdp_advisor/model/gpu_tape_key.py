@@ -45,13 +45,13 @@ def gpu_tape_key(
     return replace(key, device="gpu", attention="flash_attention_2", batch_is_one=False)
 
 
-def gpu_tape_keys(key: TapeKey, *, window_filled: bool, narrow_values: bool) -> tuple[TapeKey, ...]:
+def gpu_tape_keys(key: TapeKey, *, window_filled: bool, mixes_head_widths: bool) -> tuple[TapeKey, ...]:
     """The keys that `gpu_tape_key` may return for a model outside the catalog. cuDNN's kernel has its own key in compiled code, and where
-    the flash kernel does not apply: with a mask or narrow values (`Profile.has_narrow_values`).
+    the flash kernel does not apply: with a mask, or if the model mixes widths of heads.
     """
     if key.attention != "sdpa":
         return (gpu_tape_key(key),)
     on_gpu = replace(key, device="gpu", window_filled=window_filled)
-    if not (window_filled or narrow_values or key.masks or key.compile != "none") or key.precision == "fp32":
+    if not (window_filled or mixes_head_widths or key.masks or key.compile != "none") or key.precision == "fp32":
         return (on_gpu,)
     return on_gpu, replace(key, device="gpu", kernel="cudnn", window_filled=window_filled)

@@ -355,12 +355,6 @@ class Profile:
         return self.window is not None and seq_len >= self.window
 
     @cached_property
-    def has_narrow_values(self) -> bool:
-        """Whether the values of attention are narrower than queries and keys, as in DeepSeek's latent attention."""
-        heads = [self.text_config.get(f"{part}_head_dim") or 0 for part in ("qk_nope", "qk_rope", "v")]
-        return all(heads) and heads[0] + heads[1] != heads[2]
-
-    @cached_property
     def largest_parameter_elements(self) -> int:
         return max((p.elements for p, _ in self.counted_parameters()), default=0)
 

@@ -23,6 +23,7 @@ from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model.adapted_catalog import PATH, member
+from fsdp_advisor.model.attention import mixes_head_widths
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_keys
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
@@ -92,7 +93,7 @@ def record(model_id: str) -> Iterator[tuple[Adaptation, Profile]]:
         for plan in plans(request, seq_len=seq_len):
             key = tape_key_of(plan, profile)
             filled = not key.masks and profile.fills_window(seq_len)
-            for each in (key, *gpu_tape_keys(key, window_filled=filled, narrow_values=profile.has_narrow_values)):
+            for each in (key, *gpu_tape_keys(key, window_filled=filled, mixes_head_widths=mixes_head_widths(profile))):
                 keys.setdefault(name, {})[each] = None
     for name, adaptation in adaptations.items():
         model = resolve(model_id).adapted(adaptation)

@@ -26,6 +26,7 @@ import yaml
 
 from fsdp_advisor.errors import AdvisorError, NoSuchAttention, NotPolynomial, to_payload
 from fsdp_advisor.job.choices import Attention, default_seq_len
+from fsdp_advisor.model.attention import mixes_head_widths
 from fsdp_advisor.model.catalog import CONFIGS, INDEX, PATH, configurations, find, profile, stored
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_keys
 from fsdp_advisor.model.kernels import has_long_loop
@@ -104,8 +105,8 @@ def usual_keys(profile: Profile) -> tuple[TapeKey, ...]:
     for key in keys:
         one = key.batch_is_one and key.checkpointing == "none"
         lengths = {False, profile.window is not None and profile.fills_window(profile.max_seq_len or profile.window)}
-        narrow = profile.has_narrow_values
-        on_gpu = [k for f in sorted(lengths) for k in gpu_tape_keys(key, window_filled=f, narrow_values=narrow)]
+        mixes = mixes_head_widths(profile)
+        on_gpu = [k for f in sorted(lengths) for k in gpu_tape_keys(key, window_filled=f, mixes_head_widths=mixes)]
         for k in (key, *on_gpu):
             if k.name not in not_polynomial:
                 kept[k] = None

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_advisor import estimate
 from fsdp_advisor.errors import AdvisorError
-from fsdp_advisor.model.attention import has_window, head_dim, is_causal
+from fsdp_advisor.model.attention import has_window, head_dim, is_causal, mixes_head_widths
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 
@@ -84,6 +84,46 @@ def test_embedding_models_see_tokens_on_both_sides() -> None:
 
 def test_heads_of_latent_attention_are_those_of_its_queries() -> None:
     assert head_dim(profile_of("deepseek-ai/DeepSeek-V3")) == 192
+
+
+@pytest.mark.parametrize(
+    ("model", "mixes"),
+    [
+        ("deepseek-ai/DeepSeek-V3", True),
+        ("sarvamai/sarvam-105b", True),  # its configuration leaves the width of values open
+        ("skt/A.X-K1", True),  # and this one all widths
+        ("zai-org/GLM-5", False),  # values are as wide as queries
+        ("meta-llama/Llama-3.1-8B", False),
+    ],
+)
+def test_latent_attention_may_mix_widths_of_heads(model: str, mixes: bool) -> None:
+    assert mixes_head_widths(profile_of(model)) == mixes
+
+
+@pytest.mark.parametrize("value_width", [64, 128])
+def test_narrower_and_wider_values_are_of_another_width(value_width: int) -> None:
+    """sdpa's flash kernel runs neither."""
+    config = {"model_type": "axk2", "v_head_dim": value_width}
+    assert mixes_head_widths(replace(profile_of("gpt2"), config=config))
+
+
+def test_widths_of_latent_heads_are_the_defaults_of_transformers() -> None:
+    """Of each class, if a configuration leaves them open."""
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    model, latent = profile_of("gpt2"), set()
+    for model_type in auto.CONFIG_MAPPING_NAMES:
+        kind = auto.CONFIG_MAPPING[model_type]
+        if "qk_nope_head_dim" not in {field.name for field in fields(kind)}:
+            continue
+        latent.add(model_type)
+        full = kind().to_dict()
+        width = full["qk_nope_head_dim"] + full["qk_rope_head_dim"]
+        profile = replace(model, config={"model_type": model_type})
+        assert head_dim(profile) == width, model_type
+        sizes = {"hidden_size": full["hidden_size"], "num_attention_heads": full["num_attention_heads"]}
+        profile = replace(model, config={"model_type": model_type, **sizes})
+        assert mixes_head_widths(profile) == (width != full["v_head_dim"]), model_type
+    assert latent >= {"deepseek_v3", "kimi_linear", "minicpm3"}
 
 
 def test_heads_too_wide_for_flash_attention_2_are_refused() -> None:
