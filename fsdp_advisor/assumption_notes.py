@@ -48,27 +48,28 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
         usual = usual_gpus_per_node(gpu)
         divides = "" if request.gpus % usual == 0 else f", and {request.gpus} are not a multiple of {usual}"
         notes.append(
-            f"{request.nnodes} nodes of {per_node} are assumed, because {gpu.name} usually has {usual} per node{divides}; nnodes changes it"
+            f"{request.nnodes} nodes of {per_node} are assumed, because {gpu.name} usually has {usual} per node{divides}; "
+            "--nnodes changes it"
         )
     if "precision" in request.assumed:
         notes.append(f"precision {request.precision} is assumed, because {gpu.name} does not compute in bf16")
     if "activation_checkpointing" in request.assumed:
         notes.append(
-            f"{FRAMEWORK_NAMES[request.framework]} checkpoints activations unless activation_checkpointing is none"
+            f"{FRAMEWORK_NAMES[request.framework]} checkpoints activations unless --activation-checkpointing is none"
         )
     if "allocator_conf" in request.assumed:
         notes.append(
             f"{FRAMEWORK_NAMES[request.framework]}'s launcher sets PYTORCH_ALLOC_CONF={request.allocator_conf}; for a run without it"
-            f" set allocator_conf to {FIXED_SEGMENTS}"
+            f" add --allocator-conf {FIXED_SEGMENTS}"
         )
     if FRAMEWORKS[request.framework].captures_graphs and not request.cuda_graphs:
         notes.append(
             f"no CUDA graph is assumed, as with --training.disable_cuda_graphs. By default {FRAMEWORK_NAMES[request.framework]} 0.3"
-            " captures forward and backward in one and keeps gradients from step to step; cuda_graphs estimates this"
+            " captures forward and backward in one and keeps gradients from step to step; --cuda-graphs estimates this"
         )
     if "bnb_4bit_quant_storage" in request.assumed:
         notes.append(
-            f"the weights in 4 bits are stored as {request.bnb_4bit_quant_storage}, which FSDP shards; bnb_4bit_quant_storage changes it"
+            f"the weights in 4 bits are stored as {request.bnb_4bit_quant_storage}, which FSDP shards; --bnb-4bit-quant-storage changes it"
         )
     if chosen := [f"{name} {getattr(request, name)}" for name in SETTINGS if name in request.assumed]:
         notes.append(
@@ -93,7 +94,9 @@ def backend_notes(request: EstimateRequest, plans: Iterable[Plan]) -> list[str]:
     if limit is None:
         is_local = request.state_dict_type == "local"
         return ["FSDP1 is assumed, because FSDP2 has no local state dicts"] if is_local else []
-    return [f"FSDP1 is assumed, because {limit.reason}; another optim, such as adamw_torch_8bit, runs with FSDP2"]
+    return [
+        f"FSDP1 is assumed, because {limit.reason}; another optimizer, such as --optim adamw_torch_8bit, runs with FSDP2"
+    ]
 
 
 FP32_AROUND_PACKED = (
@@ -111,10 +114,10 @@ def _dtype_notes(request: EstimateRequest, *, is_packed: bool) -> list[str]:
         stored = f"the frozen base is stored in {request.dtype}"
         if FRAMEWORKS[request.framework].loads_fp32:
             name = FRAMEWORK_NAMES[request.framework]
-            return [f"{stored}, for which {name} needs dtype {request.dtype}; without it {name} loads fp32"]
+            return [f"{stored}, for which {name} needs --dtype {request.dtype}; without it {name} loads fp32"]
         if request.dtype == "float16":
-            return [f"{stored}, which must be asked for when it is loaded; dtype float32 doubles it"]
-        return [f"{stored}, as transformers loads most checkpoints; dtype float32 doubles it"]
+            return [f"{stored}, which must be asked for when it is loaded; --dtype float32 doubles it"]
+        return [f"{stored}, as transformers loads most checkpoints; --dtype float32 doubles it"]
     if request.dtype != "auto" or is_packed or not adaptation_of(request).peft:
         return []
     if not stores_frozen_base_in_fp32(request):
@@ -125,7 +128,7 @@ def _dtype_notes(request: EstimateRequest, *, is_packed: bool) -> list[str]:
         why = "because FSDP1 flattens one dtype, which is that of adapters"
     else:
         why = f"as {request.precision} has it"
-    return [f"the frozen base is stored in fp32, {why}; dtype {half_dtype(request.precision)} halves it"]
+    return [f"the frozen base is stored in fp32, {why}; --dtype {half_dtype(request.precision)} halves it"]
 
 
 def batch_notes(request: EstimateRequest) -> list[str]:
@@ -183,7 +186,7 @@ def unquantized_notes(request: EstimateRequest, profile: Profile | None) -> list
         return []
     return [
         "no layer of the base is quantized: transformers quantizes modules of the type nn.Linear alone, and this model has linear layers of"
-        " a type of its own; LoRA without load_in_4bit and load_in_8bit needs less memory"
+        " a type of its own; LoRA without --load-in-4bit and --load-in-8bit needs less memory"
     ]
 
 
@@ -221,7 +224,7 @@ def adapted_expert_notes(profile: Profile | None) -> list[str]:
     else:
         notes.append(
             f"the experts, {experts / base:.0%} of the base, have no adapters, because they are 3-D parameters and not linear layers; "
-            "lora_target_parameters adds them by name"
+            "--lora-target-parameters adds them by name"
         )
     return notes
 

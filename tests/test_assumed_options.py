@@ -138,12 +138,12 @@ def test_a_frozen_base_is_stored_as_its_framework_loads_it(
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        ({}, "stored in bfloat16, as transformers loads most checkpoints; dtype float32 doubles it"),
-        ({"framework": "trl"}, "stored in fp32, as TRL loads it; dtype bfloat16 halves it"),
-        ({"backend": "fsdp1"}, "stored in fp32, because FSDP1 flattens one dtype, which is that of adapters; dtype bfloat16 halves it"),
+        ({}, "stored in bfloat16, as transformers loads most checkpoints; --dtype float32 doubles it"),
+        ({"framework": "trl"}, "stored in fp32, as TRL loads it; --dtype bfloat16 halves it"),
+        ({"backend": "fsdp1"}, "stored in fp32, because FSDP1 flattens one dtype, which is that of adapters; --dtype bfloat16 halves it"),
         ({"dtype": "bfloat16"}, ""),
         ({"load_in_8bit": True}, ""),
-        ({"gpu": "T4"}, "stored in float16, which must be asked for when it is loaded; dtype float32 doubles it"),
+        ({"gpu": "T4"}, "stored in float16, which must be asked for when it is loaded; --dtype float32 doubles it"),
         ({"gpu": "T4", "lora_modules_to_save": "lm_head"}, ""),
         ({"use_peft": False}, ""),
     ],

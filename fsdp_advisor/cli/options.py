@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import get_terminal_size
+from textwrap import wrap
 from typing import Annotated, Any, NoReturn
 
 from fsdp_advisor.cli.output import Destination, Format
@@ -203,6 +204,8 @@ def _help_text(field: Field, searched: Sequence[str]) -> str:
         text += (". Possible: " if ";" in text or ":" in text else ": ") + ", ".join(field.choices)
     if field.required:
         return f"{text} [required]"
+    if field.kind is bool and field.default is True:
+        return f"{text} [default: yes; {dashed(f'no_{field.name}')} switches it off]"
     default = "searched" if field.name in searched else field.rule.default
     if default is None and field.kind is not bool and field.default not in (None, ()):
         default = str(field.default)
@@ -215,6 +218,13 @@ def _metavar(field: Field) -> str:
     return "N" if field.kind in (int, float) else "NAME" if field.choices else "TEXT"
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Wraps help texts at blanks, so that names of options stay whole."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
     width = min(get_terminal_size().columns, MAX_HELP_WIDTH)
-    return argparse.HelpFormatter(prog, max_help_position=28, width=max(width - 2, 40))
+    return _HelpFormatter(prog, max_help_position=28, width=max(width - 2, 40))

@@ -70,6 +70,8 @@ def not_modelled(profile: Profile, plan: Plan) -> list[str]:
     notes = ["evaluation: sequences of other lengths than those of training, and the time that it takes"]
     if plan.evaluation.kept_batches:
         if not any(logits_per_batch(profile, 1)):
-            notes.append("evaluation: outputs other than logits over a vocabulary, which the Trainer keeps too")
+            notes.append(
+                "evaluation: memory of outputs that are not logits over a vocabulary; the Trainer keeps these too"
+            )
         notes.append("evaluation: host memory of the logits, and the effect of preprocess_logits_for_metrics on them")
     return notes

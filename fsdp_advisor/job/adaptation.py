@@ -222,7 +222,7 @@ def _peft_config(request: EstimateRequest) -> dict[str, Any]:
         return {k: v for k, v in values.items() if k not in dropped and v is not None}
     if not request.use_peft:
         if described:
-            raise UsageError(f"{described[0]} describes an adapter, and the job has none", hint="add --use-peft")
+            raise UsageError(f"{described[0]} needs adapters", hint="add --use-peft")
         return {}
     config = {"peft_type": "LORA"} | {keyword: getattr(request, option) for keyword, option in LORA_OPTIONS.items()}
     config |= {keyword: names(config[keyword]) for keyword in LORA_LISTS}

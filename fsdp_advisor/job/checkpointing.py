@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-CHECKPOINTING_EXAMPLE = "none, full, reentrant, selective or every-2"
+CHECKPOINTING_EXAMPLE = "none, full, reentrant, selective or every-N (such as every-2)"
 SYNONYMS = {
     "true": "full", "yes": "full", "on": "full", "false": "none", "no": "none", "off": "none", "op": "selective",
 }  # fmt: skip

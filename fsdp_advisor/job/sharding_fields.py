@@ -83,7 +83,7 @@ ForwardPrefetch = Annotated[
 UseOrigParams = Annotated[
     bool,
     rule(
-        "the use_orig_params of FSDP1: the optimizer steps the original parameters; without it, one flat parameter per "
+        "whether the optimizer steps the original parameters (FSDP1's use_orig_params); without it, one flat parameter per "
         "unit, which must be trained as a whole or not at all",
         default="yes",
     ),
@@ -102,7 +102,7 @@ ReshardAfterForward = Annotated[
 ZeroBuckets = Annotated[
     str | None,
     rule(
-        "DeepSpeed's sizes in elements, by the keys of zero_optimization: reduce_bucket_size=200000000,sub_group_size=100000000",
+        "DeepSpeed's sizes in elements, by the keys of zero_optimization: reduce_bucket_size=2e8,sub_group_size=1e8",
         metavar="SIZES",
         default='DeepSpeed\'s defaults; those for "auto" with accelerate and the Trainer',
         max_length=512,

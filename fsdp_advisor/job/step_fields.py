@@ -143,7 +143,7 @@ MemoryBudget = Annotated[
     float,
     rule(
         "part of the activations of compiled layers that the compiler may keep for backward "
-        "(torch._functorch.config.activation_memory_budget): 1 keeps what saves most time, 0 only the layers' inputs",
+        "(activation_memory_budget in torch._functorch.config): 1 keeps what saves most time, 0 only the layers' inputs",
         ge=0,
         le=1,
     ),
@@ -151,7 +151,7 @@ MemoryBudget = Annotated[
 CudaGraphs = Annotated[
     bool,
     rule(
-        "torchtitan captures forward and backward as a CUDA graph, as 0.3 does unless --training.disable_cuda_graphs is given; "
+        "capture forward and backward as a CUDA graph, as torchtitan 0.3 does unless --training.disable_cuda_graphs is given; "
         "gradients then stay from step to step"
     ),
 ]
@@ -220,7 +220,7 @@ Task = Annotated[
     ),
 ]
 PrecomputeRefLogProbs = Annotated[
-    bool, rule("dpo and kto: compute the reference's log-probabilities before training, so that no step needs it")
+    bool, rule("compute the reference's log-probabilities before training (dpo, kto), so that no step needs it")
 ]
 RouterAuxLossCoef = Annotated[
     float | None,

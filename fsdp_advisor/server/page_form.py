@@ -28,7 +28,7 @@ _HELP = {
     "reshard_after_forward": "Whether FSDP frees gathered parameters after forward; a number shards them over these ranks (FSDP2)",
     "compile": "What torch.compile compiles",
     "memory_budget": "The part of compiled layers' activations that is kept for backward, 0 to 1",
-    "cuda_graphs": "Whether torchtitan captures forward and backward as a CUDA graph; gradients then stay from step to step",
+    "cuda_graphs": "Capture forward and backward as a CUDA graph (torchtitan); gradients then stay from step to step",
     "tiled_mlp": "Shards of the sequence in which feed-forward networks run: auto, none or a number",
     "fp8": "torchao's recipe for products of linear layers in fp8",
     "lora_kernels": "Parts whose adapters run in axolotl's kernels: auto, none, or some of mlp,qkv,o,embedding",

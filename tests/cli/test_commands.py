@@ -7,15 +7,18 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from fsdp_advisor.cli import main
-from fsdp_advisor.cli.app import COMMANDS
+from fsdp_advisor.cli.app import COMMANDS, Command
 from fsdp_advisor.errors import NotRecordable
+from fsdp_advisor.job.choices import TrainingTask
 from fsdp_advisor.job.fields import dashed, fields_of
+from fsdp_advisor.job.frameworks import FRAMEWORK_NAMES
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.resolved import Resolved
@@ -392,6 +395,23 @@ def test_help_of_every_command_fits_80_columns(command: str, cli: Callable[..., 
         assert ran.out.startswith(f"usage: fsdp-advisor {command} ")
         assert max(map(len, ran.out.splitlines())) <= columns or columns < 80
     assert cli(*command.split(), "-h", columns=80) == ran
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_help_texts_begin_with_a_word_and_have_no_word_longer_than_a_line(command: Command) -> None:
+    kinds = [getattr(import_module(f"fsdp_advisor.cli.{command.module}"), command.options), command.request]
+    names = {*get_args(TrainingTask), *(name for name in FRAMEWORK_NAMES.values() if name.islower())}
+    for field in (field for kind in kinds if kind is not None for field in fields_of(kind).values()):
+        first, *rest = field.rule.about.removeprefix("the ").split()
+        assert re.fullmatch(r"[A-Za-z]+(?:[-'][a-z]+)*[,:]?", first) and first.rstrip(",:") not in names, (
+            field.rule.about
+        )
+        assert max(map(len, rest), default=0) <= 50, field.rule.about  # the width of the texts on 80 columns
+
+
+def test_help_says_how_to_switch_off_a_flag(cli: Callable[..., Any]) -> None:
+    assert "[default: yes; --no-use-orig-params switches it off]" in " ".join(cli("estimate", "--help").out.split())
+    assert "[default: yes; --no-predict switches it off]" in " ".join(cli("rehearse", "--help").out.split())
 
 
 def test_help_lists_every_option_of_the_contract(cli: Callable[..., Any]) -> None:

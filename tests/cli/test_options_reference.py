@@ -29,6 +29,8 @@ WIDTH = 120
 def _default(field: Field) -> str:
     if field.required:
         return "required"
+    if field.kind is bool and field.default is True:
+        return f"default: yes; `{dashed(f'no_{field.name}')}` switches it off"
     if field.rule.default is not None:
         return f"default: {field.rule.default}"
     if field.kind is bool:

@@ -26,7 +26,7 @@ def test_patterns_are_read_from_text_and_lists(given: object) -> None:
 
 @pytest.mark.parametrize("rank", [16, 8])
 def test_a_rank_without_an_adapter_is_refused_also_at_its_default(rank: int) -> None:
-    with pytest.raises(UsageError, match="lora_r describes an adapter, and the job has none"):
+    with pytest.raises(UsageError, match="lora_r needs adapters"):
         adaptation_of(make_request({"model": "gpt2", "lora_r": rank}))
 
 

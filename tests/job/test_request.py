@@ -182,7 +182,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"activation_checkpointing": "every-0"},
-        "activation_checkpointing must be none, full, reentrant, selective or every-2, not every-0",
+        "activation_checkpointing must be none, full, reentrant, selective or every-N (such as every-2), not every-0",
         "it is the layers that backward recomputes",
     ),
     (
