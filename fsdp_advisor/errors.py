@@ -101,7 +101,7 @@ class NotRecordable(AdvisorError):
 
 
 class NotPolynomial(NotRecordable):
-    """The model's sizes are no polynomials in batch size and sequence length, or its order of allocations depends on them."""
+    """The sizes are not polynomials in batch size and sequence length, or the order of allocations depends on them."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, hint="such a model is recorded for one micro-batch and sequence length at a time")

@@ -204,7 +204,8 @@ def _with_step(
     searched: bool,
 ) -> StrategyEstimate:
     """The whole row of a plan: `_base_row`, tensors, allocator, verdict and time. `selected`: the tape of the plan's code path and its
-    key; `step` has the same tape with the kernels of the GPU. `searched`: see `estimate_plan`.
+    key; `step` has the same tape with the kernels of the GPU. `searched`: it is a plan of a search, for which no step
+    on a CPU is recorded.
     """
     profile, on_gpu, plan, gpu = step.profile, step.tape, step.plan, step.gpu
     key = selected.key

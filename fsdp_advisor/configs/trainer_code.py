@@ -44,7 +44,7 @@ def read(file: str, tree: ast.Module) -> Collector | None:
     used = next((trainer_class for trainer_class in _TRAINERS if trainer_class in nodes), None)
     if used is not None:
         keys |= {key: value for key, value in calls[used].items() if key in _OF_A_TRAINER}
-        if name in _ARGUMENTS:  # TRL takes over their values, not its own defaults
+        if name in _ARGUMENTS:  # TRL copies all their values, also defaults, into its configuration
             keys = {"bf16": False, "gradient_checkpointing": False, **keys}
     task = _OF_TRL.get(name, _TRAINERS.get(used or ""))
     found = trainer.read(file, keys, trl=task is not None, task=task)

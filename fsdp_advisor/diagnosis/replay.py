@@ -44,8 +44,9 @@ class Live:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive:
-    """The storages that are alive just before event `at` (the length of the trace means at the dump), and the allocator's reserved
-    bytes.
+    """The storages that are alive just before event `at`, and the allocator's reserved bytes.
+
+    `at`: the index of an event; the length of the trace means the moment of the dump.
     """
 
     at: int

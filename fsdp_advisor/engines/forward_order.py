@@ -25,7 +25,9 @@ class ForwardOrder:
         self._units.append(unit)
 
     def pop_target(self, unit: UnitId) -> UnitId | None:
-        """The unit whose forward ended before the last forward of `unit`, whose backward begins; None if its own backward has begun."""
+        """The unit whose forward ended just before the last forward of `unit`, whose backward begins. None if `unit` ran first or if that
+        earlier unit's backward has begun.
+        """
         if not self._indices[unit]:
             return None
         before = self._indices[unit].pop() - 1

@@ -112,7 +112,7 @@ def _unrecorded(plan: Plan, request: EstimateRequest, model: Resolved) -> Job:
     gpu, _ = gpu_of(request)
     adaptation = launched(request).on_checkpoint(model.packed)
     if adaptation.method == "LORA" and not adaptation.names_modules:
-        # known once it is recorded
+        # PEFT's default modules are known only after a recording
         adaptation = replace(adaptation, peft={**adaptation.peft, "target_modules": ["PEFT's"]})
     profile = model.profile
     return Job(

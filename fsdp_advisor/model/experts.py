@@ -29,7 +29,7 @@ Source: transformers 5.23, conversion_mapping.py, _build_checkpoint_conversion_m
 
 
 def are_copied(profile: Profile, parameter: Parameter) -> bool:
-    """Whether a parameter holds all experts of a layer, as a tensor that the checkpoint does not have."""
+    """Whether transformers makes this stacked tensor of experts while loading, because the checkpoint has them in another form."""
     return parameter.role == "expert" and len(parameter.shape) == 3 and profile.config.get("model_type") in COPIED
 
 

@@ -317,7 +317,7 @@ class Profile:
     def experts(self) -> int | None:
         """The number of experts of a layer; None for a model without experts.
 
-        transformers stacks their weights on dim 0, for DBRX the rows of these weights.
+        The weights are stacked on dim 0. DBRX stacks their rows, so its count comes from the configuration.
         """
         if isinstance(dbrx := self.config.get("ffn_config"), dict) and "moe_num_experts" in dbrx:
             return int(dbrx["moe_num_experts"])

@@ -34,9 +34,8 @@ FLATTENED_PATCHES = 2048
 def batch_of_task(task: str, config: Any, names: Collection[str], b: int, t: int) -> Batch:
     """Inputs and labels of one micro-batch, on the current default device. `names`: the parameters of the model's forward."""
     match task:
-        case "image-classification" if {"input_ids", "pixel_values"} <= set(
-            names
-        ):  # ShieldGemma 2 answers yes or no to a text
+        # ShieldGemma 2 answers yes or no to a text
+        case "image-classification" if {"input_ids", "pixel_values"} <= set(names):
             return {"input_ids": _tokens(b, t), "labels": _tokens(b, t)}
         case "image-classification":
             return {**_image(config, names, b), "labels": _labels(b)}

@@ -10,7 +10,7 @@ from fsdp_advisor.render.view import ReportView, RowView
 
 
 def strategy_bars(view: ReportView, chosen: RowView) -> list[Bar]:
-    """A bar per row."""
+    """A bar per row. `chosen`: the row of the view whose bar is marked."""
     return [
         Bar(
             label=row.label,

@@ -26,7 +26,7 @@ from fsdp_advisor.program.storages import NO_STORAGES, Storages
 class AdamW(Elementwise):
     """AdamW: two moments in the parameter's dtype, and a step count. DeepSpeedCPUAdam's moments have the masters' dtype.
 
-    `step_count`: the step count on the GPU.
+    `step_count`: storages of the step count on the GPU.
     """
 
     step_count: Storages

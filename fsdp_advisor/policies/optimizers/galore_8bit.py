@@ -67,7 +67,7 @@ class Galore8bit(Galore):
         variables.drop("full_rank_grad", "data", "scaled")
 
     def step_bytes(self, parameter: Parameter, element_bytes: int) -> int:
-        """Bytes of a step that reuses the projection: projects the gradient, and steps the projected tensor."""
+        """Bytes that a step reads and writes if it reuses the projection: it projects the gradient and steps the projected tensor."""
         if not self.projects(parameter):
             return ADAMW_8BIT.step_bytes(parameter, element_bytes)
         low = Parameter(parameter.name, (self.rank_of(parameter.shape), max(parameter.shape)))

@@ -28,7 +28,7 @@ def _schedule_free(name: OptimizerName, cls: str, *, moments: int, temporaries: 
     )
 
 
-_SGD_PASSES = 9  # w towards z, w, z: 3 tensors each
+_SGD_PASSES = 9  # three updates (w towards z, then w, then z); each reads or writes 3 tensors
 _ADAM_PASSES = _SGD_PASSES + 14  # v (2 + 3), its root (2 + 2 + 2), the gradient (3)
 
 ADAMW = _schedule_free("schedule_free_adamw", "AdamWScheduleFree", moments=2, temporaries=1, passes=_ADAM_PASSES)

@@ -47,7 +47,10 @@ _UNSEEN = Fill(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorPoint:
-    """One run: its error (predicted / measured - 1), whether it is held out to judge the model, and the caveats of its estimate."""
+    """One run: its error (predicted / measured - 1), and the caveats of its estimate.
+
+    `judges`: no constant was chosen on its source.
+    """
 
     label: str
     error_percent: float
