@@ -97,16 +97,21 @@ class UnitHooks:
         if events.phase == "backward":
             if hooked.is_within_layer:
                 events.mark(Op.POST_FORWARD, hooked.mark)
+                if self._flat is not None and self._key.checkpointing == "reentrant":
+                    self._watch_output(output)  # the first forward, without a graph, had no hooks
             return None
         if hooked.is_root and self._key.autocasts_fsdp1:
             output = cast_floating(output, torch.float32)
         events.mark(Op.POST_FORWARD, hooked.mark)
         if self._ends_stack:
             events.begin(events.forward_phase, ROOT, hooked.stack + 1)
+        self._watch_output(output)
+        return output
+
+    def _watch_output(self, output: Any) -> None:
         for leaf in tree_iter(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._begin_backward)
-        return output
 
     def _begin_backward(self, grad: torch.Tensor) -> None:
         """Begin the backward with the first gradient of an output."""

@@ -62,8 +62,8 @@ def units_to_record(source: Source, profile: Profile, key: TapeKey) -> Units | N
     """The units of the key's wrap policy; None for a unit per layer.
 
     Raises NotRecordable if PyTorch's own policy selects other modules. It also does if units are within checkpointed layers and it is not
-    modelled how a recomputation gathers them: adapters if not all layers are checkpointed, other units under FSDP1 and in reentrant
-    checkpoints.
+    modelled how a recomputation gathers them: adapters if not all layers are checkpointed as a whole, other units under FSDP1 and in
+    reentrant checkpoints.
     """
     policy = wrap_policy(key.wrap)
     if policy is None:
@@ -71,13 +71,13 @@ def units_to_record(source: Source, profile: Profile, key: TapeKey) -> Units | N
     units = units_of(profile, key.wrap)
     of_adapters = policy.kind in ("peft", "lora")
     by_fsdp2 = key.engine == "fsdp2" and key.checkpointing != "reentrant"
-    modelled = key.checkpointing == "full" if of_adapters else by_fsdp2
+    modelled = key.checkpointing in ("full", "reentrant") if of_adapters else by_fsdp2
     if key.checkpointing != "none" and units.modules and not modelled:
         by = "the Trainer" if policy.kind == "peft" else "axolotl"
         units_within = f"{by} makes FSDP units of the adapters" if of_adapters else f"--wrap {key.wrap} makes units"
         raise NotRecordable(
             f"{units_within} within checkpointed layers, whose recomputation is not modelled",
-            hint="use --activation-checkpointing none"
+            hint="use --activation-checkpointing full, reentrant or none"
             if of_adapters
             else "use --wrap layer, --activation-checkpointing none, or --backend fsdp2 with other than reentrant checkpoints",
         )

@@ -63,6 +63,8 @@ ADAPTERS: tuple[dict[str, str], ...] = (
 MORE_ADAPTERS: tuple[dict[str, str], ...] = (
     {"model_type": "mistral", "gradient_accumulation_steps": "3", "activation_checkpointing": "full"},
     {"precision": "bf16", "activation_checkpointing": "full"},
+    {"activation_checkpointing": "reentrant", "lora_r": "64", "gradient_accumulation_steps": "2"},
+    {"use_orig_params": "false", "precision": "bf16", "activation_checkpointing": "reentrant"},
     {"model_type": "qwen3", "lora_dropout": "0.1", "gpus": "2"},
     {"lora_modules_to_save": "lm_head"},
     {"dtype": "bfloat16", "gradient_accumulation_steps": "2"},
@@ -200,14 +202,20 @@ WITH_UINT8 = {**QLORA, "bnb_4bit_quant_storage": "uint8"}
 @pytest.mark.parametrize(
     "case",
     taken(
-        [{**WITH_UINT8, "framework": "trl"}],
+        [
+            {**WITH_UINT8, "framework": "trl"},
+            {**QLORA, "framework": "trl", "backend": "fsdp1", "activation_checkpointing": "reentrant"},
+        ],
         [
             {**WITH_UINT8, "framework": "accelerate"},
             {**WITH_UINT8, "framework": "trainer", "activation_checkpointing": "full"},
             {**QLORA, "framework": "trl", "dtype": "bfloat16"},
             {**QLORA, "framework": "trl", "backend": "fsdp1"},
             {"use_peft": "true", "framework": "trl", "dtype": "bfloat16"},
+            {**QLORA, "framework": "axolotl", "backend": "fsdp1", "activation_checkpointing": "reentrant"},
+            {**QLORA, "framework": "trainer", "activation_checkpointing": "reentrant"},
         ],
+        days=2,
     ),
     ids=str,
 )
@@ -223,6 +231,7 @@ def test_quantized_bases_equal_accelerates_and_trls_steps(case: dict[str, str], 
 OF_AXOLOTL: tuple[dict[str, str], ...] = (
     {},
     {**QLORA, "activation_checkpointing": "full"},
+    {**QLORA, "activation_checkpointing": "reentrant", "strategy": "zero2", "gradient_accumulation_steps": "2"},
 )
 AXOLOTLS_DORA = {"use_peft": "true", "use_dora": "true", "dtype": "bfloat16", "lora_target_modules": "all-linear"}
 MORE_OF_AXOLOTL: tuple[dict[str, str], ...] = (

@@ -66,6 +66,7 @@ class Fsdp1Step(StepHooks):
         self._prefetched: set[UnitId] = set()  # gathered in advance
         self._forward_order = ForwardOrder()
         self._ran_in_layer: set[UnitId] = set()  # units within the current layer that have run
+        self._recomputed: set[UnitId] = set()  # units within checkpointed layers whose recomputation is over
         self._targets: dict[UnitId, UnitId | None] = {}  # the unit to prefetch after a unit's backward
         self._unsharded: defaultdict[UnitId, list[tuple[BufferId, BufferId]]] = defaultdict(list)
         self._unreduced: defaultdict[UnitId, deque[list[BufferId]]] = defaultdict(deque)  # reduction is deferred
@@ -94,6 +95,7 @@ class Fsdp1Step(StepHooks):
         self._reduces = is_last or not self._plan.defers_reduction
         self._repeated = False
         self._forward_order.clear()
+        self._recomputed.clear()
 
     def begin_forward(self, *, with_gradients: bool, repeated: bool) -> None:
         self._repeated = repeated
@@ -151,6 +153,7 @@ class Fsdp1Step(StepHooks):
         if unit in self._units and self._reshard and not self._uploads_whole:
             self._free(step, unit)
             self._prefetched.discard(unit)
+            self._recomputed.add(unit)
 
     def pre_backward(self, step: StepBuilder, unit: UnitId) -> None:
         if unit not in self._units:
@@ -165,13 +168,20 @@ class Fsdp1Step(StepHooks):
             self._prefetched.discard(unit)
             self._wait(step, unit)
         target = self._forward_order.pop_target(unit)
-        if target in self._prefetched:
-            target = None  # it is already gathered
+        if target in self._prefetched or self._awaits_recomputation(target):
+            target = None
         self._targets[unit] = target
         if target is not None and self._plan.backward_prefetch == "pre":
             self._prefetched.add(target)
             self._unshard(step, target, "with next compute")
         self._free_frozen(step)
+
+    def _awaits_recomputation(self, unit: UnitId | None) -> bool:
+        """Whether the unit's next forward is in a reentrant checkpoint. Only then does it get a backward, for which it can be prefetched
+        (`_needs_pre_backward_unshard`).
+        """
+        within = unit is not None and unit.part != WHOLE and not unit.is_outside_layers
+        return within and self._plan.checkpointing == "reentrant" and unit not in self._recomputed
 
     def layer_done(self, step: StepBuilder, unit: UnitId) -> None:
         """Remember a frozen layer: the hook that frees it runs after the next layer's hook before backward, on the same tensor."""
