@@ -18,6 +18,7 @@ from fsdp_advisor.engines.reference import copy_warnings, gathered_bytes
 from fsdp_advisor.engines.registry import not_modelled, states_of
 from fsdp_advisor.engines.rollouts import batch_warnings
 from fsdp_advisor.engines.textbook import backend_states, textbook_states, whole_parameter_bytes
+from fsdp_advisor.engines.transfer import LoadMethod
 from fsdp_advisor.engines.units_summary import (
     dtype_warnings,
     packed_warnings,
@@ -214,9 +215,8 @@ def _with_step(
     evaluated = None if evaluation is None else evaluation_bytes(step, evaluation)
     peaks = StepPeaks(steady=tensors, first=step.first_peak, evaluation_bytes=evaluated)
     base, job = _base_row(profile, on_gpu, plan, limits, peaks)
-    simulate = partial(allocator_result, step, conf=conf, overhead=limits.overhead, loading=job.load_method)
-    allocator = simulate()
-    evaluating = None if evaluation is None else simulate(evaluation=evaluation)
+    allocator = _simulated(step, None, conf, limits, job.load_method)
+    evaluating = None if evaluation is None else _simulated(step, evaluation, conf, limits, job.load_method)
     verdict = _verdict(
         limits,
         conf,
@@ -250,6 +250,19 @@ def _with_step(
         simulate_peak=partial(_simulated_peak_bytes, model, selected, plan, gpu, searched),
         replay_timeline=partial(timeline_of_step, profile, on_gpu, plan),
     )
+
+
+def _simulated(
+    step: StepInput, evaluation: StepInput | None, conf: AllocatorConf, limits: Limits, loading: LoadMethod
+) -> AllocatorResult:
+    """The allocator's result, and whether expandable segments help a job that does not fit or retries because of fragmentation alone."""
+    gpu, overhead = limits.gpu, limits.overhead
+    simulate = partial(allocator_result, step, evaluation=evaluation, overhead=overhead, loading=loading)
+    found = simulate(conf=conf)
+    tensors_fit = found.allocated_peak_bytes <= gpu.memory_bytes - overhead.middle_bytes
+    if found.verdict == "fits" or not tensors_fit or conf.expandable_segments or not gpu.uses_torch_cuda:
+        return found
+    return found.compared_with(simulate(conf=replace(conf, expandable_segments=True)))
 
 
 def _verdict(

@@ -124,14 +124,12 @@ def allocator_result(
 
     `evaluation`: the input of an evaluation between two steps. `workspace_bytes`: of cuBLAS; by default those of the GPU.
     """
-    result = simulate_allocator(
+    return simulate_allocator(
         _operations(step, evaluation, loading, workspace_bytes),
         conf=conf,
         limit_bytes=step.gpu.memory_bytes - overhead.middle_bytes,
         device_bytes=step.gpu.memory_bytes,
     )
-    # other devices have no setting for expandable segments
-    return result if step.gpu.uses_torch_cuda else replace(result, expandable_segments_help=None)
 
 
 @remembered

@@ -15,7 +15,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
 from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.model.profile import Profile
-from fsdp_advisor.step_figures import tensor_bytes
+from fsdp_advisor.step_figures import allocator_result, tensor_bytes
 
 JOBS: dict[str, dict[str, Any]] = {
     "free batch": {"model": GPT2, "gpus": 2, "gpu": "24GiB", "seq_len": 512, "offload": "none"},
@@ -186,6 +186,16 @@ def test_expandable_segments_are_used_only_if_fragmentation_decides() -> None:
     assert without is not None and without > helped.available_bytes
     assert helped.fits and helped.environment == {"PYTORCH_ALLOC_CONF": EXPANDABLE_SEGMENTS}
     assert plain.fits and plain.environment == {}
+
+
+def test_expandable_segments_are_simulated_once() -> None:
+    """For the row without them, which says whether they help, and for the candidate with them."""
+    search = search_of(model="TinyLlama/TinyLlama-1.1B-Chat-v1.0", gpus=4, gpu="25GiB", offload="none")
+    (choice,) = (choice for choice in search.choices if choice.label == "ZeRO-2 (deepspeed), checkpointing")
+    allocator_result.cache_clear()
+    assert search.candidate(choice, 15).environment
+    runs = allocator_result.cache_info()
+    assert (runs.misses, runs.hits) == (2, 1)
 
 
 @pytest.mark.parametrize("tokens", [4096, 9216])

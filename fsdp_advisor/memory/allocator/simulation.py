@@ -24,6 +24,7 @@ RETRYING_STEPS = 4
 """After this number of consecutive steps with retries, every step is assumed to retry."""
 
 Verdict = Literal["fits", "fits_with_retries", "does_not_fit"]
+_RANK: dict[Verdict, int] = {"fits": 0, "fits_with_retries": 1, "does_not_fit": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,10 @@ class AllocatorResult:
     steps_until_steady: int | None = None
     expandable_segments_help: bool | None = None
 
+    def compared_with(self, expandable: AllocatorResult) -> AllocatorResult:
+        """The result, with `expandable_segments_help` filled from that with expandable segments."""
+        return replace(self, expandable_segments_help=_RANK[expandable.verdict] < _RANK[self.verdict])
+
     def as_dict(self) -> dict[str, Any]:
         """The JSON object: the result apart from the peaks, which are keys of the row."""
         return {name: getattr(self, name) for name in ("verdict", "expandable_segments_help", "steps_until_steady")}
@@ -63,45 +68,21 @@ def simulate_allocator(
     `limit_bytes`: memory that the driver has for segments (None: no limit). `device_bytes`: the device's whole memory (default:
     the limit).
     """
-    roomy = _Run(operations, conf)
-    within = _run_within(roomy, limit_bytes, device_bytes)
-    verdict = within.verdict if within else "does_not_fit"
-    run = roomy if within is None or verdict == "does_not_fit" else within
-    helps = None
-    could_fit = limit_bytes is not None and run.allocator.allocated_peak <= limit_bytes
-    if verdict != "fits" and could_fit and not conf.expandable_segments:
-        other = _Run(operations, replace(conf, expandable_segments=True), limit_bytes, device_bytes)
-        helps = _RANK[other.verdict] < _RANK[verdict]
+    within = _Run(operations, conf, limit_bytes, device_bytes)
+    run = within if within.completes else _Run(operations, conf)
     return AllocatorResult(
         allocated_peak_bytes=run.allocator.allocated_peak,
         requested_peak_bytes=run.allocator.requested_peak,
         reserved_peak_bytes=run.allocator.driver.peak,
-        verdict=verdict,
-        retries_per_step=run.retries_per_step if verdict == "fits_with_retries" else 0,
+        verdict=within.verdict,
+        retries_per_step=within.retries_per_step if within.verdict == "fits_with_retries" else 0,
         steps_until_steady=run.steady_after,
-        expandable_segments_help=helps,
     )
 
 
 def completes(operations: StepOperations, *, conf: AllocatorConf, limit_bytes: int, device_bytes: int) -> bool:
     """Whether a job's steps run within the limit, with or without retries."""
     return _Run(operations, conf, limit_bytes, device_bytes).completes
-
-
-def _run_within(roomy: _Run, limit_bytes: int | None, device_bytes: int | None) -> _Run | None:
-    """The run within a limit; None if the tensors alone exceed the limit. `roomy` is the same run without a limit."""
-    conf, allocator = roomy.conf, roomy.allocator
-    if limit_bytes is None:
-        return roomy
-    allowed = min(limit_bytes, conf.allowed_bytes(device_bytes or limit_bytes))
-    if max(allocator.driver.peak, allocator.driver.asked_peak) <= allowed and not conf.collects_garbage:
-        return roomy  # the driver refuses nothing
-    if allocator.requested_peak > limit_bytes and not allocator.delays_frees:
-        return None
-    return _Run(roomy.operations, conf, limit_bytes, device_bytes)
-
-
-_RANK: dict[Verdict, int] = {"fits": 0, "fits_with_retries": 1, "does_not_fit": 2}
 
 
 class _Run:

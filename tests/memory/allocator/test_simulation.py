@@ -76,8 +76,8 @@ def test_verdict_depends_on_the_limit() -> None:
     roomy = simulate(profile, tape, plan, workspace_bytes=WORKSPACES)
     needed = roomy.reserved_peak_bytes
 
-    def under(limit: int, conf: AllocatorConf = DEFAULT_CONF) -> AllocatorResult:
-        return simulate(profile, tape, plan, conf=conf, limit_bytes=limit, workspace_bytes=WORKSPACES)
+    def under(limit: int) -> AllocatorResult:
+        return simulate(profile, tape, plan, limit_bytes=limit, workspace_bytes=WORKSPACES)
 
     assert under(needed).verdict == "fits" and under(needed).retries_per_step == 0
     tight = under(needed - 2 * MIB)
@@ -86,8 +86,6 @@ def test_verdict_depends_on_the_limit() -> None:
     hopeless = under(roomy.allocated_peak_bytes - 64 * MIB)
     assert hopeless.verdict == "does_not_fit"
     assert hopeless.reserved_peak_bytes == needed  # on a GPU that is large enough
-    assert hopeless.expandable_segments_help is None  # no setting makes up for missing memory
-    assert under(needed, EXPANDABLE).expandable_segments_help is None
 
 
 @pytest.mark.parametrize("strategy", [("ddp", "ddp"), ("zero3", "fsdp1")], ids="-".join)
@@ -96,7 +94,7 @@ def test_retries_in_the_first_steps_alone_do_not_count(strategy: tuple[str, str]
     limit = simulate(profile, tape, plan).reserved_peak_bytes - 2 * MIB
     tight = simulate(profile, tape, plan, limit_bytes=limit)
     assert tight.verdict == "fits" and tight.retries_per_step == 0
-    assert tight.reserved_peak_bytes <= limit and tight.expandable_segments_help is None
+    assert tight.reserved_peak_bytes <= limit
 
 
 def test_expandable_segments_retry_although_they_would_map_less_than_they_ask_for() -> None:
@@ -139,8 +137,11 @@ def test_expandable_segments_help_against_fragmentation() -> None:
     segments, expandable = (simulate(profile, tape, plan, conf=c) for c in (AllocatorConf(), EXPANDABLE))
     limit, device = expandable.reserved_peak_bytes, segments.reserved_peak_bytes
     assert limit < device
-    between = simulate(profile, tape, plan, limit_bytes=limit, device_bytes=device)
-    assert between.verdict != "fits" and between.expandable_segments_help is True
+    tight, helped = (
+        simulate(profile, tape, plan, conf=c, limit_bytes=limit, device_bytes=device)
+        for c in (AllocatorConf(), EXPANDABLE)
+    )
+    assert tight.verdict != "fits" and tight.compared_with(helped).expandable_segments_help is True
 
 
 def sizes_of(steps: StepOperations, operations: tuple[int, ...]) -> list[tuple[int, int]]:
