@@ -20,7 +20,7 @@ from fsdp_advisor.engines.registry import model_refusal
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.gpu_support import backend_refusal, check_gpu, support_notes
 from fsdp_advisor.hardware import Gpu
-from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.adaptation import Adaptation, adaptation_of
 from fsdp_advisor.job.adapter_fields import with_files_read
 from fsdp_advisor.job.batch import divided
 from fsdp_advisor.job.compatibility import label, plans, plans_and_refusals
@@ -92,11 +92,7 @@ def lazy_report(request: EstimateRequest, model: Resolved, *, explain: bool = Fa
     request = without_unknown_liger(divided(request), model.profile)
     adaptation = adaptation_of(request)
     gpu, notes = gpu_of(request)
-    check_gpu(request, gpu)
-    # refuses a job before its adapted model is recorded
-    plans(request, seq_len=sequence_length(request, model.profile)[0])
-    _check_layer_classes(request, model.profile)
-    check_compiled_base(request, adaptation.on_checkpoint(model.packed))
+    _check(request, model, adaptation, gpu)
     model = model.adapted(adaptation)
     conf = AllocatorConf.parse(request.allocator_conf)
     seq_len, length_notes = sequence_length(request, model.profile)
@@ -179,6 +175,14 @@ def _notes(
         *images,
         *of_plans,
     )
+
+
+def _check(request: EstimateRequest, model: Resolved, adaptation: Adaptation, gpu: Gpu) -> None:
+    """Refuse a job before its adapted model is recorded, which takes long. Raises UsageError."""
+    check_gpu(request, gpu)
+    plans(request, seq_len=sequence_length(request, model.profile)[0])
+    _check_layer_classes(request, model.profile)
+    check_compiled_base(request, adaptation.on_checkpoint(model.packed))
 
 
 def _check_layer_classes(request: EstimateRequest, profile: Profile | None) -> None:

@@ -18,7 +18,7 @@ from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.render.advice_view import AdviceView, CandidateView, advice_view
 from fsdp_advisor.render.explanation import components
-from fsdp_advisor.render.view import RowView, model_text, report_view
+from fsdp_advisor.render.view import ReportView, RowView, model_text, report_view
 from fsdp_advisor.report import Report, Rows
 from fsdp_advisor.server import page_drawings as drawings
 from fsdp_advisor.server.answers import advise
@@ -104,51 +104,82 @@ def view(found: Answer, model: Resolved, options: Mapping[str, str]) -> dict[str
     row = shown.rows[next(i for i, e in enumerate(report.estimates) if e is chosen)]
     files = exports(report, chosen, config=config) if advice.winner else []
     return {
-        "title": f"{name_of(row)}, {row.verdict}: {report.model_name} - fsdp-advisor",
         "problem": None,
         "lasting": report.model_source != "hub",  # a model on the hub may change at any time
+        **_headline(found, shown, row),
+        **_chosen_row(found, shown, row),
+        **_alternatives(found, plan),
+        **_tables(report, shown),
+        "rows": [
+            (r, "" if config or r is row else urlencode(pinned(report, e.plan)))
+            for r, e in zip(shown.rows, report.estimates, strict=True)
+        ],
+        "changes": [] if config or advice.winner is None else _changes(advice.winner, report, options, model),
+        "effects": f"{plan}&margin={margin}" if plan and (margin := options.get("margin")) else plan,
+        "compare": urlencode({"a": plan}) if plan and advice.winner else "",
+        "launch": launch_line(files) if advice.winner else None,
+        "exports": files,
+    }
+
+
+def _headline(found: Answer, shown: ReportView, row: RowView) -> dict[str, Any]:
+    """The job, the answer in a sentence, and what to know about it."""
+    report, advice = found.report, found.advice
+    return {
+        "title": f"{name_of(row)}, {row.verdict}: {report.model_name} - fsdp-advisor",
+        "job": (model_text(report), f"{report.request.gpus}{TIMES}{report.gpu_name}", *shown.job_items),
         "fits": advice.fits,
         "summary": summary(report, advice, row, shown.throughput_unit),
         "reason": f"{advice.why_not_simpler}." if advice.why_not_simpler else reason(advice),
         "training": advice.training,
         "cautions": advice.warnings,
         "remedies": advice.remedies,
-        "job": (model_text(report), f"{report.request.gpus}{TIMES}{report.gpu_name}", *shown.job_items),
-        "launch": launch_line(files) if advice.winner else None,
         "notes": report.notes,
-        "changes": [] if config or advice.winner is None else _changes(advice.winner, report, options, model),
-        "effects": f"{plan}&margin={margin}" if plan and (margin := options.get("margin")) else plan,
-        "compare": urlencode({"a": plan}) if plan and advice.winner else "",
+    }
+
+
+def _chosen_row(found: Answer, shown: ReportView, row: RowView) -> dict[str, Any]:
+    """The memory and the step of the chosen row."""
+    chosen = found.chosen
+    return {
+        "row": row,
+        "allocator_conf": found.report.request.allocator_conf,
+        "bars": drawings.bars(shown, row),
+        "step": drawings.step(shown, chosen, chosen.timeline),
+        "streams": drawings.streams(found.streams, row.label),
+        "peak_tensor_bytes": chosen.peak_tensor_bytes,
+        "needed": format_gib(chosen.needed_bytes or 0),
+        "components": components(chosen.needed_breakdown or {}),
+    }
+
+
+def _alternatives(found: Answer, plan: str) -> dict[str, Any]:
+    """How the plan was decided, and other plans. `plan`: the query of the chosen one; empty if nothing may link to it."""
+    report, advice = found.report, found.advice
+    return {
         "steps": _steps(advice),
         "decision": next((n for n in advice.tree if n.id == "recommended" and n.taken), None)
         or {"question": "No plan fits with these options.", "because": ""},
-        "bars": drawings.bars(shown, row),
-        "allocator_conf": report.request.allocator_conf,
-        "step": drawings.step(shown, chosen, chosen.timeline),
-        "streams": drawings.streams(found.streams, row.label),
         "frontier": drawings.speed(advice),
         "methods": advice.methods,
         "savings": advice.savings,
         "savings_title": advice.savings_title,
         "rules": advice.rules,
-        "row": row,
-        "peak_tensor_bytes": chosen.peak_tensor_bytes,
-        "needed": format_gib(chosen.needed_bytes or 0),
-        "components": components(chosen.needed_breakdown or {}),
         "runners_up": [(c, urlencode({"a": plan, "b": _of(c, report)}) if plan else "") for c in advice.runners_up],
         "rejected": advice.rejected,
         "find": advice.found,
         "found_rows": _near_the_chosen(advice.found.rows) if advice.found else (),
-        "rows": [
-            (r, "" if config or r is row else urlencode(pinned(report, e.plan)))
-            for r, e in zip(shown.rows, report.estimates, strict=True)
-        ],
+    }
+
+
+def _tables(report: Report, shown: ReportView) -> dict[str, Any]:
+    """What the tables of all strategies show besides their rows."""
+    return {
         "footnotes": shown.footnotes,
         "throughput_unit": shown.throughput_unit,
         "figures": figure_groups(report, shown),
         "warnings": shown.warnings,
         "omissions": shown.omissions,
-        "exports": files,
     }
 
 
