@@ -83,13 +83,16 @@ def test_any_text_at_any_width_is_well_formed(words: str, width: int, chart: str
 @given(low=st.floats(0, 1e6), span=st.floats(1e-3, 1e9), about=st.integers(2, 8))
 def test_ticks_are_few_and_inside(low: float, span: float, about: int) -> None:
     found = ticks(low, low + span, about)
+    assert found or about < 3  # a step may be 2.5 times as long as asked for
     assert len(found) <= about + 1
     assert all(low - 1e-6 * span <= t <= (low + span) * (1 + 1e-6) for t in found)
 
 
 @given(low=st.floats(1e-3, 1e3), times=st.floats(1.1, 1e6))
 def test_log_ticks_are_inside(low: float, times: float) -> None:
-    assert all(low <= t <= low * times for t in log_ticks(low, low * times))
+    found = log_ticks(low, low * times)
+    assert found or times < 2.5
+    assert all(low <= t <= low * times for t in found)
 
 
 @pytest.mark.parametrize(
