@@ -358,7 +358,9 @@ def test_the_regions_of_a_recording_are_recognized() -> None:
     """`job_facts` runs in the script's process and has the rule again, because it imports nothing of the package."""
     layers = nn.ModuleList(nn.Sequential(nn.Linear(1, 1)) for _ in range(2))
     mixed = nn.ModuleList([nn.Linear(1, 1), nn.Embedding(1, 1)])
-    inner = nn.ModuleDict({"embedding": nn.Embedding(1, 1), "layers": layers, "mixed": mixed, "norm": nn.LayerNorm(1)})
+    experts = type("Experts", (nn.ModuleList,), {})(nn.Linear(1, 1) for _ in range(2))
+    parts = {"layers": layers, "mixed": mixed, "experts": experts}
+    inner = nn.ModuleDict({"embedding": nn.Embedding(1, 1), **parts, "norm": nn.LayerNorm(1)})
     model = nn.ModuleDict({"model": inner, "head": nn.Linear(1, 1)})
     for region in regions(model, ()):
         region.compile()

@@ -321,7 +321,7 @@ def _regions(module: Any) -> list[Any]:
 def _repeats(module: Any) -> bool:
     """Whether a module is a ModuleList of the class of its first module."""
     return (
-        type(module).__name__ == "ModuleList"
+        any(each.__name__ == "ModuleList" for each in type(module).__mro__)
         and len(module) > 0
         and all(isinstance(m, type(module[0])) for m in module)
     )
