@@ -132,7 +132,8 @@ class Adaptation:
             for f in fields(self)
             if (value := getattr(self, f.name)) != f.default or f.name in _ALWAYS_WRITTEN
         }
-        return json.loads(json.dumps(values, sort_keys=True))  # type: ignore[no-any-return]
+        as_json: dict[str, Any] = json.loads(json.dumps(values, sort_keys=True))
+        return as_json
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Adaptation:

@@ -109,10 +109,10 @@ def _rounded_to_patches(height: int, width: int, factor: int, least: int, most: 
     rows, columns = (round(side / factor) * factor for side in (height, width))
     if rows * columns > most:
         ratio = math.sqrt(height * width / most)
-        return tuple(max(factor, math.floor(side / ratio / factor) * factor) for side in (height, width))  # type: ignore[return-value]  # two
-    if rows * columns < least:
+        rows, columns = (max(factor, math.floor(side / ratio / factor) * factor) for side in (height, width))
+    elif rows * columns < least:
         ratio = math.sqrt(least / (height * width))
-        return tuple(math.ceil(side * ratio / factor) * factor for side in (height, width))  # type: ignore[return-value]  # two
+        rows, columns = (math.ceil(side * ratio / factor) * factor for side in (height, width))
     return rows, columns
 
 

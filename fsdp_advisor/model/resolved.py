@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_advisor.errors import (
     ADAPTERS_EXTRA,
@@ -221,7 +221,7 @@ def split_recorder(options: Mapping[str, Any]) -> tuple[dict[str, Any], Resolved
         profile,
         profile.parameters,
         profile.trainable_parameters,
-        recorder=cast("Recorder", recorder),
+        recorder=recorder,
     )
     return {**options, "model": profile.name}, found
 

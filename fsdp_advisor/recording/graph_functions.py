@@ -82,7 +82,7 @@ def _rms_norm(
         return rms_norm(tensor, normalized_shape, weight, eps)
     if weight is None or tensor.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
         return composite_rms_norm(tensor, normalized_shape, weight, eps)
-    out: torch.Tensor = _FusedRmsNorm.apply(tensor, weight, normalized_shape, eps)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _FusedRmsNorm.apply(tensor, weight, normalized_shape, eps)  # type: ignore[no-untyped-call]  # torch's
     return out
 
 
@@ -101,7 +101,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         out, scale = operators._fused_rms_norm(tensor, normalized_shape, weight, eps)
         ctx.save_for_backward(tensor, weight, scale)
         ctx.normalized_shape = normalized_shape
-        return out  # type: ignore[no-any-return]
+        return out  # type: ignore[no-any-return]  # torch leaves operators untyped
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

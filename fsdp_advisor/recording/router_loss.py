@@ -84,7 +84,7 @@ class RouterLoss:
         terms = []
         for place, logits in zip(self._places, router_logits, strict=True):
             _Recorded.begin("routers", *place)
-            terms.append(_Term.apply(logits, flat, self._chosen, self._freed_by_loss))  # type: ignore[no-untyped-call]
+            terms.append(_Term.apply(logits, flat, self._chosen, self._freed_by_loss))  # type: ignore[no-untyped-call]  # torch's
         _Recorded.begin("forward", ROOT, 0)
         loss = torch.stack(terms).sum()
         loss.register_hook(lambda _: self._freed_by_loss.clear())

@@ -177,7 +177,7 @@ class TransformersSource:
             module.set_attn_implementation(_of_parts(module, attention))  # type: ignore[operator]  # of every PreTrainedModel
             if checkpointing not in ("none", "every"):
                 keywords = checkpointing_arguments(checkpointing, attention)
-                module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)  # type: ignore[operator]
+                module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)  # type: ignore[operator]  # likewise
             if checkpointing == "reentrant":  # otherwise no gradient reaches layers after frozen embeddings
                 module.enable_input_require_grads()  # type: ignore[operator]  # of every PreTrainedModel
             # accelerate's wrappers do not make the embedding's output require a gradient

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fsdp_advisor.errors import RehearsalError
 from fsdp_advisor.model import cache
@@ -229,17 +230,14 @@ def _dynamic_symbols(path: Path) -> tuple[list[str], Iterator[tuple[str, str]]]:
         elf = ELFFile.load_from_path(str(path))
         dynamic = elf.get_section_by_name(".dynamic")
         tags = dynamic.iter_tags("DT_NEEDED") if isinstance(dynamic, DynamicSection) else ()
-        needed = [str(tag.needed) for tag in tags]  # type: ignore[attr-defined]
+        needed = [str(tag.needed) for tag in tags]  # type: ignore[attr-defined]  # every DT_NEEDED tag has it
     except (ELFError, OSError):
         return [], iter(())
     return needed, _undefined(elf)
 
 
-def _undefined(elf: object) -> Iterator[tuple[str, str]]:
-    symbols, numbers, names = (
-        elf.get_section_by_name(name)  # type: ignore[attr-defined]
-        for name in (".dynsym", ".gnu.version", ".gnu.version_r")
-    )
+def _undefined(elf: Any) -> Iterator[tuple[str, str]]:
+    symbols, numbers, names = (elf.get_section_by_name(name) for name in (".dynsym", ".gnu.version", ".gnu.version_r"))
     versions = {
         each["vna_other"]: each.name for _, each_of in (names.iter_versions() if names else ()) for each in each_of
     }

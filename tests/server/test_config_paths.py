@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -16,9 +18,9 @@ CONFIG = {"model_type": "gpt2", "n_embd": 32}
     "value", ["/etc/passwd", "~/model", "../x", "C:\\model", "file:x", "https://example.org/x", "a/../../b"]
 )
 @pytest.mark.parametrize("wrap", [lambda value: {"backbone": value}, lambda value: {"parts": [{"weights": value}]}])
-def test_paths_are_refused_at_every_depth(value: str, wrap: object) -> None:
+def test_paths_are_refused_at_every_depth(value: str, wrap: Callable[[str], dict[str, Any]]) -> None:
     with pytest.raises(UnreadableConfig, match="is a path or an address"):
-        refuse_paths({**CONFIG, **wrap(value)}, "it")  # type: ignore[operator]
+        refuse_paths({**CONFIG, **wrap(value)}, "it")
 
 
 @pytest.mark.parametrize("key", ["_name_or_path", "auto_map"])

@@ -25,7 +25,7 @@ def loss(inputs: LossInputs) -> torch.Tensor:
     valid = _valid_tokens(labels, inputs.scored)
     mean: torch.Tensor = _CutCrossEntropy.apply(
         hidden.to(half).contiguous().flatten(0, -2), inputs.weight, labels, valid
-    )  # type: ignore[no-untyped-call]
+    )  # type: ignore[no-untyped-call]  # torch's
     return mean
 
 

@@ -21,7 +21,7 @@ def loss(inputs: LossInputs) -> torch.Tensor:
     shifted = nn.functional.pad(inputs.labels, (0, 1), value=-100)[..., 1:].contiguous()
     mean: torch.Tensor = _LigerLoss.apply(
         inputs.hidden.view(-1, width), inputs.weight, inputs.bias, shifted.view(-1), tile
-    )  # type: ignore[no-untyped-call]
+    )  # type: ignore[no-untyped-call]  # torch's
     return mean / torch.empty((), dtype=torch.long)
 
 

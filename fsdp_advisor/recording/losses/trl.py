@@ -44,7 +44,7 @@ def log_probs(
     rows, columns = _indices(mask, inputs.scored)
     computed = _TiledLogProbs.apply(
         hidden[rows, columns], inputs.weight, inputs.bias, labels[rows, columns], tile, outputs
-    )  # type: ignore[no-untyped-call]
+    )  # type: ignore[no-untyped-call]  # torch's
     found = {
         name: x.new_zeros(mask.shape).masked_scatter(mask, x)
         for name, x in zip(OUTPUTS, computed, strict=True)

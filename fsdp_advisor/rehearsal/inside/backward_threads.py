@@ -13,13 +13,14 @@ import atexit
 import contextvars
 import time
 import weakref
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from typing import Any
 
 LONGEST_WAIT_SECONDS = 10.0
 """How long the exit waits. PyTorch's own wait for its backward threads has the same limit (torch/csrc/autograd/engine.cpp, `stop`)."""
 
 
-def finish_before_exit(module: ModuleType) -> None:
+def finish_before_exit(module: Any) -> None:
     """Make the exit wait for the last backward. `module` is torch.autograd.graph, which has just been imported."""
     if not hasattr(module, "contextvars"):
         return  # PyTorch 2.11 and older keep no context
@@ -36,5 +37,5 @@ def finish_before_exit(module: ModuleType) -> None:
         while last is not None and last() is not None and time.monotonic() < until:
             time.sleep(0.001)  # gives the GIL to the thread
 
-    module.contextvars = SimpleNamespace(copy_context=copy_context)  # type: ignore[attr-defined]
+    module.contextvars = SimpleNamespace(copy_context=copy_context)
     atexit.register(wait)

@@ -366,7 +366,10 @@ def _adapter_of(module: Any) -> dict[str, Any] | None:
     if not isinstance(configurations, dict) or not configurations:
         return None
     values = next(iter(configurations.values())).to_dict()
-    return json.loads(json.dumps(values, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))  # type: ignore[no-any-return]
+    as_json: dict[str, Any] = json.loads(
+        json.dumps(values, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+    )
+    return as_json
 
 
 def parameters_of(module: Any) -> dict[str, Any]:

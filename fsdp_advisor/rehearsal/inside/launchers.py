@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 from fsdp_advisor.rehearsal.inside.ranks import RANKS, selected_ranks
@@ -28,7 +27,7 @@ def starts_all_nodes() -> bool:
     return int(os.environ.get(WORLD_SIZE) or 0) > int(os.environ.get(GPUS_PER_NODE) or 0)
 
 
-def answer_torchrun(api: ModuleType) -> None:
+def answer_torchrun(api: Any) -> None:
     """Replace launch_agent of torch.distributed.launcher.api, which torchrun and `accelerate launch` call."""
 
     def launch_agent(config: Any, entrypoint: Any, args: Sequence[Any], **others: Any) -> dict[int, Any]:
@@ -42,10 +41,10 @@ def answer_torchrun(api: ModuleType) -> None:
             sys.exit(status)
         return {}
 
-    api.launch_agent = launch_agent  # type: ignore[attr-defined]
+    api.launch_agent = launch_agent
 
 
-def answer_deepspeed(runner: ModuleType) -> None:
+def answer_deepspeed(runner: Any) -> None:
     """Replace main of deepspeed.launcher.runner, which the command `deepspeed` calls.
 
     Source: deepspeed/launcher/launch.py (0.19.8), main: the command of a rank.
@@ -62,16 +61,16 @@ def answer_deepspeed(runner: ModuleType) -> None:
         per_node = found.num_gpus if found.num_gpus > 0 else int(os.environ.get("REHEARSAL_DEVICES", "1"))
         sys.exit(start_ranks(command, per_node * max(1, found.num_nodes), per_node))
 
-    runner.main = main  # type: ignore[attr-defined]
+    runner.main = main
 
 
-def refuse_spawn(spawn: ModuleType) -> None:
+def refuse_spawn(spawn: Any) -> None:
     """Replace start_processes of torch.multiprocessing.spawn: a script that starts its own ranks cannot run one of them."""
 
     def start_processes(*arguments: Any, **named: Any) -> None:
         raise RuntimeError(f"with --ranks, a script cannot start its own processes with torch.multiprocessing: {_USE}")
 
-    spawn.start_processes = start_processes  # type: ignore[attr-defined]
+    spawn.start_processes = start_processes
 
 
 _USE = "start it with torchrun, accelerate launch or deepspeed, or rehearse all ranks"

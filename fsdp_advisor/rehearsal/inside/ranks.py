@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import time
-from types import ModuleType
 from typing import Any
 
 RANKS = "REHEARSAL_RANKS"
@@ -28,7 +27,7 @@ def selected_ranks() -> tuple[int, ...]:
     return tuple(int(word) for word in os.environ.get(RANKS, "").split(",") if word.strip())
 
 
-def let_nccl_settle(optimizer: ModuleType) -> None:
+def let_nccl_settle(optimizer: Any) -> None:
     """Pause after the first optimizer steps. `optimizer` is torch.optim.optimizer.
 
     Every 100 ms a thread of PyTorch frees the tensors of completed collectives. DDP drops its first buckets before the second step. On a
@@ -48,13 +47,13 @@ def let_nccl_settle(optimizer: ModuleType) -> None:
     optimizer.register_optimizer_step_post_hook(pause)
 
 
-def answer_deepspeed_checks(utils: ModuleType) -> None:
+def answer_deepspeed_checks(utils: Any) -> None:
     """Skip DeepSpeed's check that parameters equal those of rank 0. `utils` is deepspeed.runtime.zero.utils."""
-    utils.assert_lst_len_same_as_other_ranks = _nothing  # type: ignore[attr-defined]
-    utils.assert_ints_same_as_other_ranks = _nothing  # type: ignore[attr-defined]
+    utils.assert_lst_len_same_as_other_ranks = _nothing
+    utils.assert_ints_same_as_other_ranks = _nothing
 
 
-def accept_partial_checkpoints(planner: ModuleType) -> None:
+def accept_partial_checkpoints(planner: Any) -> None:
     """Skip the check that the ranks' shards make up the whole checkpoint: a single rank writes its own shards in place of everyone's.
 
     `planner` is torch.distributed.checkpoint.default_planner. Its check returns a list of errors (torch 2.13) or whether the plan is
@@ -65,10 +64,10 @@ def accept_partial_checkpoints(planner: ModuleType) -> None:
     def validate(*arguments: Any) -> Any:
         return [] if isinstance(original(*arguments), list) else True
 
-    planner._validate_global_plan = validate  # type: ignore[attr-defined]
+    planner._validate_global_plan = validate
 
 
-def answer_rendezvous(module: ModuleType) -> None:
+def answer_rendezvous(module: Any) -> None:
     """Make every TCPStore a server that waits for no other rank. `module` is torch.distributed or its rendezvous."""
     original: Any = module.TCPStore
 
@@ -77,21 +76,21 @@ def answer_rendezvous(module: ModuleType) -> None:
             kept = {"timeout": named["timeout"]} if "timeout" in named else {}
             super().__init__("localhost", 0, 1, True, **kept)
 
-    module.TCPStore = Store  # type: ignore[attr-defined]
+    module.TCPStore = Store
 
 
-def answer_process_groups(c10d: ModuleType) -> None:
+def answer_process_groups(c10d: Any) -> None:
     """Replace the functions of torch.distributed.distributed_c10d that wait for other ranks or receive objects from them.
 
     Subgroups get new communicators, because a split needs a call of every rank.
     """
     # one unique id for all communicators of a group; with several, rank 128 would wait for another rank's id
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(2**30)
-    c10d._store_based_barrier = _nothing  # type: ignore[attr-defined]
-    c10d.monitored_barrier = _nothing  # type: ignore[attr-defined]
-    c10d._get_split_source = _nothing  # type: ignore[attr-defined]
-    c10d.split_group = functools.partial(_new_group_of_part, c10d)  # type: ignore[attr-defined]
-    c10d._new_process_group_helper = _without_gloo(c10d, c10d._new_process_group_helper)  # type: ignore[attr-defined]
+    c10d._store_based_barrier = _nothing
+    c10d.monitored_barrier = _nothing
+    c10d._get_split_source = _nothing
+    c10d.split_group = functools.partial(_new_group_of_part, c10d)
+    c10d._new_process_group_helper = _without_gloo(c10d, c10d._new_process_group_helper)
     for name in ("broadcast_object_list", "scatter_object_list", "recv_object_list"):
         setattr(c10d, name, _own_objects(c10d, getattr(c10d, name)))
     for name in ("all_reduce", "reduce"):

@@ -78,7 +78,7 @@ def _answer_files(hub: Any) -> None:
         find = _tokenizer_folder if all(map(_is_tokenizer_file, filenames)) else _config_folder
         return original(find(name, original) or path_or_repo_id, filenames, *args, **kwargs)
 
-    cached_files.original = original  # type: ignore[attr-defined]
+    cached_files.original = original  # type: ignore[attr-defined]  # mypy knows no attributes of functions
     hub.cached_files = cached_files
 
 
@@ -188,7 +188,7 @@ def _answer_weights(modeling_utils: Any) -> None:
         loaded.name_or_path = loaded.config._name_or_path = name
         return found
 
-    from_pretrained.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    from_pretrained.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # `inspect` reads it
     model.from_pretrained = classmethod(from_pretrained)
 
 
