@@ -46,6 +46,7 @@ from fsdp_advisor.step_figures import (
     evaluation_step,
     peak_bytes_of_step,
     peak_of_step,
+    runs_in,
     step_input,
     time_of_step,
     timeline_of_step,
@@ -229,7 +230,7 @@ def _with_step(
     warnings = base.warnings + gradient_warnings(profile, on_gpu, plan) + batch_warnings(plan)
     if key.attention != plan.attention:
         warnings += (f"the model has no {plan.attention} attention; {key.attention} is used",)
-    return replace(
+    row = replace(
         base,
         **verdict._asdict(),
         peak_tensor_bytes=tensors.peak,
@@ -250,6 +251,18 @@ def _with_step(
         simulate_peak=partial(_simulated_peak_bytes, model, selected, plan, gpu, searched),
         replay_timeline=partial(timeline_of_step, profile, on_gpu, plan),
     )
+    return row if searched else replace(row, warnings=row.warnings + _overhead_warnings(model, row, gpu, conf))
+
+
+def _overhead_warnings(model: Resolved, row: StrategyEstimate, gpu: Gpu, conf: AllocatorConf) -> tuple[str, ...]:
+    """A warning of a job that fits only if CUDA and NCCL need less than their high estimate."""
+    if not row.fits or row.headroom_bytes is None or row.overhead is None:
+        return ()
+    more = row.overhead.high_bytes - row.overhead.middle_bytes
+    if row.headroom_bytes >= more or runs_in(model, row, gpu, gpu.memory_bytes - more, conf):
+        return ()
+    low, high = format_gib(row.overhead.low_bytes), format_gib(row.overhead.high_bytes)
+    return (f"it may not fit: CUDA and NCCL need {low} to {high}, and with the most the job runs out of memory",)
 
 
 def _simulated(

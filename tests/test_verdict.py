@@ -132,3 +132,17 @@ def test_retries_in_some_steps_are_not_called_zero_per_step(monkeypatch: pytest.
     _, row = one(**JOBS["gpt2"], strategy="ddp", gpu="H100")
     [warning] = [text for text in row.warnings if "allocates again" in text]
     assert "in some steps" in warning and "per step" not in warning
+
+
+def test_a_job_that_fits_only_with_little_for_cuda_and_nccl_is_warned_of() -> None:
+    job: dict[str, Any] = {"model": "openai-community/gpt2", "gpus": 2, "strategy": "ddp", "micro_batch_size": 8}
+
+    def row(gpu: str) -> StrategyEstimate:
+        return estimate(**job, gpu=gpu).estimates[0]
+
+    assert (wide := row("80GiB")).needed_bytes is not None and wide.overhead is not None
+    tight = row(f"{wide.needed_bytes + 2**20}B")
+    assert tight.fits and tight.headroom_bytes is not None
+    assert tight.headroom_bytes < wide.overhead.high_bytes - wide.overhead.middle_bytes
+    said = [any("it may not fit: CUDA and NCCL need" in text for text in found.warnings) for found in (wide, tight)]
+    assert said == [False, True]
