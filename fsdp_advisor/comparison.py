@@ -79,6 +79,11 @@ class Comparison:
                 f"no strategy was given, so each job has the fastest that fits it, or the closest: A {a.label}, B {b.label}; a given"
                 " strategy is that of both"
             )
+        notes += [
+            f"{name} fits only because the allocator empties its cache in each step, so it needs no more than the GPU has"
+            for name, row in (("A", a), ("B", b))
+            if row.fits and row.allocator_retries_per_step
+        ]
         return tuple(dict.fromkeys(notes))
 
     def as_dict(self) -> dict[str, Any]:

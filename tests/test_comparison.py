@@ -157,3 +157,9 @@ def test_one_gpu_is_judged_by_plain_pytorch_if_it_fits() -> None:
     assert zero1.fits and zero1.step.seconds < plain.step.seconds
     assert best_row(report) is plain
     assert best_row(estimate(model="Qwen/Qwen3-1.7B", gpu="rtx4090")).plan.strategy != "ddp"
+
+
+def test_a_comparison_says_which_job_is_squeezed_into_its_gpu() -> None:
+    job: dict[str, Any] = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 4, "strategy": "zero3"}
+    notes = compare(request(**job, gpu="H100"), request(**job, gpu="A100-40GB")).notes
+    assert [note[:5] for note in notes if "allocator empties its cache" in note] == ["B fit"]

@@ -104,7 +104,8 @@ def prediction_items(job: Job) -> tuple[tuple[str, str], ...]:
     )
     if job.loading is not None:
         way, n_bytes = job.loading
-        host += f", {format_gib(n_bytes)} while it loads the model ({way.replace('_', ' ')})"
+        loading = format_gib(n_bytes) if n_bytes else "none"
+        host += f", {loading} while it loads the model ({way.replace('_', ' ')})"
     return (
         (f"Predicted peak per GPU{by}", _peak(job)),
         ("Predicted host memory per node", host),
