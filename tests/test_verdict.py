@@ -140,7 +140,8 @@ def test_a_job_that_fits_only_with_little_for_cuda_and_nccl_is_warned_of() -> No
     def row(gpu: str) -> StrategyEstimate:
         return estimate(**job, gpu=gpu).estimates[0]
 
-    assert (wide := row("80GiB")).needed_bytes is not None and wide.overhead is not None
+    wide = row("80GiB")
+    assert wide.needed_bytes is not None and wide.overhead is not None
     tight = row(f"{wide.needed_bytes + 2**20}B")
     assert tight.fits and tight.headroom_bytes is not None
     assert tight.headroom_bytes < wide.overhead.high_bytes - wide.overhead.middle_bytes
