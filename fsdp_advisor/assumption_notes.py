@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from math import prod
 
 from fsdp_advisor.assumptions import sequence_length, stores_frozen_base_in_fp32
 from fsdp_advisor.engines.vllm import SETTINGS
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, usual_gpus_per_node
-from fsdp_advisor.job.adaptation import adaptation_of
+from fsdp_advisor.job.adaptation import QUANTIZATION_OPTIONS, adaptation_of
 from fsdp_advisor.job.batch_layout import flattens
 from fsdp_advisor.job.choices import half_dtype
 from fsdp_advisor.job.frameworks import FIXED_SEGMENTS, FRAMEWORK_NAMES, FRAMEWORKS
@@ -67,7 +67,9 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
             f"no CUDA graph is assumed, as with --training.disable_cuda_graphs. By default {FRAMEWORK_NAMES[request.framework]} 0.3"
             " captures forward and backward in one and keeps gradients from step to step; --cuda-graphs estimates this"
         )
-    if "bnb_4bit_quant_storage" in request.assumed:
+    if packed := request.assumed & set(request.set_by_framework) & set(QUANTIZATION_OPTIONS):
+        notes.append(_packed_note(request, packed))
+    elif "bnb_4bit_quant_storage" in request.assumed:
         notes.append(
             f"the weights in 4 bits are stored as {request.bnb_4bit_quant_storage}, which FSDP shards; --bnb-4bit-quant-storage changes it"
         )
@@ -84,6 +86,17 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
     if adaptation.quantization and adaptation.prepared and request.precision != "fp32":
         notes.append(FP32_AROUND_PACKED)
     return notes
+
+
+def _packed_note(request: EstimateRequest, assumed: Set[str]) -> str:
+    """A note on how the framework stores a base in 4 bits, as far as this is assumed."""
+    ways = {
+        "bnb_4bit_quant_storage": f"stores weights in 4 bits as {request.bnb_4bit_quant_storage}",
+        "use_bnb_nested_quant": "quantizes their scales too",
+    }
+    said = " and ".join(text for name, text in ways.items() if name in assumed)
+    changes = " and ".join(name for name in ways if name in assumed)
+    return f"{FRAMEWORK_NAMES[request.framework]} {said}; {changes} {'change' if len(assumed) > 1 else 'changes'} it"
 
 
 def backend_notes(request: EstimateRequest, plans: Iterable[Plan]) -> list[str]:

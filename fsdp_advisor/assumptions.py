@@ -8,10 +8,9 @@ from typing import Any
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.hardware import Gpu, attached_gpu, find_gpu, find_interconnect, leaves_rate_open, usual_nodes
 from fsdp_advisor.job.adaptation import adaptation_of, may_store_half
-from fsdp_advisor.job.adapter_fields import QuantStorage
-from fsdp_advisor.job.choices import Precision, default_seq_len, half_dtype
+from fsdp_advisor.job.choices import Precision, compute_dtype, default_seq_len, half_dtype
 from fsdp_advisor.job.fields import fields_of
-from fsdp_advisor.job.frameworks import FRAMEWORKS
+from fsdp_advisor.job.frameworks import FRAMEWORKS, options_of_framework
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.profile import Profile
@@ -23,8 +22,9 @@ DEFAULT_GPU = "H100-80GB"
 def settled(request: AnyRequest) -> AnyRequest:
     """The request with assumed values for options that were not given.
 
-    The GPU decides the number of nodes, and fp16 if it lacks bf16. The framework decides checkpointing, the allocator's settings and the
-    dtype of a frozen base. In a search a frozen base is in bf16, or in 4 bits with a dtype of storage that FSDP can shard.
+    The GPU decides the number of nodes, and fp16 if it lacks bf16. The framework decides checkpointing, the allocator's settings, the
+    dtype of a frozen base and how one in 4 bits is stored. In a search a frozen base is in bf16, or in 4 bits with a dtype of storage that
+    FSDP can shard.
 
     `assumed` names these options; what was assumed before is assumed anew. A request that was constructed directly is returned unchanged.
     """
@@ -46,13 +46,13 @@ def settled(request: AnyRequest) -> AnyRequest:
     if _loads_frozen_base_in_half(request, precision := found.get("precision", request.precision)):
         found["dtype"] = half_dtype(precision)
     if isinstance(request, RecommendRequest) and _may_choose_storage(request):
-        found["bnb_4bit_quant_storage"] = sharded_storage(found.get("precision", request.precision))
-    is_open = "activation_checkpointing" not in request.given and not isinstance(request, RecommendRequest)
-    facts = FRAMEWORKS[request.framework]
-    if is_open and facts.checkpointing != "none":
-        found["activation_checkpointing"] = facts.checkpointing
-    if "allocator_conf" not in request.given and facts.allocator_conf is not None and gpu.uses_torch_cuda:
-        found["allocator_conf"] = facts.allocator_conf
+        found["bnb_4bit_quant_storage"] = compute_dtype(precision)  # FSDP then shards the packed weights without a cast
+    of_framework = options_of_framework(request.framework, precision, in_4bit=request.load_in_4bit)
+    if isinstance(request, RecommendRequest):
+        of_framework.pop("activation_checkpointing", None)  # a search chooses it
+    if not gpu.uses_torch_cuda:
+        of_framework.pop("allocator_conf", None)
+    found |= {name: value for name, value in of_framework.items() if name not in request.given}
     return replace(request, **found, assumed=frozenset(found))
 
 
@@ -76,11 +76,6 @@ def _loads_frozen_base_in_half(request: EstimateRequest, precision: Precision) -
         return False
     has_dtype = bool(adaptation.peft) and not (adaptation.quantization and adaptation.prepared)
     return has_dtype and (chooses or not facts.loads_fp32)
-
-
-def sharded_storage(precision: Precision) -> QuantStorage:
-    """The dtype in which packed weights are stored so that FSDP shards them without a cast: the compute dtype."""
-    return "float32" if precision == "fp32" else half_dtype(precision)
 
 
 def _may_choose_storage(request: RecommendRequest) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from fsdp_advisor import estimate, recommend
 from fsdp_advisor.assumption_notes import assumption_notes
 from fsdp_advisor.assumptions import settled
 from fsdp_advisor.errors import UsageError
+from fsdp_advisor.estimator import requested
 from fsdp_advisor.export.choice import report_for
 from fsdp_advisor.hardware import find_gpu
+from fsdp_advisor.job.adaptation import adaptation_of
 from fsdp_advisor.job.ignored import ignored_in_estimate, ignored_in_search
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
@@ -106,6 +109,47 @@ def test_a_search_stores_weights_in_4_bits_so_that_several_gpus_share_them(
     job = {"model": GPT2, "gpu": "H100", "use_peft": True, "load_in_4bit": True, **options}
     assert settled(make_request(job, RecommendRequest)).bnb_4bit_quant_storage == storage
     assert settled(make_request(job)).bnb_4bit_quant_storage == options.get("bnb_4bit_quant_storage", "uint8")
+
+
+@pytest.mark.parametrize(
+    ("framework", "options", "expected"),
+    [
+        ("axolotl", {}, (True, "bfloat16")),
+        ("axolotl", {"precision": "fp32"}, (True, "bfloat16")),
+        ("llamafactory", {"gpu": "T4"}, (True, "float16")),
+        ("llamafactory", {"precision": "fp32"}, (True, "float32")),
+        ("trl", {}, (False, "uint8")),
+        ("axolotl", {"use_bnb_nested_quant": False}, (False, "bfloat16")),
+        ("axolotl", {"bnb_4bit_quant_storage": "uint8"}, (True, "uint8")),
+        ("axolotl", {"load_in_4bit": False}, (False, "uint8")),
+        ("axolotl", {"load_in_4bit": False, "load_in_8bit": True}, (False, "uint8")),
+    ],
+    ids=str,
+)
+def test_weights_in_4_bits_are_stored_as_the_framework_does(
+    framework: str, options: dict[str, Any], expected: tuple[bool, str]
+) -> None:
+    job = {"model": GPT2, "gpus": 2, "gpu": "A100", "use_peft": True, "load_in_4bit": True, "framework": framework}
+    request = settled(make_request({**job, **options}))
+    assert (request.use_bnb_nested_quant, request.bnb_4bit_quant_storage) == expected
+    again = settled(make_request(request.changed))
+    assert (again.use_bnb_nested_quant, again.bnb_4bit_quant_storage) == expected
+    notes = assumption_notes(request, find_gpu(str(request.gpu)))
+    is_noted = not {"use_bnb_nested_quant", "bnb_4bit_quant_storage"}.isdisjoint(request.assumed)
+    assert any("stores weights in 4 bits" in note or "quantizes their scales" in note for note in notes) is is_noted
+
+
+def test_axolotls_files_store_weights_in_4_bits_as_its_option_does(tmp_path: Path) -> None:
+    file = tmp_path / "qlora.yaml"
+    file.write_text(f"base_model: {GPT2}\nadapter: qlora\nload_in_4bit: true\nlora_r: 16\nlora_alpha: 32\nbf16: true\n")
+    read = settled(requested({"config_file": str(file), "gpus": 2, "gpu": "A100"}, EstimateRequest))
+    job = {"model": GPT2, "gpus": 2, "gpu": "A100", "framework": "axolotl", "use_peft": True, "load_in_4bit": True}
+    assert adaptation_of(read).quantization == adaptation_of(settled(make_request(job))).quantization
+
+
+def test_the_options_of_a_recommendation_reproduce_what_a_framework_would_choose_otherwise() -> None:
+    words = recommend(model=GPT2, gpus=2, gpu="A100", framework="trl", strategy="ddp").recommendation.options
+    assert words[words.index("--activation-checkpointing") + 1] == "none"
 
 
 @pytest.mark.parametrize(

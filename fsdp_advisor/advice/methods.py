@@ -137,7 +137,7 @@ def _requests(request: RecommendRequest) -> Iterator[tuple[str, RecommendRequest
         {"use_peft", "lora_kernels", *LORA_OPTIONS.values()},
         {"load_in_4bit", *QUANTIZATION_OPTIONS},
     )
-    base = _without(request.but(method="fixed"), request.assumed & {"dtype", "bnb_4bit_quant_storage"})
+    base = _without(request.but(method="fixed"), request.assumed & {"dtype", *QUANTIZATION_OPTIONS})
     yield FULL, _without(base, adapters | quantization)
     yield LORA, replace(_without(base, quantization), use_peft=True)
     yield QLORA, base.but(use_peft=True, load_in_4bit=True)

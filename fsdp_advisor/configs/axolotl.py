@@ -18,6 +18,7 @@ from fsdp_advisor.configs.fsdp import read_fsdp, read_replicas
 from fsdp_advisor.configs.names import set_attention, set_experts, set_optimizer
 from fsdp_advisor.configs.trainer import read_clipping, read_words
 from fsdp_advisor.job.adapter_fields import LORA_KERNELS
+from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.tiled_mlp import AXOLOTL_WITH_FSDP2
 from fsdp_advisor.job.unknown_options import TASKS_OF_TRL
 from fsdp_advisor.model import catalog
@@ -323,10 +324,11 @@ def _adapters(found: Collector) -> None:
     _adapter_kernels(found)
     given = found.take("bnb_config_kwargs")
     loads = {"load_in_4bit": found.flag("load_in_4bit"), "load_in_8bit": found.flag("load_in_8bit")}
+    facts = FRAMEWORKS["axolotl"]
     usual = {
         "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_quant_storage": "bfloat16",
+        "bnb_4bit_use_double_quant": facts.nests_scales,
+        "bnb_4bit_quant_storage": facts.packed_storage,
     }
     set_quantization(found, {**loads, **usual, **(given if isinstance(given, Mapping) else {})})
 

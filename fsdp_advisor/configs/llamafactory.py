@@ -15,6 +15,7 @@ from fsdp_advisor.configs.collect import Collector, truth
 from fsdp_advisor.configs.llamafactory_towers import KEYS, USUAL, Frozen, excluded, frozen_parts
 from fsdp_advisor.configs.names import set_attention
 from fsdp_advisor.configs.trainer import read_into
+from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.images import square_of
 from fsdp_advisor.job.unknown_options import TASKS_OF_TRL
 from fsdp_advisor.model import catalog
@@ -230,7 +231,7 @@ def _adapters(found: Collector, frozen: Frozen) -> None:
     config = {
         f"load_in_{bits}bit": True,
         "bnb_4bit_quant_type": found.take("quantization_type") or "nf4",
-        "bnb_4bit_use_double_quant": nested is None or truth(nested),
-        "bnb_4bit_quant_storage": "bfloat16" if truth(found.peek("bf16") or False) else "float32",
+        "bnb_4bit_use_double_quant": FRAMEWORKS["llamafactory"].nests_scales if nested is None else truth(nested),
+        "bnb_4bit_quant_storage": found.options.get("dtype", "float32"),
     }
     set_quantization(found, config)

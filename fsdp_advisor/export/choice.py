@@ -47,9 +47,10 @@ def report_for(target: str, request: EstimateRequest, model: Resolved | None = N
     consumer = find(target)
     model = model or resolve(request.model)
     is_open = bool(request.given)
-    request = _with_fixed(consumer, _with_framework(consumer, _with_backend(consumer, request)))
+    request = _with_framework(consumer, _with_backend(consumer, request))
     if is_open:
         request = settled(request)
+    request = _with_fixed(consumer, request)
     _check_possible(consumer, request, model)
     if request.strategy == "all":
         request = _recommended(consumer, request, model)
@@ -62,8 +63,9 @@ def needs_recording_for(target: str, request: EstimateRequest) -> bool:
 
 
 def _with_fixed(consumer: Target, request: EstimateRequest) -> EstimateRequest:
-    """The request with the values of the options that the target sets itself, unless they are given."""
-    return request.but(**{name: v for name, v in consumer.fixes(request).items() if name not in request.given})
+    """The request with the values of the options that the target sets itself, unless they are given or assumed already."""
+    fixed = consumer.fixes(request)
+    return request.but(**{n: v for n, v in fixed.items() if n not in request.given and getattr(request, n) != v})
 
 
 def _check_possible(consumer: Target, request: EstimateRequest, model: Resolved) -> None:

@@ -21,7 +21,7 @@ from fsdp_advisor.export.losses import loss_limit
 from fsdp_advisor.export.model_arguments import experts_limit
 from fsdp_advisor.export.script import torchrun_line
 from fsdp_advisor.export.target import Target
-from fsdp_advisor.job.choices import TrainingTask
+from fsdp_advisor.job.choices import TrainingTask, compute_dtype
 from fsdp_advisor.job.request import EstimateRequest
 
 _ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
@@ -168,7 +168,7 @@ def _fixes(request: EstimateRequest) -> dict[str, Any]:
     """The storage of packed weights that LLaMA-Factory sets, and the only engine that its configuration describes for a strategy."""
     fixed: dict[str, Any] = {}
     if request.load_in_4bit:
-        fixed["bnb_4bit_quant_storage"] = "float32" if request.precision == "fp32" else "bfloat16"
+        fixed["bnb_4bit_quant_storage"] = compute_dtype(request.precision)
     if request.backend == "auto" and request.strategy in ("zero2", "zero3"):
         fixed["backend"] = "deepspeed"
     return fixed

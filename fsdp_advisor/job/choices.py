@@ -117,3 +117,8 @@ NEAREST_OPTIMIZERS = {
 def half_dtype(precision: Precision) -> HalfDtype:
     """The dtype of 16 bits in which a precision computes, or would."""
     return "float16" if precision == "fp16-mixed" else "bfloat16"
+
+
+def compute_dtype(precision: Precision) -> Literal["float32", "bfloat16", "float16"]:
+    """The dtype in which a precision computes."""
+    return "float32" if precision == "fp32" else half_dtype(precision)

@@ -25,9 +25,10 @@ def options_of(plan: Plan, request: EstimateRequest, *, gpu: str, allocator_conf
     }
     if plan.offload == "none":
         decided["offload_device"] = "cpu"
+    always = {*_ALWAYS, *request.set_by_framework}
     words: list[str] = []
     for name, field in fields_of(EstimateRequest).items():
         value = decided[name] if name in decided else getattr(plan, name, getattr(request, name))
-        if name in _ALWAYS or value != field.default:
+        if name in always or value != field.default:
             words += as_words(name, field.written(value))
     return tuple(words)

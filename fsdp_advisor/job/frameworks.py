@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from fsdp_advisor.job.choices import Backend, Framework, TrainingTask
+from fsdp_advisor.job.choices import Backend, Framework, Precision, TrainingTask, compute_dtype
 
 ReduceDtype = Literal["masters", "compute", "fp32"]
 """``masters``: the dtype of the masters, which is fp32 under mixed precision; ``compute``: the compute dtype; ``fp32``: fp32 even in pure
@@ -85,6 +85,14 @@ class FrameworkFacts:
     keeps_quantized_dtypes: bool = False
     """A quantized base is not prepared with `prepare_model_for_kbit_training`. Source: trl 1.16, sft_trainer.py,
     `__init__`; axolotl 0.19.0, loaders/model.py, `_configure_embedding_dtypes`.
+    """
+    nests_scales: bool = False
+    """The scales of a base in 4 bits are quantized too. Source: axolotl 0.19.0, loaders/model.py, `_set_quantization_config`;
+    LLaMA-Factory 0.9.5, hparams/model_args.py, double_quantization.
+    """
+    packed_storage: Literal["uint8", "bfloat16", "compute"] = "uint8"
+    """The dtype that holds a base in 4 bits; ``compute``: the compute dtype. Source: as for `nests_scales`; LLaMA-Factory 0.9.5,
+    model/model_utils/quantization.py, `configure_quantization`.
     """
     keeps_adapter_dtypes: bool = False
     """The adapters of a quantized base that is not prepared keep the fp32 that PEFT gives them. Source: axolotl 0.19.0,
@@ -191,6 +199,8 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
         finds_unused_parameters=False,
         finds_unused_with_adapters=False,
         keeps_quantized_dtypes=True,
+        nests_scales=True,
+        packed_storage="bfloat16",
         keeps_adapter_dtypes=True,
         trains_half=True,
         wraps_adapters=True,
@@ -200,6 +210,8 @@ FRAMEWORKS: dict[Framework, FrameworkFacts] = {
     "llamafactory": replace(
         _TRAINER,
         finds_unused_with_adapters=False,
+        nests_scales=True,
+        packed_storage="compute",
         tasks=("sft", "dpo", "kto"),
         task_loss="full",
         precomputes_reference=False,
@@ -229,3 +241,20 @@ FRAMEWORK_NAMES: dict[Framework, str] = {
 """The name of each framework in messages."""
 BACKEND_NAMES: dict[Backend, str] = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 """The name of each backend in messages."""
+
+
+def options_of_framework(framework: Framework, precision: Precision, *, in_4bit: bool) -> dict[str, Any]:
+    """The options that the framework sets if a job leaves them open, without those of which its value is the default. `in_4bit`: the base
+    is quantized to 4 bits when it is loaded.
+    """
+    facts, found = FRAMEWORKS[framework], dict[str, Any]()
+    if facts.checkpointing != "none":
+        found["activation_checkpointing"] = facts.checkpointing
+    if facts.allocator_conf is not None:
+        found["allocator_conf"] = facts.allocator_conf
+    if in_4bit and facts.nests_scales:
+        found["use_bnb_nested_quant"] = True
+    if in_4bit and facts.packed_storage != "uint8":
+        is_compute = facts.packed_storage == "compute"
+        found["bnb_4bit_quant_storage"] = compute_dtype(precision) if is_compute else facts.packed_storage
+    return found

@@ -17,6 +17,7 @@ from fsdp_advisor.job import step_fields as step
 from fsdp_advisor.job.choices import GPU_DEPENDENT
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import Rule, fields_of
+from fsdp_advisor.job.frameworks import options_of_framework
 
 
 def uneven_nodes(gpus: int, nnodes: int) -> str | None:
@@ -180,12 +181,17 @@ class EstimateRequest:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The values, by name, that differ from the defaults or were given although the GPU decides their default. They make the same
-        request again.
+        """The values, by name, that differ from the defaults or were given although the GPU or the framework decides their default. They
+        make the same request again.
         """
-        fixed = self.given & GPU_DEPENDENT
+        fixed = self.given & {*GPU_DEPENDENT, *self.set_by_framework}
         known = fields_of(type(self))
         return {name: v for name, v in self.values.items() if v != known[name].default or name in fixed}
+
+    @property
+    def set_by_framework(self) -> dict[str, Any]:
+        """The options that the framework sets if they are left open (`frameworks.options_of_framework`)."""
+        return options_of_framework(self.framework, self.precision, in_4bit=self.load_in_4bit)
 
     def changed_among(self, names: Iterable[str]) -> list[str]:
         """Those of the fields `names` whose values differ from the defaults, in the order of `names`."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_advisor.assumptions import sharded_storage, stores_frozen_base_in_fp32
+from fsdp_advisor.assumptions import stores_frozen_base_in_fp32
 from fsdp_advisor.hardware import find_gpu
-from fsdp_advisor.job.choices import half_dtype
+from fsdp_advisor.job.choices import compute_dtype, half_dtype
 from fsdp_advisor.job.compatibility import OFFLOADS
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
 from fsdp_advisor.job.losses import losses_without_logits
@@ -38,7 +38,7 @@ def way_out(report: Report) -> str:
     if stores_frozen_base_in_fp32(request):
         smaller_states.append(f"--dtype {half_dtype(request.precision)} (half the frozen base)")
     if request.load_in_4bit and request.bnb_4bit_quant_storage == "uint8" and request.gpus > 1:
-        stored = sharded_storage(request.precision)
+        stored = compute_dtype(request.precision)
         smaller_states.append(f"--bnb-4bit-quant-storage {stored} (FSDP then shards the base)")
     reference, offload = _reference_options(report, known), _offload(report, known)
     options = [*smaller_states, *offload]

@@ -56,7 +56,8 @@ def pinned(report: Report, plan: Plan) -> dict[str, str]:
     """The query for exactly this plan: options that differ from their defaults, and options that a search would otherwise choose."""
     known = fields_of(EstimateRequest)
     asked = {name: getattr(plan, name, v) for name, v in report.request.values.items() if v is not None}
-    always = {"model", "strategy", "backend", "offload"} | (GPU_DEPENDENT & report.request.given)
+    always = {"model", "strategy", "backend", "offload", *report.request.set_by_framework}
+    always |= GPU_DEPENDENT & report.request.given
     return as_query({name: v for name, v in asked.items() if name in always or v != known[name].default})
 
 

@@ -105,6 +105,13 @@ def test_the_framework_of_the_target_decides_open_options(framework: str, monkey
     assert (own.estimates.plans[0].activation_checkpointing == "full") is (framework == "trl")
 
 
+def test_llamafactory_stores_weights_in_4_bits_in_the_compute_dtype_of_the_gpu() -> None:
+    made = report_for(
+        "llamafactory", make_request({**QLORA, "strategy": "ddp", "gpu": "T4", "model": "openai-community/gpt2"})
+    )
+    assert made.request.bnb_4bit_quant_storage == "float16" and made.request.use_bnb_nested_quant
+
+
 def test_options_that_were_assumed_are_assumed_anew() -> None:
     """A server settles a request before the target's framework is set."""
     lora = settled(make_request({**LLAMA, "use_peft": True}))
