@@ -86,6 +86,12 @@ def _may_choose_storage(request: RecommendRequest) -> bool:
     return request.load_in_4bit and "bnb_4bit_quant_storage" not in request.given and may_shard
 
 
+def keeps_packed_base_whole(request: EstimateRequest) -> bool:
+    """Whether FSDP2 would leave a base in 4 bits whole on every rank: it is stored in integers, and the framework does not shard those."""
+    is_integer = request.load_in_4bit and request.bnb_4bit_quant_storage == "uint8"
+    return is_integer and request.gpus > 1 and not FRAMEWORKS[request.framework].shards_integers
+
+
 def stores_frozen_base_in_fp32(request: EstimateRequest) -> bool:
     """Whether adapters are trained on a base in fp32 that could be in 16 bits. The base is not quantized, and 16 bits are neither given nor
     assumed.

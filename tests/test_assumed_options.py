@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.assumption_notes import assumption_notes
-from fsdp_advisor.assumptions import settled
+from fsdp_advisor.assumptions import keeps_packed_base_whole, settled
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.estimator import requested
 from fsdp_advisor.export.choice import report_for
@@ -137,6 +137,12 @@ def test_weights_in_4_bits_are_stored_as_the_framework_does(
     notes = assumption_notes(request, find_gpu(str(request.gpu)))
     is_noted = not {"use_bnb_nested_quant", "bnb_4bit_quant_storage"}.isdisjoint(request.assumed)
     assert any("stores weights in 4 bits" in note or "quantizes their scales" in note for note in notes) is is_noted
+
+
+@pytest.mark.parametrize(("framework", "whole"), [("trainer", True), ("axolotl", False)])
+def test_only_axolotl_shards_weights_in_4_bits_that_are_stored_in_integers(framework: str, *, whole: bool) -> None:
+    job = {"model": GPT2, "gpus": 2, "use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_storage": "uint8"}
+    assert keeps_packed_base_whole(settled(make_request({**job, "framework": framework}))) is whole
 
 
 def test_axolotls_files_store_weights_in_4_bits_as_its_option_does(tmp_path: Path) -> None:

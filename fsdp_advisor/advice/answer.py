@@ -22,7 +22,7 @@ from fsdp_advisor.advice.search import Rejection, Search, SearchResult
 from fsdp_advisor.advice.search_space import ActivationChoice, StrategyChoice, base_plan
 from fsdp_advisor.advice.sweeps import Sweep, SweepResult
 from fsdp_advisor.advice.vllm_settings import with_vllm_started
-from fsdp_advisor.assumptions import gpu_of, settled
+from fsdp_advisor.assumptions import gpu_of, keeps_packed_base_whole, settled
 from fsdp_advisor.errors import AdvisorError, MissingExtra, NotRecordable, UsageError, assert_never
 from fsdp_advisor.estimator import lazy_report, requested
 from fsdp_advisor.job.adaptation import adaptation_of, may_adapt
@@ -277,7 +277,7 @@ def _notes(request: RecommendRequest, search: Search, result: SearchResult) -> I
     yield from ignored_in_search(request)
     if request.find and request.offload == "auto" and not any(c.offload != "none" for c in search.choices):
         yield "offload was not searched: give --host-memory or --offload"
-    if request.load_in_4bit and request.gpus > 1 and request.bnb_4bit_quant_storage == "uint8":
+    if keeps_packed_base_whole(request):
         yield "FSDP does not shard 4-bit weights that are stored as uint8; with --bnb-4bit-quant-storage bfloat16 it does"
     if scales := _scales_to_nest(request, search.evaluator.model.profile, winner):
         yield f"the scales of the 4-bit weights take {format_gib(scales)} of every GPU; --use-bnb-nested-quant divides that by four"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_advisor.assumptions import stores_frozen_base_in_fp32
+from fsdp_advisor.assumptions import keeps_packed_base_whole, stores_frozen_base_in_fp32
 from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.choices import compute_dtype, half_dtype
 from fsdp_advisor.job.compatibility import OFFLOADS
@@ -37,7 +37,7 @@ def way_out(report: Report) -> str:
     smaller_states = []
     if stores_frozen_base_in_fp32(request):
         smaller_states.append(f"--dtype {half_dtype(request.precision)} (half the frozen base)")
-    if request.load_in_4bit and request.bnb_4bit_quant_storage == "uint8" and request.gpus > 1:
+    if keeps_packed_base_whole(request) and any(row.plan.backend == "fsdp2" for row in known):
         stored = compute_dtype(request.precision)
         smaller_states.append(f"--bnb-4bit-quant-storage {stored} (FSDP then shards the base)")
     reference, offload = _reference_options(report, known), _offload(report, known)

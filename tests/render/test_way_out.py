@@ -86,6 +86,10 @@ def test_a_base_in_4_bits_that_fsdp_keeps_whole_names_the_storage_that_it_shards
     )  # fmt: skip
     assert "--bnb-4bit-quant-storage bfloat16 (FSDP then shards the base), --use-bnb" in report_view(report).way_out
     assert "--offload parameters" in report_view(report).way_out
+    whole = estimate(
+        model="meta-llama/Llama-3.1-70B", gpus=2, gpu="rtx4090", use_peft=True, load_in_4bit=True, strategy="ddp"
+    )
+    assert "Nothing fits" in report_view(whole).way_out and "FSDP then shards" not in report_view(whole).way_out
 
 
 def test_nothing_is_said_to_fit_or_not_while_a_peak_is_unknown() -> None:
