@@ -53,6 +53,15 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
         )
     if "precision" in request.assumed:
         notes.append(f"precision {request.precision} is assumed, because {gpu.name} does not compute in bf16")
+    if "framework" in request.assumed:
+        others = [n for n, f in FRAMEWORKS.items() if request.task in f.tasks and n != request.framework]
+        too = f"; {' and '.join(FRAMEWORK_NAMES[n] for n in others)} has it too" if others else ""
+        notes.append(f"framework {request.framework} is assumed, which has task {request.task}{too}")
+    if "steps_per_generation" in request.assumed:
+        notes.append(
+            f"steps_per_generation {request.steps_per_generation} is assumed, the smallest with which {request.gpus} GPUs generate whole "
+            f"groups of {request.num_generations} completions; steps_per_generation or micro_batch_size changes it"
+        )
     if "activation_checkpointing" in request.assumed:
         notes.append(
             f"{FRAMEWORK_NAMES[request.framework]} checkpoints activations unless --activation-checkpointing is none"

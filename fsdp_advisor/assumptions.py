@@ -1,4 +1,4 @@
-"""Chooses values for what a request leaves open: the GPU, the number of nodes, the precision, the sequence length."""
+"""Chooses values for what a request leaves open: the GPU, the nodes, the precision, the framework, the sequence length."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from fsdp_advisor.job.adaptation import adaptation_of, may_store_half
 from fsdp_advisor.job.choices import Precision, compute_dtype, default_seq_len, half_dtype
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.frameworks import FRAMEWORKS, options_of_framework
+from fsdp_advisor.job.generation import least_micro_batch
 from fsdp_advisor.job.request import AnyRequest, EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tasks import task_of
 
 DEFAULT_GPU = "H100-80GB"
+_GROUPING = (
+    "steps_per_generation", "num_generations", "micro_batch_size", "gradient_accumulation_steps", "global_batch_size",
+)  # fmt: skip
+"""The options that decide whether GRPO generates whole groups of completions."""
 
 
 def settled(request: AnyRequest) -> AnyRequest:
     """The request with assumed values for options that were not given.
 
-    The GPU decides the number of nodes, and fp16 if it lacks bf16. The framework decides checkpointing, the allocator's settings, the
-    dtype of a frozen base and how one in 4 bits is stored. In a search a frozen base is in bf16, or in 4 bits with a dtype of storage that
-    FSDP can shard.
+    The GPU decides the number of nodes, and fp16 if it lacks bf16. The task decides the framework, and GRPO's groups of completions the
+    micro-batches of a generation. The framework decides checkpointing, the allocator's settings, the dtype of a frozen base and how one in
+    4 bits is stored. A search chooses checkpointing and GRPO's micro-batch itself; there a frozen base is in bf16, or in 4 bits with a
+    dtype of storage that FSDP can shard.
 
     `assumed` names these options; what was assumed before is assumed anew. A request that was constructed directly is returned unchanged.
     """
@@ -38,6 +44,12 @@ def settled(request: AnyRequest) -> AnyRequest:
     request = replace(request, **{name: known[name].default for name in request.assumed}, assumed=frozenset())
     gpu, _ = choose_gpu(request.gpu)
     found: dict[str, Any] = {}
+    if "framework" not in request.given and request.task not in FRAMEWORKS[request.framework].tasks:
+        found["framework"] = "trl"  # it has every task
+        request = replace(request, framework="trl")
+    if not isinstance(request, RecommendRequest) and request.given.isdisjoint(_GROUPING):
+        steps = least_micro_batch(request, gpus=request.gpus, accumulation=1)  # as many sequences on each GPU
+        found |= {"steps_per_generation": steps} if steps > 1 else {}
     finds_number = isinstance(request, RecommendRequest) and request.find == "gpus"
     if "nnodes" not in request.given and not finds_number and (nodes := usual_nodes(request.gpus, gpu)) > 1:
         found["nnodes"] = nodes

@@ -111,6 +111,52 @@ def test_a_search_stores_weights_in_4_bits_so_that_several_gpus_share_them(
     assert settled(make_request(job)).bnb_4bit_quant_storage == options.get("bnb_4bit_quant_storage", "uint8")
 
 
+@pytest.mark.parametrize("task", ["dpo", "kto", "reward", "grpo"])
+def test_a_task_of_trl_is_trained_with_trl(task: str) -> None:
+    request = settled(make_request({"model": GPT2, "gpus": 8, "gpu": "A100", "task": task}))
+    assert (request.framework, request.activation_checkpointing) == ("trl", "full")
+    notes = assumption_notes(request, find_gpu("A100"))
+    assert any(note.startswith(f"framework trl is assumed, which has task {task}") for note in notes)
+    assert any("LLaMA-Factory has it too" in note for note in notes) is (task in ("dpo", "kto"))
+    with pytest.raises(UsageError, match=f"framework torch has no task {task}"):
+        estimate(model=GPT2, gpus=8, gpu="A100", task=task, framework="torch")
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"gpus": 4}, 2),
+        ({"gpus": 3}, 8),
+        ({"gpus": 8}, None),
+        ({"gpus": 4, "micro_batch_size": 1}, None),
+        ({"gpus": 4, "num_generations": 8}, None),
+        ({"gpus": 4, "gradient_accumulation_steps": 2}, None),
+        ({"gpus": 4, "steps_per_generation": 4}, 4),
+        ({"gpus": 4, "task": "dpo"}, None),
+    ],
+    ids=str,
+)
+def test_grpo_generates_whole_groups_by_default(options: dict[str, Any], steps: int | None) -> None:
+    job = {"model": GPT2, "gpu": "A100", "task": "grpo", **options}
+    request = settled(make_request(job))
+    assert request.steps_per_generation == steps
+    notes = [note for note in assumption_notes(request, find_gpu("A100")) if note.startswith("steps_per_generation")]
+    assert bool(notes) is ("steps_per_generation" in request.assumed) is (steps is not None and steps != 4)
+    searched = settled(make_request(job, RecommendRequest))
+    assert searched.steps_per_generation == options.get("steps_per_generation")
+
+
+@pytest.mark.slow
+def test_an_exported_search_of_grpo_keeps_the_steps_per_generation_of_its_plan() -> None:
+    job = {"model": GPT2, "gpus": 4, "gpu": "A100", "task": "grpo", "seq_len": 64, "max_completion_length": 16}
+    (estimated,) = estimate(**job, strategy="ddp").estimates
+    assert estimated.plan.generation is not None and estimated.plan.generation.steps == 2
+    fixed = {"backend": "ddp", "activation_checkpointing": "full"}
+    (found,) = report_for("trl", make_request({**job, **fixed})).estimates
+    assert found.plan.generation is not None and found.plan.generation.steps is None
+    assert found.plan.micro_batch_size % 2 == 0
+
+
 @pytest.mark.parametrize(
     ("framework", "options", "expected"),
     [

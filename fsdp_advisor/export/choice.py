@@ -150,7 +150,7 @@ def _with_framework(consumer: Target, request: EstimateRequest) -> EstimateReque
 
     Otherwise the request is unchanged, and the target itself reports what it does not support.
     """
-    if "framework" in request.given:
+    if "framework" in request.given or request.task not in FRAMEWORKS[consumer.framework].tasks:
         return request
     known = FRAMEWORKS[consumer.framework].backends
     strategies = OFFLOADS[request.offload] if request.strategy == "all" else (request.strategy,)
@@ -187,7 +187,8 @@ def _recommended(consumer: Target, request: EstimateRequest, model: Resolved) ->
             hint="`fsdp-advisor export --list` lists the other targets",
         ) from None
     if advice.winner is not None:
-        return request.but(**_options(advice.winner.plan), allocator_conf=advice.winner.allocator_conf)
+        found = {**_options(advice.winner.plan), "allocator_conf": advice.winner.allocator_conf}
+        return request.but(**found, steps_per_generation=searched.steps_per_generation)
     raise NothingFits(
         f"no plan that {consumer.name} supports fits {report.gpu_name} with {100 * searched.margin:g} % left free",
         hint="; ".join(remedy.because for remedy in advice.remedies[:2])
