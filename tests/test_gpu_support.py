@@ -26,7 +26,7 @@ QLORA = {"use_peft": True, "load_in_4bit": True}
         ("TPU-v6e", {"optim": "lion_32bit"}, "bitsandbytes' lion_32bit does not run"),
         ("TPU-v6e", QLORA, "bitsandbytes does not run on TPU-v6e"),
         ("Trainium-2", {"use_peft": True, "load_in_8bit": True}, "bitsandbytes does not run on Trainium-2"),
-        ("TPU-v6e", {"use_liger_kernel": True}, "Liger does not run"),
+        ("TPU-v6e", {"use_liger_kernel": True, "model": "meta-llama/Llama-3.2-1B"}, "Liger does not run"),
         ("TPU-v6e", {"loss": "cce"}, "Cut Cross Entropy does not run"),
         ("Gaudi-3", {"fp8": "rowwise"}, "fp8 by torchao does not run"),
         ("TPU-v6e", {"allocator_conf": "expandable_segments:True"}, "caching allocator does not run on TPU-v6e"),
@@ -36,7 +36,7 @@ QLORA = {"use_peft": True, "load_in_4bit": True}
 )  # fmt: skip
 def test_software_that_does_not_run_on_the_gpu_is_refused(gpu: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as raised:
-        estimate(**JOB, gpu=gpu, **options)
+        estimate(**{**JOB, "gpu": gpu, **options})
     assert raised.value.hint
 
 
