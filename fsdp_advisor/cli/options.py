@@ -150,6 +150,10 @@ class CommandParser:
         off: dict[str, bool] = {}
         is_value = False
         for word in self._with_flags_joined(arguments):
+            if is_value and re.match(r"-\d", word):  # a value, which argparse would take for an option
+                words[-1] += f"={word}"
+                is_value = False
+                continue
             option, equals, value = word.partition("=")
             if option.startswith("--"):
                 option = option.replace("_", "-")

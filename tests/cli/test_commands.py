@@ -101,6 +101,11 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
     (("estimate", *MODEL, "--gpus"), "--gpus needs a value", SEE),
     (("estimate", *MODEL, "-o"), "--output needs a value", SEE),
     (("estimate", "--model", "--gpus", "4"), "--model needs a value", SEE),
+    (
+        ("estimate", "--model", "-7B"),
+        "a model cannot have -7B parameters",
+        "from 1000 to 1e15, such as 7e9, 7B or 350M",
+    ),
     (("estimate", *MODEL, "--sequence", "3"), "no such option: --sequence", "did you mean --seq-len?"),
     (("estimate", *MODEL, "--lr", "3"), "no such option: --lr", "it changes neither memory nor speed: leave it out"),
     (("estimate", *MODEL, "-x"), "no such option: -x", SEE),
