@@ -34,7 +34,7 @@ _PHASES: Mapping[str, Phase] = {
     "backward": "backward",
     "optimizer": "optimizer",
 }
-_RISING = ("activations", "loss", "temporaries", "allocated")
+RISING = ("activations", "loss", "temporaries", "allocated")
 """Categories that grow within a moment."""
 _NOT_COMPARED = ("free", "other_processes", "outside")
 _LOGITS_BYTES = (2, 4)
@@ -102,7 +102,7 @@ def predicted(
     """
     row = job.row
     at_moment, name = _at_moment(job, moment)
-    differences = tuple(_differences(at_moment, moment, memory, holdings)) if at_moment else ()
+    differences = tuple(_differences(at_moment, moment, memory, holdings, error)) if at_moment else ()
     return Prediction(
         job=job.label,
         fits=row.fits,
@@ -156,6 +156,7 @@ def _differences(
     moment: Moment,
     memory: Mapping[Category, int],
     holdings: Sequence[Holding],
+    error: OutOfMemory | None,
 ) -> Iterator[Difference]:
     """The categories that differ, the largest difference first."""
     measured = {name: n for name, n in memory.items() if name not in _NOT_COMPARED}
@@ -175,7 +176,7 @@ def _differences(
             category=name,
             measured_bytes=measured.get(name, 0),
             predicted_bytes=expected.get(name, 0),
-            because=_because(name, measured.get(name, 0), expected.get(name, 0), moment),
+            because=_because(name, measured.get(name, 0), expected.get(name, 0), moment, error),
             holdings=tuple(holding for holding in holdings if holding.category == name)[:_NAMED_HOLDINGS],
         )
         for name in dict.fromkeys((*expected, *measured))
@@ -185,14 +186,16 @@ def _differences(
     yield from sorted(differences, key=lambda d: -abs(d.measured_bytes - d.predicted_bytes))
 
 
-def _because(category: Category, measured: int, expected: int, moment: Moment) -> str:
+def _because(category: Category, measured: int, expected: int, moment: Moment, error: OutOfMemory | None) -> str:
     """A cause that follows from the moment; empty if none does."""
     if category == "optimizer" and not measured and expected and moment.step in (None, 1):
         return "the optimizer makes its state in its first step, so the job will need it in addition"
     if category == "gradients" and measured < expected and moment.phase in ("forward", "loss"):
         return "no gradients are kept from a step before"
-    if category in _RISING and measured < expected and moment.phase in _PHASES:
+    if category in RISING and measured < expected and moment.phase in _PHASES:
         return "the estimate is for the highest point of this moment, which comes later"
+    if category in RISING and measured < expected and error is not None:
+        return "the job ended at the failed request; the estimate is its peak on a GPU that is large enough"
     if category == "fragmentation":
         return "with libraries and rounding"
     return ""

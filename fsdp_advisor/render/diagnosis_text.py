@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from fsdp_advisor.diagnosis.facts import CATEGORIES, Diagnosis, Holding, OutOfMemory, Prediction
+from fsdp_advisor.diagnosis.facts import CATEGORIES, Diagnosis, Difference, Holding, OutOfMemory, Prediction
+from fsdp_advisor.diagnosis.prediction import RISING
 from fsdp_advisor.render.terminal import Column, Screen, draw, fitting, wrap
 from fsdp_advisor.units import format_bytes
 
@@ -21,7 +22,7 @@ def diagnosis_text(found: Diagnosis, screen: Screen) -> str:
         _memory(found, screen),
         _holdings(found, screen),
         _ranks(found.ranks, screen),
-        _prediction(found.prediction, screen) if found.prediction else "",
+        _prediction(found.prediction, found.out_of_memory, screen) if found.prediction else "",
         _changes(found, screen),
         "\n".join(wrap(f"note: {note}", screen, indent="  ") for note in found.notes),
         "\n".join(wrap(f"not known: {text}", screen, indent="  ") for text in found.unknown),
@@ -115,23 +116,29 @@ def _ranks(ranks: Sequence[OutOfMemory], screen: Screen) -> str:
     )
 
 
-def _prediction(found: Prediction, screen: Screen) -> str:
+def _prediction(found: Prediction, error: OutOfMemory | None, screen: Screen) -> str:
     verdict = {True: "fits", False: "does not fit", None: "may fit"}[found.fits]
     needs = "" if found.needed_bytes is None else f", needs {format_bytes(found.needed_bytes)}"
     at = f", with its peak in {found.peak_at}" if found.peak_at else ""
     lines = [wrap(f"Estimate of the job: {found.job}: {verdict}{needs}{at}", screen, indent="  ")]
     if found.differences:
         rows = found.differences
-        lines.append(f"Differences from the estimate for {found.moment}:")
+        gaps = [_gap(d, error) for d in rows]
+        if error is None:
+            measured, heading = "measured", f"Differences from the estimate for {found.moment}:"
+        else:
+            measured = "at the error"
+            heading = (
+                f"Memory at the failed request, and the estimate for {found.moment} on a GPU that is large enough:"
+            )
+        lines.append(wrap(heading, screen))
         lines.append(
             _drawn(
                 (
                     Column("memory", [d.category.replace("_", " ") for d in rows]),
-                    Column("measured", [format_bytes(d.measured_bytes) for d in rows], right=True),
+                    Column(measured, [format_bytes(d.measured_bytes) for d in rows], right=True),
                     Column("estimate", [format_bytes(d.predicted_bytes) for d in rows], right=True),
-                    Column(
-                        "difference", [_signed(d.measured_bytes - d.predicted_bytes) for d in rows], right=True, rank=1
-                    ),
+                    *([Column("difference", gaps, right=True, rank=1)] if set(gaps) != {"-"} else []),
                 ),
                 screen,
             )
@@ -168,6 +175,12 @@ def _tensors(count: int) -> str:
 
 def _size(n_bytes: int | None) -> str:
     return "-" if n_bytes is None else format_bytes(n_bytes)
+
+
+def _gap(found: Difference, error: OutOfMemory | None) -> str:
+    """The difference from the estimate; `-` for memory that would have grown further if the request had not failed."""
+    gap = found.measured_bytes - found.predicted_bytes
+    return "-" if error is not None and gap < 0 and found.category in RISING else _signed(gap)
 
 
 def _signed(n_bytes: int) -> str:

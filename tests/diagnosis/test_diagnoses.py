@@ -324,3 +324,28 @@ def test_a_large_request_of_backward_may_be_for_the_gradient_of_the_logits() -> 
     assert first.what.startswith("if the request is sequences x tokens x vocabulary") and "checkpointing" in second.what
     small = diagnose_text(f"Traceback (most recent call last):\n{LOGITS.format('0.40')}").changes
     assert not any("loss" in change.what for change in small)
+
+
+def test_memory_at_a_failed_request_is_no_difference_from_the_peak() -> None:
+    text = (
+        'Traceback (most recent call last):\n  File "train.py", line 9, in step\n    trainer.train()\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.10 GiB"
+        " is free. Of the allocated memory 77.36 GiB is allocated by PyTorch, and 200.00 MiB is reserved by PyTorch but unallocated.\n"
+    )
+    found = diagnose_text(
+        text, job_of(make_request({"model": "meta-llama/Llama-3.1-8B", "strategy": "ddp", "gpu": "A100"}))
+    )
+    lines = str(found).splitlines()
+    assert (
+        "Memory at the failed request, and the estimate for the peak of the step on a GPU that is large enough:"
+        in lines
+    )
+    (heading,) = [line for line in lines if line.startswith("memory") and "estimate" in line]
+    assert heading.split() == ["memory", "at", "the", "error", "estimate"]
+    assert "the job ended at the failed request; the estimate is its peak on a GPU that is large enough" in str(found)
+
+
+def test_more_memory_at_an_error_than_estimated_is_a_difference() -> None:
+    job = {"model": "Qwen/Qwen2.5-0.5B", "seq_len": 128, "strategy": "ddp", "gpu": "4090"}
+    found = diagnose_text(f"Traceback (most recent call last):\n{LOGITS.format('1.50')}", job_of(make_request(job)))
+    assert any("difference" in line for line in str(found).splitlines()) and "+" in str(found)
