@@ -184,6 +184,7 @@ OF_ACCELERATE = {"library": "accelerate", "regions": True}
 SHARDED: dict[str, Any] = {"strategy": "zero3", "backend": "fsdp2"}
 HALF: dict[str, Any] = {"dtype": "bfloat16"}
 HALF_ADAPTED = {**HALF, "lora": True}
+OF_FLASH = {"library": "trl", **FLASH, "lora": True}
 LONG = {"batch": 4, "length": 16_000}
 """A batch whose tensors are much larger than the rest, up to 1 MiB, that the allocator does not split from a block."""
 WHOLE = {"length": 8192}
@@ -224,9 +225,12 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
                 ({"model": "qwen3", **OF_TRL, "lora": True, "checkpointing": True}, {}),
             ),
             ("TRL, an MoE, checkpointed", ({"model": "qwen3_moe", "library": "trl", "checkpointing": True}, {})),
+            ("TRL, sharded, LoRA, flash-attn", ({**OF_FLASH, "fsdp": True}, SHARDED)),
         ],
         [
             ("TRL in DDP", ({"library": "trl"}, {})),
+            ("TRL on one GPU, LoRA, flash-attn", ({**OF_FLASH, **WHOLE, "gpus": 1}, {})),
+            ("TRL in DDP, LoRA, flash-attn", ({**OF_FLASH, **WHOLE}, {})),
             (
                 "regions in TRL, sharded and checkpointed, LoRA",
                 (
@@ -291,18 +295,18 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
         days=7,
     )
 )
-"""Models on two ranks that the Trainer, TRL or accelerate compiles, as a whole or by regions: settings of the script, and options."""
+"""Models on one or two GPUs that a trainer or accelerate compiles, as a whole or by regions: settings of the script, and options."""
 
 
 @in_turn(2, of=4)
 @pytest.mark.parametrize("name", TRAINERS)
-def test_trainers_that_compile_on_two_ranks_need_what_is_predicted(
+def test_trainers_that_compile_need_what_is_predicted(
     name: str, run_on_ranks: Callable[..., dict[str, int]], tmp_path: Path
 ) -> None:
     settings, options = TRAINERS[name]
     usual = {
         "model": "llama", "library": "trainer", "attention": "sdpa", "task": "sft", "fsdp": False, "checkpointing": False,
-        "regions": False, "lora": False, "dtype": "float32",
+        "regions": False, "lora": False, "dtype": "float32", "gpus": 2,
     }  # fmt: skip
     job = {**usual, **settings}
     config, _, precision, _, batch, length = _job(job["model"], "trainer", "bf16-mixed", length=8000)
@@ -314,9 +318,9 @@ def test_trainers_that_compile_on_two_ranks_need_what_is_predicted(
         batch, length = 2, 4000
     batch, length = job.get("batch", batch), job.get("length", length)
     job |= {"batch": batch, "length": length}
-    found = run_on_ranks("compiled_trainers.py", json.dumps(config), json.dumps(job), gpus=2)
+    found = run_on_ranks("compiled_trainers.py", json.dumps(config), json.dumps(job), gpus=job["gpus"])
     row = row_of(
-        tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, gpus=2,
+        tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, gpus=job["gpus"],
         compile="layer" if job["regions"] else "model", task=job["task"], attention=job["attention"],
         **(LORA if job["lora"] else {}),
         **{"framework": job["library"], "activation_checkpointing": "full" if job["checkpointing"] else "none", **options},
