@@ -59,7 +59,7 @@ def report_for(target: str, request: EstimateRequest, model: Resolved | None = N
 
 def needs_recording_for(target: str, request: EstimateRequest) -> bool:
     """Whether `report_for` needs a step that the catalog does not have, so that PyTorch has to record it."""
-    return needs_recording(_with_framework(find(target), request))
+    return needs_recording(settled(_with_framework(find(target), request)))
 
 
 def _with_fixed(consumer: Target, request: EstimateRequest) -> EstimateRequest:

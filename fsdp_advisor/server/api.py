@@ -162,7 +162,7 @@ async def post_export(request: Request, target: Target, body: ExportBody) -> Res
 
 async def _export(request: Request, target: str, source: ModelSource, asked: EstimateRequest, whole: bool) -> Response:
     name = find(target).name
-    source = replace(source, must_record=needs_recording_for(name, asked))
+    source = replace(source, must_record=needs_recording_for(name, decided(asked)))
     return await _answer(request, source, export_document, asked, name, whole)
 
 

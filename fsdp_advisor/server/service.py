@@ -13,7 +13,7 @@ from starlette.requests import Request
 from fsdp_advisor.errors import MissingExtra, UnknownModel
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.model import cache, hub
-from fsdp_advisor.server.answers import Document, ModelSource, answer
+from fsdp_advisor.server.answers import Document, ModelSource, answer, decided
 from fsdp_advisor.server.monitoring import ANSWERS
 from fsdp_advisor.server.settings import Settings
 from fsdp_advisor.server.workers import WorkerPool
@@ -79,7 +79,7 @@ class AnswerService:
     async def _compute(self, source: ModelSource, *rest: Any) -> Document:
         asked = [r for r in rest if isinstance(r, EstimateRequest)]
         can_record = cache.installed_versions() is not None  # without torch, the answer itself says what is missing
-        must_record = source.must_record or (can_record and any(map(needs_recording, asked)))
+        must_record = source.must_record or (can_record and any(needs_recording(decided(r)) for r in asked))
         source = replace(source, must_record=must_record)
         if source.config is None:
             try:

@@ -90,6 +90,24 @@ OUT_OF_MEMORY = (
 )
 
 
+@pytest.mark.parametrize("path", ["/api/v1/estimate", "/api/v1/export/trl", "/"])
+def test_a_task_whose_framework_is_assumed_is_recorded(client: TestClient, path: str) -> None:
+    """TRL's batch of pairs is not in the catalog."""
+    job = {
+        "model": "gpt2",
+        "gpus": 2,
+        "gpu": "A100",
+        "task": "dpo",
+        "strategy": "ddp",
+        "seq_len": 64,
+        "micro_batch_size": 1,
+    }
+    got = client.get(path, params=job)
+    assert got.status_code == 200 and "not in the catalog" not in got.text
+    if path == "/api/v1/estimate":
+        assert got.json()["estimates"] == client.get(path, params={**job, "framework": "trl"}).json()["estimates"]
+
+
 @pytest.mark.parametrize("job", [None, {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB", "strategy": "zero3"}])
 def test_diagnose_returns_what_python_returns(client: TestClient, job: dict[str, Any] | None) -> None:
     answer = client.post("/api/v1/diagnose", json={"text": OUT_OF_MEMORY, "job": job}).json()
