@@ -6,7 +6,7 @@ from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.adaptation import Adaptation, adaptation_of
 from fsdp_advisor.job.batch_layout import flattens
 from fsdp_advisor.job.checkpointing import policies_of_changed_layers
-from fsdp_advisor.job.choices import Backend, Framework
+from fsdp_advisor.job.choices import Backend, Framework, TrainingTask
 from fsdp_advisor.job.conflicts import check_conflicts
 from fsdp_advisor.job.frameworks import FRAMEWORKS
 from fsdp_advisor.job.plan import Plan
@@ -93,12 +93,16 @@ def _batches(request: EstimateRequest) -> dict[str, bool]:
 
 
 _WITH_ADAPTERS: tuple[Framework, ...] = ("torch", "accelerate", "trainer", "trl")
-"""The frameworks whose compiled steps with adapters were compared with their own code: of TRL those of SFT."""
+"""The frameworks whose compiled steps with adapters were compared with their own code."""
+_TASKS_WITH_ADAPTERS: tuple[TrainingTask, ...] = ("sft", "dpo", "kto")
+"""The tasks whose compiled steps with adapters were compared with TRL's."""
+_WITH_4_BITS: tuple[Framework, ...] = ("torch", "trainer", "trl")
+"""The frameworks whose compiled steps with adapters on a base in 4 bits were compared with their own code: of TRL those of SFT."""
 
 
 def _changes(request: EstimateRequest) -> dict[str, bool]:
     """What changes a model that is not modelled with compiled code -> whether it does. Frozen parameters are modelled, and LoRA on linear
-    layers, whose base may be in 4 bits in a loop of one's own if no backend shards it.
+    layers, whose base may be in 4 bits if no backend shards it.
     """
     adaptation = adaptation_of(request)
     is_other = adaptation.method not in (None, "LORA") or bool(adaptation.peft.get("use_dora"))
@@ -107,11 +111,22 @@ def _changes(request: EstimateRequest) -> dict[str, bool]:
         "adapters other than LoRA": is_other,
         f"adapters in --framework {request.framework}": bool(adaptation.peft)
         and request.framework not in _WITH_ADAPTERS,
-        f"adapters in --task {request.task}": bool(adaptation.peft) and request.task != "sft",
+        f"adapters in --task {request.task}": bool(adaptation.peft) and request.task not in _TASKS_WITH_ADAPTERS,
+        f"adapters in --task {request.task}, except with --strategy ddp": bool(adaptation.peft)
+        and request.task != "sft"
+        and is_sharded,  # under FSDP2, TRL does not recognize the compiled PeftModel and calls a reference that does not exist
+        f"a base in 4 bits in --task {request.task}": bool(adaptation.quantization) and request.task != "sft",
+        f"adapters in --task {request.task}, except as a whole": bool(adaptation.peft)
+        and request.task != "sft"
+        and request.compile == "layer",
         "--lora-target-parameters": bool(adaptation.peft.get("target_parameters")),
         "a base in 8 bits": "load_in_8bit" in adaptation.quantization,
-        "a base in 4 bits, except with --framework torch --strategy ddp": bool(adaptation.quantization)
-        and (is_sharded or request.framework != "torch"),
+        "a base in 4 bits, except with --strategy ddp": bool(adaptation.quantization) and is_sharded,
+        f"a base in 4 bits in --framework {request.framework}": bool(adaptation.quantization)
+        and request.framework not in _WITH_4_BITS,
+        f"a base in 4 bits in --framework {request.framework}, except as a whole": bool(adaptation.quantization)
+        and request.framework != "torch"
+        and request.compile == "layer",
     }
 
 

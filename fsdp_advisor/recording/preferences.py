@@ -103,13 +103,15 @@ class PreferenceSource(FusedLossSource):
     def as_reference(self, module: nn.Module) -> Iterator[None]:
         """Context in which forwards are those of the reference model: without the adapters, unless the reference is a copy.
 
-        A copy is not compiled under FSDP2, where TRL shards it itself, and DDP does not wrap it.
-        Source: trl 1.16, trainer/dpo_trainer.py and kto_trainer.py, `prepare_fsdp` or accelerate's `prepare_model`, `evaluation_mode=True`.
+        A copy is not compiled under FSDP2, where TRL shards it itself, and DDP does not wrap it. Without adapters, the trainer calls the
+        model that it was given, as GRPO's does.
+        Source: trl 1.16, trainer/dpo_trainer.py and kto_trainer.py, `prepare_fsdp` or accelerate's `prepare_model`, `evaluation_mode=True`;
+        `_compute_loss`.
         """
         is_copy = self._reference == "copy"
         autocasts = torch.is_autocast_enabled("cpu") and (not is_copy or self._autocasts_copy)
         with (
-            _compiled_copy(module, self.key) if is_copy and self.key.compiles else contextlib.nullcontext(),
+            _compiled_copy(module, self.key) if is_copy and self.key.compiles else self.as_scored_policy(),
             torch.autocast("cpu", torch.bfloat16, enabled=autocasts),
             contextlib.nullcontext() if is_copy else module.disable_adapter(),  # type: ignore[operator]  # of PeftModel
         ):

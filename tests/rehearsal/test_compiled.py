@@ -184,6 +184,7 @@ OF_ACCELERATE = {"library": "accelerate", "regions": True}
 SHARDED: dict[str, Any] = {"strategy": "zero3", "backend": "fsdp2"}
 HALF: dict[str, Any] = {"dtype": "bfloat16"}
 HALF_ADAPTED = {**HALF, "lora": True}
+PACKED = {**HALF_ADAPTED, "packs": True}
 OF_FLASH = {"library": "trl", **FLASH, "lora": True}
 LONG = {"batch": 4, "length": 16_000}
 """A batch whose tensors are much larger than the rest, up to 1 MiB, that the allocator does not split from a block."""
@@ -226,9 +227,15 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = dict(
             ),
             ("TRL, an MoE, checkpointed", ({"model": "qwen3_moe", "library": "trl", "checkpointing": True}, {})),
             ("TRL, sharded, LoRA, flash-attn", ({**OF_FLASH, "fsdp": True}, SHARDED)),
+            ("the Trainer on one GPU, QLoRA", ({**PACKED, "gpus": 1}, {})),
+            ("TRL in DDP, QLoRA", ({"library": "trl", **PACKED}, HALF)),
+            ("DPO in DDP, LoRA", ({"library": "trl", "task": "dpo", **HALF_ADAPTED, **WHOLE}, HALF)),
         ],
         [
             ("TRL in DDP", ({"library": "trl"}, {})),
+            ("the Trainer in DDP, QLoRA", (PACKED, {})),
+            ("TRL on one GPU, QLoRA", ({"library": "trl", **PACKED, "gpus": 1}, HALF)),
+            ("KTO on one GPU, LoRA", ({"library": "trl", "task": "kto", **HALF_ADAPTED, "gpus": 1}, HALF)),
             ("TRL on one GPU, LoRA, flash-attn", ({**OF_FLASH, **WHOLE, "gpus": 1}, {})),
             ("TRL in DDP, LoRA, flash-attn", ({**OF_FLASH, **WHOLE}, {})),
             (
@@ -306,7 +313,8 @@ def test_trainers_that_compile_need_what_is_predicted(
     settings, options = TRAINERS[name]
     usual = {
         "model": "llama", "library": "trainer", "attention": "sdpa", "task": "sft", "fsdp": False, "checkpointing": False,
-        "regions": False, "lora": False, "dtype": "float32", "gpus": 2,
+        "regions": False, "lora": False, "packs": False,
+        "dtype": "float32", "gpus": 2,
     }  # fmt: skip
     job = {**usual, **settings}
     config, _, precision, _, batch, length = _job(job["model"], "trainer", "bf16-mixed", length=8000)
@@ -322,7 +330,7 @@ def test_trainers_that_compile_need_what_is_predicted(
     row = row_of(
         tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, gpus=job["gpus"],
         compile="layer" if job["regions"] else "model", task=job["task"], attention=job["attention"],
-        **(LORA if job["lora"] else {}),
+        **((QLORA if job["packs"] else LORA) if job["lora"] else {}),
         **{"framework": job["library"], "activation_checkpointing": "full" if job["checkpointing"] else "none", **options},
     )  # fmt: skip
     assert row.peak_allocated_bytes == pytest.approx(found["peak"], rel=1e-3)

@@ -6,6 +6,7 @@ Inductor generates the whole step's code; the compilation of its kernels, whose 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,10 +79,11 @@ def in_mxfp8(model: Any) -> None:
 def in_4_bits(config: Any, **loading: Any) -> Any:
     """The model with its linear layers in 4 bits, as transformers loads it."""
     half = {"dtype": torch.bfloat16}
-    AutoModelForCausalLM.from_config(config, **half).save_pretrained("base")
+    folder = f"base{os.environ.get('RANK', '')}"
+    AutoModelForCausalLM.from_config(config, **half).save_pretrained(folder)
     packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     place = {"": torch.cuda.current_device()}
-    return AutoModelForCausalLM.from_pretrained("base", quantization_config=packed, device_map=place, **half, **loading)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=packed, device_map=place, **half, **loading)
 
 
 def launch_nothing() -> None:

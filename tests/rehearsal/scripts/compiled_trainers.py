@@ -2,8 +2,8 @@
 
 Arguments as JSON: the model's configuration, and the job: `library` (`trainer`, `trl` or `accelerate`), `attention`, `task` (of TRL),
 `fsdp` (FSDP2 instead of DDP), `checkpointing` (`gradient_checkpointing`; of accelerate `fsdp_activation_checkpointing`), `regions`
-(accelerate's regional compilation), `lora` (adapters of queries and values, in fp32), `dtype` (in which the model is loaded), `batch` and
-`length`.
+(accelerate's regional compilation), `lora` (adapters of queries and values, in fp32), `packs` (their base in 4 bits), `dtype` (in which the
+model is loaded), `batch` and `length`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import TorchDynamoPlugin
-from compiled import launch_nothing, layers_of
+from compiled import in_4_bits, launch_nothing, layers_of
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from training import SteadyPeak, tokenizer, usual_arguments
 from transformers import (
     AutoConfig,
@@ -81,10 +81,13 @@ def of_preferences(model: Any, job: dict[str, Any]) -> int:
 
     found = SteadyPeak()
     configuration, trainer_class = TRAINERS[job["task"]]
-    models = [model] if job["task"] == "reward" else [model, copy.deepcopy(model).eval()]
+    models = [model] if job["task"] == "reward" or job["lora"] else [model, copy.deepcopy(model).eval()]
     arguments = configuration(**arguments_of(model, job), max_length=job["length"])
     data = Dataset.from_dict(examples(job["task"], 16 * job["batch"], job["length"]))
-    trainer = trainer_class(*models, args=arguments, train_dataset=data, processing_class=tokenizer())
+    adapters = ADAPTERS if job["lora"] else None
+    trainer = trainer_class(
+        *models, args=arguments, train_dataset=data, processing_class=tokenizer(), peft_config=adapters
+    )
     trainer.add_callback(found)
     trainer.train()
     return found.peak
@@ -148,8 +151,14 @@ def main() -> None:
     if job["task"] == "reward":
         settings.num_labels = 1
     auto = AutoModelForSequenceClassification if job["task"] == "reward" else AutoModelForCausalLM
-    model = auto.from_config(settings, dtype=getattr(torch, job["dtype"]), attn_implementation=job["attention"])
-    if job["lora"]:
+    if job["packs"]:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        model = in_4_bits(settings, attn_implementation=job["attention"])
+        if job["library"] == "trainer":
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=job["checkpointing"])
+    else:
+        model = auto.from_config(settings, dtype=getattr(torch, job["dtype"]), attn_implementation=job["attention"])
+    if job["lora"] and job["task"] == "sft":  # without a reference, which the other trainers make themselves
         model = get_peft_model(model, ADAPTERS)
     peak = {"trainer": of_trainer, "trl": of_trl, "accelerate": of_accelerate}[job["library"]](model, job)
     print(json.dumps({"rank": int(os.environ["RANK"]), "peak": peak}))
