@@ -94,7 +94,7 @@ def test_products_in_mxfp8_take_less_time_and_their_casts_more(tmp_path: Path) -
         ({"precision": "fp32"}, "--precision fp32"),
         ({"precision": "fp16-mixed"}, "--precision fp16-mixed"),
         ({"activation_checkpointing": "selective"}, "--activation-checkpointing selective"),
-        ({"use_liger_kernel": True}, "--use-liger-kernel"),
+        ({"model": "meta-llama/Llama-3.2-1B", "use_liger_kernel": True}, "--use-liger-kernel"),
         ({"use_peft": True}, "adapters"),
         ({"backend": "deepspeed", "strategy": "zero3"}, "backend deepspeed"),
         ({"gpu": "A100-80GB"}, "A100-80GB does not multiply in fp8"),
