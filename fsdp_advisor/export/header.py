@@ -97,20 +97,19 @@ def prediction_items(job: Job) -> tuple[tuple[str, str], ...]:
     """The predicted memory and speed as pairs of a name and a value in words."""
     by = f" under {FRAMEWORK_NAMES[job.plan.framework]}" if job.plan.uses_accelerate else ""
     host_bytes = job.host_bytes_per_node
-    host = (
-        "unknown in training"
-        if host_bytes is None
-        else f"{format_gib(host_bytes) if host_bytes else 'none'} in training"
-    )
+    host = f"{'unknown' if host_bytes is None else _gib_or_none(host_bytes)} in training"
     if job.loading is not None:
         way, n_bytes = job.loading
-        loading = format_gib(n_bytes) if n_bytes else "none"
-        host += f", {loading} while it loads the model ({way.replace('_', ' ')})"
+        host += f", {_gib_or_none(n_bytes)} while it loads the model ({way.replace('_', ' ')})"
     return (
         (f"Predicted peak per GPU{by}", _peak(job)),
         ("Predicted host memory per node", host),
         ("Predicted speed", _speed(job)),
     )
+
+
+def _gib_or_none(n_bytes: int) -> str:
+    return format_gib(n_bytes) if n_bytes else "none"
 
 
 def _speed(job: Job) -> str:

@@ -105,29 +105,25 @@ def _changes(request: EstimateRequest) -> dict[str, bool]:
     layers, whose base may be in 4 bits if no backend shards it.
     """
     adaptation = adaptation_of(request)
+    is_adapted, is_packed = bool(adaptation.peft), bool(adaptation.quantization)
     is_other = adaptation.method not in (None, "LORA") or bool(adaptation.peft.get("use_dora"))
     is_sharded = request.strategy not in ("ddp", "all") or request.backend not in ("auto", "ddp")
+    is_regional, is_sft = request.compile == "layer", request.task == "sft"
+    framework, task = request.framework, request.task
     return {
         "adapters other than LoRA": is_other,
-        f"adapters in --framework {request.framework}": bool(adaptation.peft)
-        and request.framework not in _WITH_ADAPTERS,
-        f"adapters in --task {request.task}": bool(adaptation.peft) and request.task not in _TASKS_WITH_ADAPTERS,
-        f"adapters in --task {request.task}, except with --strategy ddp": bool(adaptation.peft)
-        and request.task != "sft"
-        and is_sharded,  # under FSDP2, TRL does not recognize the compiled PeftModel and calls a reference that does not exist
-        f"a base in 4 bits in --task {request.task}": bool(adaptation.quantization) and request.task != "sft",
-        f"adapters in --task {request.task}, except as a whole": bool(adaptation.peft)
-        and request.task != "sft"
-        and request.compile == "layer",
+        f"adapters in --framework {framework}": is_adapted and framework not in _WITH_ADAPTERS,
+        f"adapters in --task {task}": is_adapted and task not in _TASKS_WITH_ADAPTERS,
+        # under FSDP2, TRL does not recognize the compiled PeftModel and calls a reference that does not exist
+        f"adapters in --task {task}, except with --strategy ddp": is_adapted and not is_sft and is_sharded,
+        f"a base in 4 bits in --task {task}": is_packed and not is_sft,
+        f"adapters in --task {task}, except as a whole": is_adapted and not is_sft and is_regional,
         "--lora-target-parameters": bool(adaptation.peft.get("target_parameters")),
         "a base in 8 bits": "load_in_8bit" in adaptation.quantization,
-        "a base in 4 bits, except with --strategy ddp": bool(adaptation.quantization) and is_sharded,
-        f"a base in 4 bits in --framework {request.framework}": bool(adaptation.quantization)
-        and request.framework not in _WITH_4_BITS,
-        f"a base in 4 bits in --framework {request.framework}, except as a whole": bool(adaptation.quantization)
-        and request.framework != "torch"
-        and request.compile == "layer",
-    }
+        "a base in 4 bits, except with --strategy ddp": is_packed and is_sharded,
+        f"a base in 4 bits in --framework {framework}": is_packed and framework not in _WITH_4_BITS,
+        f"a base in 4 bits in --framework {framework}, except as a whole": is_packed and framework != "torch" and is_regional,
+    }  # fmt: skip
 
 
 def compiles_embedding(plan: Plan) -> bool:

@@ -227,16 +227,20 @@ def fp8_notes(fp8: Fp8, compile: str, framework: Framework) -> list[str]:
 
 def without_unknown_liger(request: AnyRequest, profile: Profile | None) -> AnyRequest:
     """The request without Liger's kernels if Liger does not know the model, which it then leaves as it is."""
-    if not request.use_liger_kernel or profile is None or profile.config.get("model_type") in LIGER_MODEL_TYPES:
+    if not request.use_liger_kernel or profile is None or _is_known_to_liger(profile):
         return request
     return request.but(use_liger_kernel=False)
+
+
+def _is_known_to_liger(profile: Profile) -> bool:
+    return profile.config.get("model_type") in LIGER_MODEL_TYPES
 
 
 def liger_notes(request: EstimateRequest, profile: Profile | None) -> list[str]:
     """A note on figures with Liger's kernels."""
     if not request.use_liger_kernel or profile is None:
         return []
-    if not without_unknown_liger(request, profile).use_liger_kernel:
+    if not _is_known_to_liger(profile):
         return [
             f"Liger {LIGER_VERSION} has no kernels for models of type {profile.config.get('model_type')}: use_liger_kernel changes"
             " nothing, and the loss is transformers' own"

@@ -109,6 +109,7 @@ class UnitHooks:
         return output
 
     def _watch_output(self, output: Any) -> None:
+        """Call `_begin_backward` with the gradient of each tensor of the output."""
         for leaf in tree_iter(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._begin_backward)

@@ -117,10 +117,10 @@ def check_document(model: Resolved, request: EstimateRequest) -> Document:
 
 def compare_document(model: Resolved, a: EstimateRequest, b: EstimateRequest) -> Document:
     """Two jobs of catalogued models, and their differences, as JSON. `model` is the model of job `a`."""
-    other = model
+    a, b, other = decided(a), decided(b), model
     if b.model != a.model:
-        other = resolve(b.model, allow_hub=False, allow_paths=False, allow_recording=needs_recording(decided(b)))
-    found = compare_resolved((decided(a), model), (decided(b), other))
+        other = resolve(b.model, allow_hub=False, allow_paths=False, allow_recording=needs_recording(b))
+    found = compare_resolved((a, model), (b, other))
     return Document.of(to_json(found.as_dict(), inf_nan_mode="null"), lasting=model.source != "hub")
 
 
