@@ -147,13 +147,13 @@ def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, 
     """The key's tape, which is valid for any micro-batch and length, or else a tape for the plan's own micro-batch and length.
 
     Recording a tape that is valid for any batch takes three steps or more; recording one for the plan's own batch takes one step. So the
-    first request on a code path records its own batch, and a later request with another batch records a tape for any batch. If the sizes
-    are not polynomials, no tape is valid for any batch.
+    first request on a code path records its own batch, a repeated request finds it, and a request with another batch records a tape for
+    any batch. If the sizes are not polynomials, no tape is valid for any batch.
     """
 
     def select(key: TapeKey) -> SelectedTape:
         own = replace(key, at=plan.tape_shape)
-        if not _is_first_question(model, profile, key, own):
+        if not _needs_own_batch(model, profile, key, own):
             with contextlib.suppress(NotPolynomial):
                 return _of_key(model, profile, plan, key, gpu)
         return _of_key(model, profile, plan, own, gpu)
@@ -161,8 +161,9 @@ def _for_any_batch(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, 
     return _of_available_attention(profile, key, select)
 
 
-def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: TapeKey) -> bool:
-    """Whether to use a tape for the plan's own micro-batch and length: it is the first of its code path, or no tape is valid for any batch.
+def _needs_own_batch(model: Resolved, profile: Profile, key: TapeKey, own: TapeKey) -> bool:
+    """Whether to use a tape for the plan's own micro-batch and length: it is the first of its code path, in this process or an earlier
+    one, or no tape is valid for any batch.
 
     If a model's sizes are not polynomials on one code path (because of linear attention, for example), they are expected not to be
     polynomials on its other code paths either. A code path that has a tape for any batch is the exception.
@@ -170,7 +171,10 @@ def _is_first_question(model: Resolved, profile: Profile, key: TapeKey, own: Tap
     if key.name in profile.tapes:
         return False
     not_polynomial = any(refusal["kind"] == NotPolynomial.__name__ for refusal in profile.refusals.values())
-    return not_polynomial or own.name in profile.tapes or model.is_new(key)
+    if not_polynomial or own.name in profile.tapes or model.is_new(key):
+        return True
+    recorded = model.recorded_names
+    return own.name in recorded and key.name not in recorded
 
 
 def _of_key(model: Resolved, profile: Profile, plan: Plan, key: TapeKey, gpu: Gpu | None) -> SelectedTape:
@@ -249,7 +253,7 @@ def _recorded_for_search(model: Resolved, profile: Profile, plan: Plan, gpu: Gpu
     own = replace(key, at=plan.tape_shape)
     asks_for_others = not key.batch_is_one and own.name not in profile.tapes
     if gpu_sizes_are_not_polynomials(profile, key) or (
-        not asks_for_others and _is_first_question(model, profile, key, own)
+        not asks_for_others and _needs_own_batch(model, profile, key, own)
     ):
         return SelectedTape(own, model.tape(own))
     with contextlib.suppress(NotPolynomial):

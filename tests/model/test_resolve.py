@@ -36,12 +36,16 @@ from fsdp_advisor.errors import (
     UsageError,
     to_payload,
 )
-from fsdp_advisor.model import cache, hub
+from fsdp_advisor.hardware import find_gpu
+from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.model import cache, catalog, hub
 from fsdp_advisor.model import recorders as module
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.store import dump, load
 from fsdp_advisor.model.tape_key import TapeKey
+from fsdp_advisor.parallelism.mesh import Mesh
+from fsdp_advisor.tapes import row_tape
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -174,6 +178,23 @@ def test_recorded_tapes_are_cached_and_used_without_torch(
     assert flat(again.tape(OTHER)) == flat(recorded.tapes[OTHER.name])
     with pytest.raises(MissingExtra, match="eager, activation checkpointing full, micro-batch 1 is not in the cache"):
         again.tape(TapeKey("plain", "bf16", "eager", "full", True))
+
+
+def test_a_repeated_question_records_nothing_and_another_length_records_for_all(home: Path) -> None:
+    plan = Plan(
+        strategy="ddp", backend="ddp", mesh=Mesh(), precision="bf16", attention="eager", seq_len=16, micro_batch_size=1
+    )
+
+    def cached_after(plan: Plan) -> set[str]:
+        catalog.profile.cache_clear()  # as in a new process
+        row_tape(resolve("tiny"), plan, find_gpu("H100"))
+        (cached,) = written(home)
+        return set(load(cached.read_bytes()).tapes)
+
+    first = cached_after(plan)
+    assert f"{OTHER.name}|at=1x16" in first
+    assert cached_after(plan) == first
+    assert OTHER.name in cached_after(replace(plan, seq_len=24))
 
 
 def test_new_process_without_torch_uses_the_cache(home: Path, recorded: Profile) -> None:
