@@ -251,15 +251,17 @@ def _with_step(
         simulate_peak=partial(_simulated_peak_bytes, model, selected, plan, gpu, searched),
         replay_timeline=partial(timeline_of_step, profile, on_gpu, plan),
     )
-    return row if searched else replace(row, warnings=row.warnings + _overhead_warnings(model, row, gpu, conf))
+    return row if searched else replace(row, warnings=row.warnings + _overhead_warnings(step, evaluation, row, conf))
 
 
-def _overhead_warnings(model: Resolved, row: StrategyEstimate, gpu: Gpu, conf: AllocatorConf) -> tuple[str, ...]:
+def _overhead_warnings(
+    step: StepInput, evaluation: StepInput | None, row: StrategyEstimate, conf: AllocatorConf
+) -> tuple[str, ...]:
     """A warning of a job that fits only if CUDA and NCCL need less than their high estimate."""
     if not row.fits or row.headroom_bytes is None or row.overhead is None:
         return ()
     more = row.overhead.high_bytes - row.overhead.middle_bytes
-    if row.headroom_bytes >= more or runs_in(model, row, gpu, gpu.memory_bytes - more, conf):
+    if row.headroom_bytes >= more or runs_in(step, evaluation, row, step.gpu.memory_bytes - more, conf):
         return ()
     low, high = format_gib(row.overhead.low_bytes), format_gib(row.overhead.high_bytes)
     return (f"it may not fit: CUDA and NCCL need {low} to {high}, and with the most the job runs out of memory",)

@@ -268,16 +268,19 @@ def streams_of(model: Resolved, plan: Plan, gpu: Gpu) -> tuple[Interval, ...]:
     return timeline(step.profile, step.program, plan, gpu, step.inter_node)
 
 
-def runs_in(model: Resolved, row: StrategyEstimate, gpu: Gpu, memory_bytes: int, conf: AllocatorConf) -> bool:
-    """Whether the job of `row` would complete on a GPU with only `memory_bytes`: each phase fits, and the allocator completes the steps."""
-    plan, overhead, allocator, job = row.plan, row.overhead, row.allocator, row.job_peaks
-    if model.profile is None or overhead is None or allocator is None or job is None:
+def runs_in(
+    step: StepInput, evaluation: StepInput | None, row: StrategyEstimate, memory_bytes: int, conf: AllocatorConf
+) -> bool:
+    """Whether the job of `row` would complete on a GPU with only `memory_bytes`: each phase fits, and the allocator completes the steps.
+
+    `step` and `evaluation`: the inputs of the row's training step and of its evaluation, if it has one.
+    """
+    overhead, allocator, job = row.overhead, row.allocator, row.job_peaks
+    if overhead is None or allocator is None or job is None:
         return False
     left = memory_bytes - overhead.middle_bytes
     if max(allocator.allocated_peak_bytes, job.bytes_outside_steps) > left:
         return False
-    step = step_input(model, search_gpu_tape(model, plan, gpu), plan, gpu)
-    evaluation = evaluation_step(model, plan, gpu)
     return _completes(step, evaluation, job.load_method, conf, limit_bytes=left, device_bytes=memory_bytes)
 
 

@@ -266,8 +266,8 @@ def gpu_tape_key_of(profile: Profile, key: TapeKey, plan: Plan, gpu: Gpu) -> Tap
 
 
 def searched_gpu_tape_key(profile: Profile, plan: Plan, gpu: Gpu) -> TapeKey:
-    """The key of the tape with the kernels of `gpu`, whatever has been recorded."""
-    cpu_key = tape_key_of(plan, profile)
+    """The key of the tape with the kernels of `gpu`, whether it has been recorded or not."""
+    cpu_key = with_available_attention(profile, tape_key_of(plan, profile))
     filled = needs_window(profile, cpu_key, plan)
     on_gpus = gpu_tape_keys(cpu_key, window_filled=filled, mixes_head_widths=mixes_head_widths(profile))
     return gpu_tape_key(cpu_key, gpu.compute_capability, window_filled=filled, recorded=[key.name for key in on_gpus])

@@ -228,7 +228,8 @@ def search_row_tape(model: Resolved, plan: Plan, gpu: Gpu) -> SelectedTape:
     tape of the CPU.
     """
     profile = _profile_of(model)
-    is_catalogued = model.from_catalog and tape_key_of(plan, profile).name in profile.tapes
+    own = with_available_attention(profile, tape_key_of(plan, profile))
+    is_catalogued = model.from_catalog and own.name in profile.tapes
     if model.recording_allowed and not is_catalogued:
         with contextlib.suppress(AdvisorError):  # then the CPU's tape is used, or its error raised
             return _recorded_for_search(model, profile, plan, gpu)

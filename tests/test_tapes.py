@@ -20,7 +20,7 @@ from fsdp_advisor.model.gpu_tape_key import gpu_tape_key, gpu_tape_keys
 from fsdp_advisor.model.resolve import resolve
 from fsdp_advisor.model.tape_key import TapeKey, TapePrecision
 from fsdp_advisor.parallelism.mesh import Mesh
-from fsdp_advisor.tape_keys import needs_recording, tape_key_of
+from fsdp_advisor.tape_keys import needs_recording, searched_gpu_tape_key, tape_key_of
 from fsdp_advisor.tapes import row_tape
 
 SDPA = TapeKey("fsdp2", "bf16", "sdpa", "none", True)
@@ -73,6 +73,13 @@ def test_a_filled_window_in_half_precision_needs_a_tape_for_cudnn() -> None:
     filled = {key.kernel for key in gpu_tape_keys(SDPA, window_filled=True, mixes_head_widths=False)}
     assert filled == {"default", "cudnn"}
     assert gpu_tape_keys(SDPA, window_filled=False, mixes_head_widths=False) == (GPU,)
+
+
+def test_a_search_does_not_try_an_attention_that_the_model_lacks() -> None:
+    profile = resolve("openai/gpt-oss-20b").profile
+    assert profile is not None
+    plan = Plan(strategy="zero3", backend="fsdp2", mesh=Mesh(dp_shard=8), seq_len=2048, micro_batch_size=1)
+    assert searched_gpu_tape_key(profile, plan, find_gpu("H100")).attention == "eager"
 
 
 def test_values_of_another_width_than_queries_need_a_tape_for_cudnn() -> None:

@@ -23,7 +23,7 @@ from fsdp_advisor.model.resolved import Resolved
 from fsdp_advisor.model.tasks import task_of
 from fsdp_advisor.report import Rows
 from fsdp_advisor.rows import estimate_plan
-from fsdp_advisor.step_figures import runs_in, step_seconds, tensor_bytes
+from fsdp_advisor.step_figures import evaluation_step, runs_in, step_input, step_seconds, tensor_bytes
 from fsdp_advisor.strategy_estimate import StrategyEstimate
 from fsdp_advisor.tapes import search_gpu_tape
 from fsdp_advisor.units import format_speed
@@ -218,10 +218,12 @@ class Evaluator:
 
     def _runs_in_available(self, found: Candidate) -> bool:
         """Whether a plan that fits the GPU also completes in the memory that the margin leaves, with a smaller cache."""
-        if not found.estimate.fits or found.host_fits is False:
+        row, model, gpu = found.estimate, self.model, self.gpu
+        if not row.fits or row.allocator is None or found.host_fits is False:
             return False
+        step = step_input(model, search_gpu_tape(model, row.plan, gpu), row.plan, gpu)
         conf = AllocatorConf.parse(found.allocator_conf)
-        return runs_in(self.model, found.estimate, self.gpu, self.available_bytes, conf)
+        return runs_in(step, evaluation_step(model, row.plan, gpu), row, self.available_bytes, conf)
 
     @property
     def _may_set_allocator(self) -> bool:
