@@ -1,8 +1,8 @@
 """Profiles as bytes, the format of the catalog and the cache.
 
-A stored profile is a zlib or LZMA stream: a JSON header, a zero byte, and the events of all tapes in three columns. The columns are the
-kinds of the events (one byte each), their first arguments and their second arguments (little-endian, two bytes each, or four if two are too
-few).
+A stored profile is a JSON header, a zero byte, and the events of all tapes in three columns, as a zlib or LZMA stream or as they are. The
+columns are the kinds of the events (one byte each), their first arguments and their second arguments (little-endian, two bytes each, or
+four if two are too few).
 
 Tapes share most of their segments and sizes, so these are stored once. Reading is lazy: a tape is decoded on first use, and the
 decoded tape is dropped when it has not been used for a while.
@@ -43,6 +43,8 @@ _COLUMNS, _WIDE_COLUMNS = "BHH", "BII"
 """The `array` type code of each column of events, and those of a profile with a number that needs more than two bytes. Code that loops
 over the tokens of a sequence allocates that many storages in one layer.
 """
+_XZ = b"\xfd7zXZ\0"
+"""The first bytes of an LZMA stream. Those of zlib are never `{`."""
 _TILED_LENGTHS = len(Tiled._fields) - len(Tiled._field_defaults), len(Tiled._fields)
 """The lengths of a tile's row. Recordings that were shipped before the fields with defaults existed lack these."""
 
@@ -100,10 +102,16 @@ class _Opened:
     columns: tuple[array[int], ...]
 
 
+def decompressed(data: bytes) -> bytes:
+    """The bytes of a zlib or LZMA stream. Bytes that are a profile already, which begins with JSON, are returned as they are."""
+    if data[:6] == _XZ:
+        return lzma.decompress(data)
+    return data if data[:1] == b"{" else zlib.decompress(data)
+
+
 @lru_cache(maxsize=2)
 def _opened(data: bytes) -> _Opened:
-    raw = lzma.decompress(data) if data[:6] == b"\xfd7zXZ\0" else zlib.decompress(data)
-    text, _, blob = raw.partition(b"\0")
+    text, _, blob = decompressed(data).partition(b"\0")
     header = json.loads(text)
     if header["format"] != FORMAT:
         raise ValueError(f"format {header['format']}, not {FORMAT}")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -22,12 +23,12 @@ from fsdp_advisor.job.choices import default_seq_len
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
-from fsdp_advisor.model.adapted_catalog import PATH, member
+from fsdp_advisor.model.adapted_catalog import PATH, member, members, profile_name, profiles_of
 from fsdp_advisor.model.attention import mixes_head_widths
 from fsdp_advisor.model.gpu_tape_key import gpu_tape_keys
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.resolve import resolve
-from fsdp_advisor.model.store import dump
+from fsdp_advisor.model.store import decompressed, dump
 from fsdp_advisor.model.tape_key import TapeKey
 
 MODELS = (
@@ -85,7 +86,7 @@ def record(model_id: str) -> Iterator[tuple[Adaptation, Profile]]:
     adaptations: dict[str, Adaptation] = {}
     for request in requests(model_id):
         adaptation = adaptation_of(request)
-        name = member(model_id, adaptation)
+        name = profile_name(adaptation)
         adaptations[name] = adaptation
         profile = resolve(model_id).adapted(adaptation).profile
         assert profile is not None
@@ -105,14 +106,6 @@ def record(model_id: str) -> Iterator[tuple[Adaptation, Profile]]:
         yield adaptation, replace(model.profile, tapes={k: t for k, t in model.profile.tapes.items() if k in wanted})
 
 
-def _archived() -> dict[str, bytes]:
-    """The members of the shipped archive."""
-    if not PATH.exists():
-        return {}
-    with zipfile.ZipFile(PATH) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("build/adapted"), help="folder of finished models")
@@ -120,25 +113,39 @@ def main() -> None:
     parser.add_argument("--partial", action="store_true", help="only write the archive of the models recorded so far")
     options = parser.parse_args()
     for model_id in () if options.partial else (*MODELS, *TOWERS):
-        done = options.work / f"{model_id.replace('/', '--')}.done"
+        done = options.work / f"{member(model_id)}.done"
         if done.exists():
             continue
         for adaptation, profile in record(model_id):
-            target = options.work / member(model_id, adaptation)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(dump(profile, small=True))
+            write(options.work, model_id, adaptation, profile)
             refused = "".join(f"\n    {name}: {payload['message']}" for name, payload in profile.refusals.items())
             print(f"{model_id}: {adaptation.text}, {len(profile.tapes)} tapes{refused}", file=sys.stderr, flush=True)
         done.touch()
-    profiles = _archived() | {
-        path.relative_to(options.work).as_posix(): path.read_bytes() for path in options.work.rglob("*.profile")
-    }
+    archived = {name: dict(profiles_of(name)) for name in members()}
+    for path in options.work.rglob("*.profile"):
+        archived.setdefault(path.parent.name, {})[path.name] = decompressed(path.read_bytes())
     written = options.out.with_suffix(".partial")  # the old archive is still being read
-    with zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as archive:
-        for name in sorted(profiles):
-            archive.writestr(zipfile.ZipInfo(name), profiles[name])
+    with zipfile.ZipFile(written, "w") as archive:
+        for name, profiles in sorted(archived.items()):
+            archive.writestr(zipfile.ZipInfo(name), _stored(profiles), zipfile.ZIP_LZMA)
     written.replace(options.out)
     print(f"{options.out.stat().st_size / 1e6:.2f} MB", file=sys.stderr)
+
+
+def write(work: Path, model_id: str, adaptation: Adaptation, profile: Profile) -> None:
+    """Keep a profile in the folder of finished models."""
+    target = work / member(model_id) / profile_name(adaptation)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(dump(profile))
+
+
+def _stored(profiles: Mapping[str, bytes]) -> bytes:
+    """A ZIP archive of the profiles, which compresses nothing."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_STORED) as archive:
+        for name, profile in sorted(profiles.items()):
+            archive.writestr(zipfile.ZipInfo(name), profile)
+    return data.getvalue()
 
 
 if __name__ == "__main__":
