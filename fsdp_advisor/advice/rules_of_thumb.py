@@ -154,7 +154,8 @@ def _because(
     memory = candidate.estimate.needed_bytes
     if memory is None:
         return f"its states alone take {format_gib(candidate.state_bytes)}"
-    text = f"at micro-batch {candidate.plan.micro_batch_size} it needs {format_gib(memory)}"
+    cache = ", the allocator's cache included" if candidate.runs_in_available else ""
+    text = f"at micro-batch {candidate.plan.micro_batch_size} it needs {format_gib(memory)}{cache}"
     if winner is not None and candidate.allocator_conf != winner.allocator_conf:
         conf = candidate.allocator_conf
         text += f" with PYTORCH_ALLOC_CONF={conf}" if conf else " with the allocator's default settings"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp_advisor.render.advice_text import RULES_TITLE, RUNNERS_UP, columns, outcome, rule_text, runners_up_text
-from fsdp_advisor.render.advice_view import AdviceView
+from fsdp_advisor.render.advice_view import AdviceView, cache_note
 from fsdp_advisor.render.document import Block, Code, Heading, Items, Paragraph, Table
 from fsdp_advisor.render.terminal import Column
 
@@ -27,11 +27,11 @@ def advice_blocks(view: AdviceView) -> list[Block]:
             Heading(f"Found ({found.title}): {found.answer}"),
             _table(columns(found.listed, view, what=found.what)),
         ]
-        if found.left_out:
-            blocks.append(Paragraph(found.left_out))
+        blocks += [Paragraph(line) for line in (cache_note(found.listed), found.left_out) if line]
     elif view.runners_up:
         shown = view.runners_up[:RUNNERS_UP]
-        blocks += [Heading("Runners-up"), _table(columns(shown, view, reasons=True)), Paragraph(runners_up_text(view))]
+        blocks += [Heading("Runners-up"), _table(columns(shown, view, reasons=True))]
+        blocks += [Paragraph(line) for line in (cache_note(shown), runners_up_text(view)) if line]
     if view.savings:
         blocks += [Heading(view.savings_title), Items(view.savings)]
     if view.rules:

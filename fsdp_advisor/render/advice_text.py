@@ -9,7 +9,7 @@ from rich.text import Text
 from fsdp_advisor.advice.decision_tree import NO, UNKNOWN, YES
 from fsdp_advisor.advice.rules_of_thumb import RuleOfThumb
 from fsdp_advisor.export.launch import torchtitan_line
-from fsdp_advisor.render.advice_view import AdviceView, CandidateView, FindView
+from fsdp_advisor.render.advice_view import CACHE_MARK, AdviceView, CandidateView, FindView, cache_note
 from fsdp_advisor.render.parts import ACTIVATIONS, STATES
 from fsdp_advisor.render.terminal import Column, Screen, bar, draw, fitting, legend, paint
 from fsdp_advisor.render.terminal import wrap as fill
@@ -153,11 +153,12 @@ def _table(
 ) -> str:
     """A table of configurations. Reasons for which there is no room follow as sentences."""
     shown = fitting(columns(rows, view, what=what, reasons=reasons), screen.width)
-    table = draw(shown, screen)
-    if not reasons or any(column.header == WHY_NOT for column in shown):
-        return table
-    sentences = (wrap(f"{row.label}, {row.batch}: {row.why_not}", screen, indent="  ") for row in rows)
-    return "\n".join((table, *sentences))
+    lines = [draw(shown, screen)]
+    if reasons and not any(column.header == WHY_NOT for column in shown):
+        lines += (wrap(f"{row.label}, {row.batch}: {row.why_not}", screen, indent="  ") for row in rows)
+    if note := cache_note(rows):
+        lines.append(wrap(note, screen))
+    return "\n".join(lines)
 
 
 def columns(rows: Sequence[CandidateView], view: AdviceView, *, what: str = "", reasons: bool = False) -> list[Column]:
@@ -170,7 +171,7 @@ def columns(rows: Sequence[CandidateView], view: AdviceView, *, what: str = "", 
         Column("checkpointing", [row.checkpointing for row in rows], rank=4),
         Column("batch x acc.", [row.batch for row in rows], right=True, rank=5),
     ]
-    needed = [row.needed_text for row in rows]
+    needed = _aligned([row.needed_text for row in rows])
     if any(row.peak_known for row in rows):
         found.append(Column("needs GiB", needed, right=True))
         found.append(Column(view.throughput_unit, [row.throughput_text for row in rows], right=True))
@@ -193,6 +194,12 @@ def columns(rows: Sequence[CandidateView], view: AdviceView, *, what: str = "", 
     return found
 
 
+def _aligned(needed: Sequence[str]) -> list[str]:
+    """Texts of sizes whose digits stay aligned although some have a mark after them."""
+    marks = any(text.endswith(CACHE_MARK) for text in needed)
+    return [f"{text} " if marks and not text.endswith(CACHE_MARK) else text for text in needed]
+
+
 def _fits(row: CandidateView) -> Text:
     return Text(row.fits_text, style="red" if row.fits is False else "green")
 
@@ -206,7 +213,7 @@ def _frontier(points: Sequence[CandidateView], view: AdviceView, screen: Screen)
         for p in points
     ]
     columns = [
-        Column("needs GiB", [p.needed_text for p in points], right=True),
+        Column("needs GiB", _aligned([p.needed_text for p in points]), right=True),
         Column("", memory, rank=2),
         Column(view.throughput_unit, [p.throughput_text for p in points], right=True),
         Column("", rates, rank=1),

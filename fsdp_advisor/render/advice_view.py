@@ -6,7 +6,7 @@ The only module outside `advice` and `export` that reads the fields of a `Recomm
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_advisor.advice import Advice, Candidate, Recommendation, Rejection
@@ -37,10 +37,15 @@ PEAK_UNKNOWN = (
     "Give --model a name or a config.json."
 )
 
+CACHE_MARK = "*"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateView:
-    """One configuration: a row of a table and a point of a chart. `needed_bytes` has only the states if no peak is known."""
+    """One configuration: a row of a table and a point of a chart. `needed_bytes` has only the states if no peak is known.
+
+    `needed_text` ends in `*` if it exceeds the available memory by cache of the allocator alone, as `cache_note` says.
+    """
 
     plan: Plan
     label: str
@@ -65,6 +70,15 @@ class CandidateView:
     def batch(self) -> str:
         """Micro-batch and accumulation steps, such as `4 x 2`."""
         return f"{self.plan.micro_batch_size} x {self.plan.gradient_accumulation_steps}"
+
+
+def cache_note(rows: Iterable[CandidateView]) -> str:
+    """What the mark in a table of configurations means; empty if no row has it."""
+    available = {row.available_text for row in rows if row.needed_text.endswith(CACHE_MARK)}
+    if not available:
+        return ""
+    enough = f"{available.pop()} GiB are" if len(available) == 1 else "what is available is"
+    return f"{CACHE_MARK} with the allocator's cache; {enough} enough with less cache."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +158,7 @@ class AdviceView:
     runners_up: tuple[CandidateView, ...]
     rejected: tuple[RejectionView, ...]
     configurations: int
-    margin: str
+    usable_memory: str
     rules: tuple[RuleOfThumb, ...]
     launch_title: str
     launch_commands: tuple[str, ...]
@@ -196,7 +210,7 @@ def advice_view(advice: Advice) -> AdviceView:
         runners_up=tuple(_candidate(r, task, other.candidate, other.why_not) for other in r.runners_up),
         rejected=tuple(map(_rejection, r.rejected)),
         configurations=r.configurations,
-        margin=f"{100 * r.request.margin:g} %",
+        usable_memory=f"{100 * (1 - r.request.margin):g} % of the memory",
         rules=r.rules,
         launch_title="To launch it" if r.fits else "To try it",
         launch_commands=commands,
@@ -233,7 +247,6 @@ def _candidate(r: Recommendation, task: Task, c: Candidate, why_not: str = "") -
     plan, rate = c.plan, _throughput(c, task)
     chosen = r.winner is not None and c.plan == r.winner.plan and c.gpu == r.winner.gpu
     run = Training.of(c, r.request.tokens, None) if r.request.tokens else None
-    fits = "does not fit" if c.fits is False else "fits tightly" if c.runs_in_available else "fits"
     return CandidateView(
         plan=plan,
         label=c.label,
@@ -246,12 +259,12 @@ def _candidate(r: Recommendation, task: Task, c: Candidate, why_not: str = "") -
         peak_known=c.needed_bytes is not None,
         needed_bytes=c.known_bytes,
         throughput=rate,
-        needed_text=_bare(c.known_bytes),
+        needed_text=_bare(c.known_bytes) + (CACHE_MARK if c.runs_in_available else ""),
         available_text=_bare(c.available_bytes),
         throughput_text=format_rate(rate) if rate else UNKNOWN,
         time_text=UNKNOWN if run is None or run.days is None else _time(run.days),
         gpu_hours_text=UNKNOWN if run is None or run.gpu_hours is None else f"{run.gpu_hours:,.0f}",
-        fits_text=fits,
+        fits_text="does not fit" if c.fits is False else "fits",
         why_not=why_not,
     )
 
@@ -286,7 +299,7 @@ def _job_line(advice: Advice) -> str:
     if request.global_batch_size:
         items.append(f"global batch {request.global_batch_size}")
     whole = format_gib(r.gpu_memory_bytes)
-    limit = f"{format_gib(r.available_bytes)} of {whole}: {100 * request.margin:g} % stays free but for the allocator's cache"
+    limit = f"{format_gib(r.available_bytes)} of {whole}; the allocator's cache may use the other {100 * request.margin:g} %"
     nodes = f" on {nnodes} nodes" if nnodes > 1 else ""
     return (
         f"{model_text(report)} on {gpus} x {winner.gpu if winner else report.gpu_name}{nodes}: {', '.join(items)}. "

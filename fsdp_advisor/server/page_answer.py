@@ -16,7 +16,7 @@ from fsdp_advisor.job.plan import Plan
 from fsdp_advisor.job.request import EstimateRequest
 from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.model.resolved import Resolved
-from fsdp_advisor.render.advice_view import AdviceView, CandidateView, advice_view
+from fsdp_advisor.render.advice_view import AdviceView, CandidateView, advice_view, cache_note
 from fsdp_advisor.render.explanation import components
 from fsdp_advisor.render.view import ReportView, RowView, model_text, report_view
 from fsdp_advisor.report import Report, Rows
@@ -169,6 +169,7 @@ def _alternatives(found: Answer, plan: str) -> dict[str, Any]:
         "rejected": advice.rejected,
         "find": advice.found,
         "found_rows": _near_the_chosen(advice.found.rows) if advice.found else (),
+        "cache_note": cache_note,
     }
 
 
@@ -212,13 +213,12 @@ def summary(report: Report, advice: AdviceView, row: RowView, unit: str) -> str:
 
 def reason(advice: AdviceView) -> str:
     """The sentence after the summary: the number of compared configurations, or the goal of a sweep."""
-    free = f"{advice.margin} of the memory free"
     if advice.winner is None:
-        return f"None of {advice.configurations:,} configurations leaves {free}."
+        return f"None of {advice.configurations:,} configurations runs in {advice.usable_memory}."
     if advice.found is not None:
         text = advice.found.answer[:1].upper() + advice.found.answer[1:]
     else:
-        kinds = f"{1 + len(advice.runners_up)} kinds of configuration that leave {free}"
+        kinds = f"{1 + len(advice.runners_up)} kinds of configuration that run in {advice.usable_memory}"
         best = "simplest" if advice.winner.throughput is None else "fastest"
         text = f"One of {kinds}. {advice.faster}" if advice.faster else f"The {best} of {kinds}"
     return f"{text}."

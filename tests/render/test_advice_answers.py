@@ -11,12 +11,33 @@ from fsdp_advisor.render.advice_text import advice_text
 from fsdp_advisor.render.advice_view import advice_view
 from fsdp_advisor.render.answers import as_markdown, as_text
 from fsdp_advisor.render.terminal import Column, Screen, draw, fitting
+from fsdp_advisor.units import format_gib
 
 
 @pytest.mark.parametrize("shown", [as_text, as_markdown])
 def test_a_recommendation_says_what_its_figures_lack(shown: Callable[..., str]) -> None:
     advice = recommend(model="openai-community/gpt2", gpus=2, gpu="24GiB", framework="trainer", seq_len=512)
     assert "Not modelled: tensors that a data collator adds" in " ".join(shown(advice).split())
+
+
+@pytest.mark.parametrize("shown", [as_text, as_markdown])
+def test_plans_that_need_more_than_is_available_say_that_it_is_cache(shown: Callable[..., str]) -> None:
+    advice = recommend(model="Qwen/Qwen3-8B", gpus=4, gpu="H100")
+    first = advice.recommendation.runners_up[0].candidate
+    assert first.runs_in_available and first.needed_bytes is not None and first.needed_bytes > first.available_bytes
+    text = " ".join(shown(advice).split())
+    needed, available = (format_gib(size) for size in (first.needed_bytes, first.available_bytes))
+    assert f" {needed.removesuffix(' GiB')}* " in text
+    assert f"* with the allocator's cache; {available} are enough with less cache." in text
+    assert f"A plan fits if it runs in {available} of 79.19 GiB; the allocator's cache may use the other 8 %." in text
+    rule = next(rule for rule in advice.recommendation.rules if rule.strategy == "zero2")
+    assert rule.would_run and "GiB, the allocator's cache included" in rule.because
+
+
+def test_tables_without_such_plans_mention_no_cache() -> None:
+    advice = recommend(model="openai-community/gpt2", gpus=2, gpu="H100", micro_batch_size=1, seq_len=512)
+    assert not any(other.candidate.runs_in_available for other in advice.recommendation.runners_up)
+    assert "enough with less cache" not in as_text(advice)
 
 
 def test_without_a_training_script_the_commands_export_one_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_the_page_does_not_call_a_plan_the_fastest_if_a_faster_one_was_not_chose
     assert fastest["tokens_per_second_per_gpu"] > advice["tokens_per_second_per_gpu"]
     assert "The fastest of" not in words
     name = fastest["strategy"].replace("zero", "ZeRO-")
-    assert f"free. {name} ({fastest['backend']}): {fastest['because']}." in words
+    assert f"92 % of the memory. {name} ({fastest['backend']}): {fastest['because']}." in words
 
 
 def test_the_page_compares_the_methods_and_says_why_one_was_chosen(client: TestClient) -> None:
@@ -194,6 +194,16 @@ def test_a_search_shows_its_table_with_the_answer_marked(client: TestClient, fin
     assert table.count('class="chosen"') == 1
     if len(found) > 8:
         assert f"<summary>All {len(found)}</summary>" in html
+
+
+@pytest.mark.parametrize(("label", "options"), [("Found", {"find": "batch"}), ("Other plans", {})])
+def test_memory_beyond_what_is_available_has_a_footnote(
+    client: TestClient, label: str, options: dict[str, str]
+) -> None:
+    job = {"model": "meta-llama/Llama-2-7b-hf", "gpus": "4", "gpu": "A100-40GB", **options}
+    html = unescape(client.get("/", params=job).text)
+    table = html[html.index(f'aria-label="{label}"') :].partition("</p>")[0]
+    assert "*</td>" in table and table.endswith("* with the allocator's cache; 36.24 GiB are enough with less cache.")
 
 
 def _link(html: str, label: str) -> dict[str, str]:
