@@ -17,7 +17,7 @@ from fsdp_advisor.hardware import find_gpu
 from fsdp_advisor.job.choices import Framework, half_dtype
 from fsdp_advisor.job.compatibility import BACKENDS, OFFLOADS, plans
 from fsdp_advisor.job.config_reading import ConfigReading
-from fsdp_advisor.job.fields import fields_of
+from fsdp_advisor.job.fields import dashed, fields_of
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS, FRAMEWORKS
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
@@ -322,7 +322,10 @@ def complete(found: Configuration, given: Mapping[str, Any], searched: Sequence[
         _check_batch(options, given)
     dropped = [name for name in searched if name in options and name not in given]
     if dropped:
-        why = f"searched, not kept: {', '.join(dropped)}"
+        values = [f"{name} {options[name]}" for name in dropped]
+        why = (
+            f"searched, not kept: {', '.join(values)} (an option keeps one: {dashed(dropped[0])} {options[dropped[0]]})"
+        )
         options, batch = _without(options, dropped, given)
         readings = _noted(readings, assumed=[f"{why}; {batch}" if batch else why])
     if {**options, **given}.get("gpus", 1) == 1 and any(reading.format in _UNSHARDED_ALONE for reading in readings):
@@ -428,8 +431,9 @@ def _without(options: dict[str, Any], dropped: Sequence[str], given: Mapping[str
     """
     kept = {name: value for name, value in options.items() if name not in dropped}
     decides = {"micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "find"}
-    if decides & set(given) or not {"micro_batch_size", "gpus"} <= set(options):
+    if decides & set(given) or "micro_batch_size" not in options:
         return kept, ""
-    product = options["micro_batch_size"] * options.get("gradient_accumulation_steps", 1) * options["gpus"]
+    gpus = options.get("gpus", given.get("gpus", 1))
+    product = options["micro_batch_size"] * options.get("gradient_accumulation_steps", 1) * gpus
     batch = options.get("global_batch_size", product)
     return {**kept, "global_batch_size": batch}, f"the files' global batch size {batch} is kept"

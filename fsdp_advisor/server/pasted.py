@@ -21,8 +21,8 @@ The server's parser reads 64 KiB of an address; files that the page links to hav
 def with_pasted_file(options: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """(the options of a form, with those of a configuration or script pasted in place of a config.json; lines about what was read).
 
-    The file's settings win, but not what it leaves open and is assumed. Raises UsageError for a form that is too long, or a
-    file that cannot be read.
+    The file's settings win, but not over what it leaves open, such as the number of GPUs. Raises UsageError for a form that is too
+    long, or a file that cannot be read.
     """
     if (sent := len(urlencode(options))) > MAX_BYTES:
         raise UsageError(
@@ -37,7 +37,8 @@ def with_pasted_file(options: Mapping[str, str]) -> tuple[dict[str, str], tuple[
     check_nothing_missing(found.readings)
     form = {key: value for key, value in options.items() if key != "config"}
     known = fields_of(RecommendRequest)
-    given = read_fields({key: value for key, value in form.items() if key in found.assumed}, known)
+    wins = {*found.assumed, *({"gpus"} - found.options.keys())}
+    given = read_fields({key: value for key, value in form.items() if key in wins}, known)
     kept = complete(found, given, RecommendRequest.SEARCHED)
     read = as_query({key: value for key, value in kept.options.items() if key in known})
     lines = tuple(line.strip() for reading in kept.readings for line in reading.lines)

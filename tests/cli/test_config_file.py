@@ -80,7 +80,7 @@ def test_options_win_over_the_file(cli: Cli, config: Path) -> None:
 def test_recommend_searches_with_the_global_batch_of_the_file(cli: Cli, config: Path) -> None:
     ran = cli("recommend", "--config-file", str(config), "--gpu", "A100-40GB", "-q", columns=300)
     assert ran.status == 0
-    assert "the files' global batch size 32 is kept" in ran.out
+    assert "the files' global batch size 32 is kept" in " ".join(ran.out.split())
     (batches,) = re.findall(
         r"Recommended: .* micro-batch (\d+), (?:accumulation (\d+)|no accumulation), global batch 32", ran.out
     )

@@ -21,6 +21,7 @@ from fsdp_advisor.job.evaluation import Evaluation
 from fsdp_advisor.job.generation import Generation
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.plan import Plan
+from fsdp_advisor.job.search_request import RecommendRequest
 from fsdp_advisor.policies.optimizers import optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Refusal
 
@@ -154,7 +155,20 @@ def test_a_search_keeps_the_global_batch_size_of_the_files() -> None:
     )
     assert found.options["global_batch_size"] == 64
     assert not {"strategy", "micro_batch_size", "gradient_accumulation_steps"} & set(found.options)
-    assert any("the files' global batch size 64 is kept" in sentence for sentence in found.readings[0].assumed)
+    [said] = (sentence for sentence in found.readings[0].assumed if sentence.startswith("searched"))
+    assert said == (
+        "searched, not kept: strategy zero3, backend fsdp2, micro_batch_size 2, gradient_accumulation_steps 4 (an option keeps one:"
+        " --strategy zero3); the files' global batch size 64 is kept"
+    )
+
+
+@pytest.mark.parametrize(("given", "batch"), [({"gpus": 4}, 32), ({}, 8), ({"gpus": 4, "micro_batch_size": 1}, None)])
+def test_the_global_batch_size_of_a_file_without_gpus_is_that_of_the_given_ones(
+    given: dict[str, int], batch: int | None
+) -> None:
+    text = yaml.safe_dump({"base_model": "gpt2", "micro_batch_size": 2, "gradient_accumulation_steps": 4})
+    found = complete(from_texts({"a.yaml": text}), given, RecommendRequest.SEARCHED)
+    assert found.options.get("global_batch_size") == batch
 
 
 LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
