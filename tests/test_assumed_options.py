@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.assumption_notes import assumption_notes
@@ -381,6 +382,7 @@ def test_weights_in_16_bits_that_cannot_be_trained_so_are_refused(options: dict[
         estimate(model=GPT2, gpu="H100", **{"dtype": "float16", **options})
 
 
+@in_turn(0, of=3)
 def test_adapters_on_a_base_in_float16_need_what_those_on_one_in_bfloat16_need() -> None:
     job = {"model": GPT2, "gpu": "A100", "gpus": 2, "strategy": "ddp", "use_peft": True}
     (found,) = estimate(**job, precision="fp16-mixed", dtype="float16").estimates

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import in_turn
 from tiny_llama import LLAMA, write
 
 from fsdp_advisor import estimate
@@ -44,6 +45,7 @@ def test_impossible_batches_are_refused(options: dict[str, Any], message: str, m
         report(model, **options)
 
 
+@in_turn(0, of=2)
 def test_speeds_count_tokens_that_are_not_padding(model: str) -> None:
     padded = report(model, padding_fraction=0.25, attention="eager")
     step = padded.estimates[0].step
@@ -54,10 +56,12 @@ def test_speeds_count_tokens_that_are_not_padding(model: str) -> None:
     assert "25% padding" in " ".join(str(padded).split())
 
 
+@in_turn(0, of=2)
 def test_wrapped_packing_needs_what_unpacked_rows_need(model: str) -> None:
     assert peak(model, packing="wrapped") == peak(model)
 
 
+@in_turn(1, of=2)
 def test_a_row_of_all_tokens_makes_a_mask_only_without_flash_attention(model: str) -> None:
     flash = {"attention": "flash_attention_2"}
     tokens = 4 * 256
@@ -71,6 +75,7 @@ def test_flash_attention_leaves_padding_out(model: str) -> None:
     assert some < most
 
 
+@in_turn(1, of=2)
 def test_a_masked_step_is_recorded_with_the_kernels_of_the_gpu_alone(home: Path) -> None:
     """Under a mask, sdpa runs cuDNN's kernel on an H100 and not on an A100."""
     model = str(write(home / "model" / "config.json", {**LLAMA, "vocab_size": 999}))

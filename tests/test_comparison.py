@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 from fsdp_advisor.comparison import UNSHARDED, best_row, compare
 from fsdp_advisor.job.parsing import make_request
@@ -122,6 +123,7 @@ Trainer(model=model, args=args).train()
 """
 
 
+@in_turn(0, of=2)
 def test_a_trainer_whose_files_name_no_strategy_is_judged_by_ddp(tmp_path: Path) -> None:
     """It fits with DeepSpeed's optimizer offload, which the script does not use."""
     from fsdp_advisor import estimate
@@ -137,6 +139,7 @@ def test_a_trainer_whose_files_name_no_strategy_is_judged_by_ddp(tmp_path: Path)
     assert best["fits"] is True and UNSHARDED not in best["notes"]
 
 
+@in_turn(1, of=2)
 def test_a_comparison_says_that_the_strategies_were_chosen() -> None:
     short, long = ({"model": "meta-llama/Llama-3.1-8B", "gpus": 8, "gpu": "H100", "seq_len": n} for n in (4096, 8192))
     found = compare(request(**short), request(**long))
@@ -147,6 +150,7 @@ def test_a_comparison_says_that_the_strategies_were_chosen() -> None:
     assert not any("no strategy" in note for note in compare(request(**BASE), request(**BASE)).notes)
 
 
+@in_turn(1, of=2)
 def test_one_gpu_is_judged_by_plain_pytorch_if_it_fits() -> None:
     """ZeRO-1 is faster, because it computes everything in bf16."""
     from fsdp_advisor import estimate

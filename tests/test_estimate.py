@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrix import examples
+from matrix import examples, in_turn
 from refusing import MIXTRAL, refusing_autocast
 
 from fsdp_advisor import estimate
@@ -373,6 +373,7 @@ def test_the_allocator_is_simulated_once_for_a_plan_with_the_same_settings_and_g
         simulated = allocator_result.cache_info().misses
 
 
+@in_turn(1, of=2)
 def test_axolotl_trains_bf16_weights_and_notes_what_it_keeps_in_fp32() -> None:
     job = {"model": "meta-llama/Llama-3.1-8B", "framework": "axolotl", "precision": "bf16-mixed", "seq_len": 1024}
     sharded, usual = (one(**{**job, "framework": by}, gpus=8, strategy="zero3") for by in ("axolotl", "trainer"))

@@ -67,6 +67,7 @@ QWEN: dict[str, Any] = {
 }  # fmt: skip
 
 
+@in_turn(1, of=2)
 def test_steps_that_fit_name_a_smaller_evaluation() -> None:
     report = estimate(**QWEN)
     assert report.estimates[0].only_evaluation_lacks and not report.any_fits
@@ -104,6 +105,7 @@ def test_evaluation_is_a_phase_of_the_job(model: str) -> None:
     assert found.as_dict()["job_peaks"]["evaluate"]["gpu_bytes"] == found.job_peaks.phases["evaluate"].gpu_bytes
 
 
+@in_turn(1, of=2)
 def test_a_large_evaluation_decides_what_is_needed(model: str) -> None:
     small, large = row(model, per_device_eval_batch_size=1), row(model, per_device_eval_batch_size=2048)
     assert small.needed_bytes is not None and large.needed_bytes is not None and large.needed_bytes > small.needed_bytes
@@ -159,6 +161,7 @@ def test_each_of_several_gpus_keeps_the_logits_of_all(model: str) -> None:
     assert found.peak(forward=0, left=0) == (4 + 2 + 6) * batch
 
 
+@in_turn(2, of=3)
 def test_reward_models_evaluate(model: str) -> None:
     found = row(model, framework="trl", task="reward")
     assert found.evaluation is not None and found.job_peaks is not None
@@ -167,6 +170,7 @@ def test_reward_models_evaluate(model: str) -> None:
     assert saves < evaluates <= found.evaluation.allocated_peak_bytes, "the optimizer's state stays"
 
 
+@in_turn(0, of=2)
 def test_grpo_evaluates_with_completions_of_its_own(model: str) -> None:
     found = row(model, framework="trl", task="grpo", max_completion_length=8, micro_batch_size=8)
     assert found.evaluation is not None and found.job_peaks is not None

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+from matrix import in_turn
 
 pytest.importorskip("torch")
 pytest.importorskip("torchtitan")
@@ -82,6 +83,7 @@ def _allocated(tape: Tape, phase: str, category: Category, *, in_layer: bool) ->
     return found
 
 
+@in_turn(0, of=2)
 def test_the_trainer_runs_the_same_code_and_reduces_in_another_dtype(answers: dict[str, Answer]) -> None:
     """accelerate's mixed precision reduces gradients in bf16, and makes units of embedding, norm and head."""
     torch, trainer = answers["torch"], answers["trainer"]

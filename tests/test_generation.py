@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from jobs import row_of_trl
-from matrix import in_turn
+from matrix import in_turn, of_today
 from tiny_llama import LLAMA, PARAMETERS
 
 from fsdp_advisor import estimate, recommend
@@ -61,15 +61,18 @@ def test_what_trl_refuses_is_refused(options: dict[str, Any], message: str, mode
 
 @pytest.mark.parametrize(
     ("options", "scored"),
-    [
-        ({}, {"prefill", "decode"}),
-        ({"num_iterations": 2}, {"prefill", "decode", "policy"}),
-        ({"steps_per_generation": 2}, {"prefill", "decode", "policy"}),
-        ({"gradient_accumulation_steps": 2}, {"prefill", "decode"}),
-        ({"beta": 0.1}, {"prefill", "decode", "reference"}),
-        ({"beta": 0.1, "use_vllm": True}, {"policy", "reference"}),
-        ({"use_vllm": True, "vllm_mode": "server"}, {"policy"}),
-    ],
+    of_today(
+        [
+            ({}, {"prefill", "decode"}),
+            ({"num_iterations": 2}, {"prefill", "decode", "policy"}),
+            ({"steps_per_generation": 2}, {"prefill", "decode", "policy"}),
+            ({"gradient_accumulation_steps": 2}, {"prefill", "decode"}),
+            ({"beta": 0.1}, {"prefill", "decode", "reference"}),
+            ({"beta": 0.1, "use_vllm": True}, {"policy", "reference"}),
+            ({"use_vllm": True, "vllm_mode": "server"}, {"policy"}),
+        ],
+        days=3,
+    ),
 )
 def test_completions_are_scored_when_trl_scores_them(options: dict[str, Any], scored: set[str], model: str) -> None:
     found = row(model, **options)
@@ -77,6 +80,7 @@ def test_completions_are_scored_when_trl_scores_them(options: dict[str, Any], sc
     assert ("score" in found.job_peaks.phases) == bool(scored & {"policy", "reference"})
 
 
+@in_turn(1, of=3)
 def test_a_reference_is_a_copy_only_without_adapters(model: str) -> None:
     assert row(model).states["parameters"] == FP32
     assert row(model, beta=0.1).states["parameters"] == 2 * FP32
@@ -198,7 +202,7 @@ SWEPT = {
 @pytest.mark.parametrize(
     ("options", "answer"),
     [
-        ({"micro_batch_size": 2}, 4),
+        pytest.param({"micro_batch_size": 2}, 4, marks=in_turn(1, of=3)),
         ({"micro_batch_size": 8, "use_vllm": True, "vllm_tensor_parallel_size": 2}, 2),
         pytest.param(
             {"micro_batch_size": 8, "eval_strategy": "steps", "per_device_eval_batch_size": 1},
@@ -231,7 +235,7 @@ def test_a_search_takes_the_batches_that_estimate_accepts(
     assert plan.micro_batch_size * plan.gradient_accumulation_steps * plan.world_size % 8 == 0
 
 
-@in_turn(4, of=6)
+@in_turn(7, of=8)
 def test_the_longest_sequence_is_one_that_vllm_accepts(model: str) -> None:
     options = {"find": "sequence", "use_vllm": True, "vllm_max_model_length": 100, "micro_batch_size": 1}
     found = recommend(model=model, seq_len=64, activation_checkpointing="none", **SWEPT, **options).recommendation
@@ -265,10 +269,10 @@ def test_a_search_for_a_shorter_sequence_keeps_room_for_the_completion() -> None
 
 @pytest.mark.parametrize(
     ("strategy", "backend", "handed"),
-    [
+    of_today([
         ("ddp", "ddp", 0), ("zero3", "fsdp2", 4 * LLAMA["vocab_size"] * LLAMA["hidden_size"]),
         ("zero3", "deepspeed", 2 * LLAMA["vocab_size"] * LLAMA["hidden_size"]),
-    ],
+    ], days=3),
 )  # fmt: skip
 def test_weights_are_gathered_one_by_one_for_vllm(strategy: str, backend: str, handed: int, model: str) -> None:
     found = row(model, strategy=strategy, backend=backend, gpus=4, use_vllm=True, vllm_mode="server")
@@ -277,6 +281,7 @@ def test_weights_are_gathered_one_by_one_for_vllm(strategy: str, backend: str, h
     assert found.job_peaks.phases["generate"].gpu_bytes >= handed
 
 
+@in_turn(0, of=2)
 def test_zero3_gathers_the_whole_model_to_generate(model: str) -> None:
     """Once: the modules gather nothing in addition, so generation needs what it does where every GPU has the whole model."""
     alone = row(model, precision="bf16")
@@ -303,7 +308,7 @@ def test_an_optimizer_step_of_one_prompt_is_warned_of(model: str) -> None:
     assert not any("one prompt" in text for text in two.warnings)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_iterations": 2}, {"steps_per_generation": 2}])
+@pytest.mark.parametrize("options", of_today([{}, {"num_iterations": 2}, {"steps_per_generation": 2}], days=3))
 def test_a_token_has_the_same_flops_with_any_accumulation(options: dict[str, Any], model: str) -> None:
     one, four = (row(model, beta=0.1, gradient_accumulation_steps=n, **options) for n in (2, 8))
     assert flops_per_token(four) == pytest.approx(flops_per_token(one), rel=1e-6)

@@ -81,7 +81,7 @@ COMMANDS = re.findall(r"^(fsdp-advisor (?!rehearse)[^\n]*)", README.read_text(),
 """All commands but `rehearse`, which tests/rehearsal runs."""
 
 
-@pytest.mark.parametrize("command", of_today(COMMANDS, 3))
+@pytest.mark.parametrize("command", of_today(COMMANDS, 5))
 def test_every_command_of_the_readme_prints_an_answer(command: str, run: Callable[[str], str]) -> None:
     assert run(command)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 from fsdp_advisor import estimate
 from fsdp_advisor.engines.framework_notes import WITHOUT_NUM_EXPERTS
@@ -27,6 +28,7 @@ def notes(folder: Path, config: dict[str, Any], **options: Any) -> str:
     return " ".join(each.reason for each in row.omissions)
 
 
+@in_turn(0, of=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "options", "said"),
@@ -49,6 +51,7 @@ def test_only_trls_language_models_have_a_weight_of_the_routers_loss(framework: 
         estimate(model="gpt2", framework=framework, task=task, router_aux_loss_coef=0)
 
 
+@in_turn(2, of=3)
 @pytest.mark.parametrize("framework", ["trl", "trainer"])
 def test_trl_says_which_models_fail_with_their_routers_loss(framework: str) -> None:
     (row,) = estimate(
@@ -57,6 +60,7 @@ def test_trl_says_which_models_fail_with_their_routers_loss(framework: str) -> N
     assert any("router_aux_loss_coef to 0.0" in each.reason for each in row.omissions) == (framework == "trl")
 
 
+@in_turn(1, of=2)
 def test_a_routers_loss_that_is_switched_off_does_not_fail() -> None:
     (row,) = estimate(
         model="ibm-granite/granite-3.1-1b-a400m-base",

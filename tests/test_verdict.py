@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from matrix import of_today
 from refusing import MIXTRAL, refusing_autocast
 
 from fsdp_advisor import estimate, rows
@@ -32,7 +33,7 @@ def one(**options: Any) -> tuple[Report, StrategyEstimate]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("gib", [8, 24, 40, 80])
+@pytest.mark.parametrize("gib", of_today([8, 24, 40, 80], days=2))
 def test_verdict_states_the_headroom(name: str, gib: int) -> None:
     report = estimate(**JOBS[name], gpu=f"{gib}GiB")
     for row in report.estimates:

@@ -92,6 +92,7 @@ def test_questions_off_the_path_have_no_answer() -> None:
     assert not nodes["zero2"].taken
 
 
+@in_turn(0, of=2)
 def test_the_tree_names_the_part_that_is_too_large() -> None:
     answers = {
         name: next(n.answer for n in advise(**JOBS[name][0]).tree.nodes if n.id == "term")
@@ -100,6 +101,7 @@ def test_the_tree_names_the_part_that_is_too_large() -> None:
     assert answers == {"states are too large": STATES, "activations are too large": ACTIVATIONS}
 
 
+@in_turn(1, of=2)
 def test_figures_on_the_path_are_those_of_estimate() -> None:
     job: dict[str, Any] = {"model": LLAMA, "gpus": 4, "gpu": "A100-40GB"}
     nodes = {node.id: node for node in advise(**job).tree.path}
@@ -112,7 +114,7 @@ def test_figures_on_the_path_are_those_of_estimate() -> None:
         assert node.because == f"needs {format_gib(row.needed_bytes)}, and {format_gib(available)} are available"
 
 
-@in_turn(0, of=3)
+@in_turn(3, of=5)
 def test_offload_that_does_not_fit_is_answered_with_the_choice_that_needs_least() -> None:
     """ZeRO-1 with optimizer offload, the simplest, needs 12 times as much as ZeRO-3."""
     job: dict[str, Any] = {"model": "meta-llama/Llama-3.1-405B", "gpus": 8, "gpu": "A100-40GB"}

@@ -45,7 +45,7 @@ MORE: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.fixture(scope="module", params=taken(JOBS, MORE), ids=str)
+@pytest.fixture(scope="module", params=taken(JOBS, MORE, days=2), ids=str)
 def advised(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Recommendation]:
     return request.param, advise(None, **request.param)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from matrix import in_turn
+from matrix import in_turn, of_today
 from searches import GPT2, LLAMA, advise, clock, no_clock
 
 from fsdp_advisor import estimate, recommend
@@ -64,6 +64,7 @@ def test_every_alternative_is_rejected_with_its_reason() -> None:
     assert any(reason.startswith("it fits, but is ") for reason in reasons.values())
 
 
+@in_turn(0, of=2)
 def test_the_margin_is_left_free() -> None:
     for margin in ("0", 0.08, "25%"):
         recommendation = advise(model=LLAMA, gpus=8, gpu="80GiB", margin=margin)
@@ -88,7 +89,7 @@ def test_training_cost_follows_from_the_speed() -> None:
     assert (nothing.tokens, nothing.days, nothing.gpu_hours, nothing.cost) == (10**10, None, None, None)
 
 
-@in_turn(0, of=4)
+@in_turn(1, of=6)
 def test_remedies_make_the_job_fit() -> None:
     job: dict[str, Any] = {"model": "meta-llama/Llama-2-13b-hf", "gpus": 2, "gpu": "A100-40GB", "offload": "none"}
     recommendation = advise(**job)
@@ -103,6 +104,7 @@ def test_remedies_make_the_job_fit() -> None:
     assert [r["options"] for r in document["what_would_fit"]] == [dict(r.options) for r in recommendation.remedies]
 
 
+@in_turn(1, of=2)
 def test_fewer_tokens_are_a_remedy_for_large_activations() -> None:
     job: dict[str, Any] = {"model": LLAMA, "gpus": 8, "gpu": "40GiB", "strategy": "zero3", "backend": "fsdp2",
                            "offload": "none", "activation_checkpointing": "none"}  # fmt: skip
@@ -118,6 +120,7 @@ LONG: dict[str, Any] = {"model": "meta-llama/Llama-3.1-8B", "gpus": 8, "gpu": "H
                         "backend": "fsdp2", "offload": "none", "micro_batch_size": 1}  # fmt: skip
 
 
+@in_turn(2, of=3)
 def test_a_loss_without_logits_is_a_remedy() -> None:
     recommendation = advise(**LONG, activation_checkpointing="full")
     [remedy] = (r for r in recommendation.remedies if "loss" in r.options)
@@ -125,6 +128,7 @@ def test_a_loss_without_logits_is_a_remedy() -> None:
     assert "ZeRO-3 (fsdp2), checkpointing needs" in remedy.because
 
 
+@in_turn(0, of=3)
 def test_two_changes_together_are_a_remedy_if_none_alone_is() -> None:
     """Without checkpointing the activations are too large, and with it the logits."""
     recommendation = advise(**LONG, activation_checkpointing="none")
@@ -204,7 +208,7 @@ def test_unusual_host_memory_is_warned_of() -> None:
     assert not advise(**JOB).warnings
 
 
-@in_turn(0, of=4)
+@in_turn(3, of=6)
 def test_plans_with_an_unusual_host_do_not_fit_unless_asked() -> None:
     """DeepSpeed's offload needs more host memory than FSDP2's. Even if it is faster, it is chosen only if the host is known to
     have that memory."""
@@ -318,6 +322,7 @@ RECORDED_BY_BATCH: dict[str, Any] = {"model": "jhu-clsp/ettin-encoder-17m", "gpu
 """A job of a model whose steps are recorded for one micro-batch and length at a time."""
 
 
+@in_turn(0, of=2)
 def test_a_search_records_the_micro_batches_that_the_catalog_lacks() -> None:
     found = advise(**RECORDED_BY_BATCH, activation_checkpointing="none", offload="none").winner
     assert found is not None and found.plan.micro_batch_size > 1
@@ -327,7 +332,7 @@ def test_a_search_records_the_micro_batches_that_the_catalog_lacks() -> None:
     assert row.needed_bytes == found.needed_bytes
 
 
-@pytest.mark.parametrize("find", [None, "batch", "gpus"])
+@pytest.mark.parametrize("find", of_today([None, "batch", "gpus"], days=3))
 def test_without_torch_a_search_tries_the_recorded_micro_batches_and_says_so(
     monkeypatch: pytest.MonkeyPatch, find: str | None
 ) -> None:
@@ -342,7 +347,9 @@ def test_without_torch_a_search_tries_the_recorded_micro_batches_and_says_so(
 
 @pytest.mark.parametrize(
     ("gpu", "method", "options"),
-    [("24GiB", "LoRA", {"use_peft": True}), ("16GiB", "QLoRA", {"use_peft": True, "load_in_4bit": True})],
+    of_today(
+        [("24GiB", "LoRA", {"use_peft": True}), ("16GiB", "QLoRA", {"use_peft": True, "load_in_4bit": True})], days=2
+    ),
 )
 def test_adapters_are_a_remedy_where_the_whole_model_cannot_be_trained(
     gpu: str, method: str, options: dict[str, Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from matrix import in_turn
 from searches import GPT2, LLAMA, clock, no_clock, search_of
 
 from fsdp_advisor.advice import evaluator
@@ -26,6 +27,7 @@ JOBS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@in_turn(0, of=3)
 @pytest.mark.parametrize("name", JOBS)
 def test_max_micro_batch_is_the_last_whose_lower_bound_fits(name: str) -> None:
     search = search_of(**JOBS[name])
@@ -98,6 +100,7 @@ def test_lower_bound_is_that_of_the_gpus_attention_kernel() -> None:
         )
 
 
+@in_turn(2, of=3)
 @pytest.mark.parametrize("name", JOBS)
 def test_no_feasible_plan_is_clearly_faster_than_the_winner(name: str) -> None:
     search = search_of(**JOBS[name])
@@ -134,6 +137,7 @@ def test_every_choice_is_feasible_or_rejected_with_a_reason(name: str) -> None:
     assert all(r.candidate.fits is False for r in search.result.rejected if r.candidate is not None)
 
 
+@in_turn(0, of=2)
 def test_the_result_does_not_depend_on_earlier_evaluations() -> None:
     fresh, used = search_of(**JOBS["free batch"]), search_of(**JOBS["free batch"])
     for choice in reversed(used.choices):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from matrix import in_turn, with_all_cases
+from matrix import in_turn, of_today, with_all_cases
 from searches import GPT2, LLAMA, advise, clock, search_of
 
 from fsdp_advisor.advice.sweeps import SweepResult
@@ -25,7 +25,7 @@ FSDP2 = {"strategy": "zero3", "backend": "fsdp2"}
 """One strategy, so that a search takes a second."""
 
 
-@pytest.mark.parametrize("margin", [0, 0.2])
+@pytest.mark.parametrize("margin", of_today([0, 0.2], days=2))
 def test_largest_batch_fits_and_a_larger_one_does_not(margin: float) -> None:
     job: dict[str, Any] = {
         "model": GPT2,
@@ -45,11 +45,13 @@ def test_largest_batch_fits_and_a_larger_one_does_not(margin: float) -> None:
     assert not any(search.candidate(choice, larger).fits for choice in search.choices if search.may_fit(choice, larger))
 
 
+@in_turn(0, of=2)
 def test_largest_batch_divides_the_global_batch() -> None:
     found = sweep(model=GPT2, gpus=8, gpu="24GiB", find="batch", global_batch_size=96)
     assert {c.plan.global_batch_size for c in found.rows} == {96}
 
 
+@in_turn(1, of=3)
 def test_largest_batch_is_that_of_a_job_without_a_micro_batch() -> None:
     job: dict[str, Any] = {"model": GPT2, "gpus": 4, "gpu": "24GiB", "seq_len": 256, "find": "batch"}
     assert sweep(**job, micro_batch_size=4).answer == sweep(**job).answer
@@ -77,6 +79,7 @@ def test_longest_sequence_stops_at_the_maximum_of_the_model() -> None:
     assert "the model's own maximum" in found.because
 
 
+@in_turn(0, of=3)
 def test_a_sweep_over_gpus_starts_with_the_fewest_that_fit() -> None:
     one_plan = {**FSDP2, "offload": "none", "activation_checkpointing": "full", "micro_batch_size": 1}
     job: dict[str, Any] = {"model": "Qwen/Qwen2.5-32B", "gpu": "H100", **one_plan}
@@ -88,6 +91,7 @@ def test_a_sweep_over_gpus_starts_with_the_fewest_that_fit() -> None:
     assert all(c.fits for c in found.rows)
 
 
+@in_turn(0, of=2)
 def test_a_sweep_over_gpus_evaluates_with_the_batches_of_each_number() -> None:
     """Fewer GPUs keep the logits of more batches each."""
     job: dict[str, Any] = {"model": GPT2, "gpu": "A100-40GB", "framework": "trainer", "seq_len": 256, "strategy": "ddp"}
@@ -162,7 +166,7 @@ def test_offload_is_searched_if_asked_for_or_if_the_host_is_known() -> None:
     assert "offload was not searched" in " ".join(advise(**job).notes)
 
 
-@in_turn(0, of=4)
+@in_turn(5, of=8)
 def test_fewest_gpus_with_offload_names_the_number_without_it() -> None:
     job: dict[str, Any] = {"model": LLAMA, "gpu": "40GiB", "find": "gpus"}
     least = sweep(**job, offload="none").answer

@@ -77,7 +77,7 @@ Qwen/Qwen3-30B-A3B 8 H100
 Qwen/Qwen3-235B-A22B 64 H100
 """.strip().splitlines()
 """Model, GPUs, GPU type, and further options."""
-TAKEN = of_today(JOBS, 20)
+TAKEN = of_today(JOBS, 40)
 
 
 @cache

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 from fsdp_advisor.cli.compare import request_of
 
@@ -24,6 +25,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+@in_turn(0, of=2)
 def test_a_peft_config_is_read_from_its_file(cli: Callable[..., Any], config: Path) -> None:
     job = ("estimate", *JOB, "--strategy", "ddp", "--json")
     by_file = cli(*job, "--peft-config", str(config))
@@ -34,6 +36,7 @@ def test_a_peft_config_is_read_from_its_file(cli: Callable[..., Any], config: Pa
     assert answers[0]["estimates"] == answers[1]["estimates"]
 
 
+@in_turn(1, of=2)
 def test_frozen_parameters_are_given_together_or_one_by_one(cli: Callable[..., Any]) -> None:
     together = cli("estimate", *JOB, "--freeze", "embed_tokens", "norm", "--json")
     apart = cli("estimate", *JOB, "--freeze", "embed_tokens", "--freeze", "norm", "--json")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from matrix import in_turn
+from matrix import in_turn, of_today
 
 from fsdp_advisor import estimate
 
@@ -76,7 +76,7 @@ def test_options_win_over_the_file(cli: Cli, config: Path) -> None:
     assert (request["micro_batch_size"], request["gpus"], request["seq_len"]) == (1, 4, 1024)
 
 
-@in_turn(1, of=3)
+@in_turn(1, of=6)
 def test_recommend_searches_with_the_global_batch_of_the_file(cli: Cli, config: Path) -> None:
     ran = cli("recommend", "--config-file", str(config), "--gpu", "A100-40GB", "-q", columns=300)
     assert ran.status == 0
@@ -109,6 +109,7 @@ def test_check_prints_one_line_and_exits_with_the_verdict(
     assert document["fits"] is (status == 0) and document["line"] == line
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -133,10 +134,13 @@ def test_a_command_or_a_file_is_read_from_a_pipe(
 
 @pytest.mark.parametrize(
     ("model", "left_out"),
-    [
-        ("Qwen/Qwen2.5-VL-7B-Instruct", "is estimated for training on text only"),
-        ("google/gemma-3-27b-it", "is estimated as its language model alone"),
-    ],
+    of_today(
+        [
+            ("Qwen/Qwen2.5-VL-7B-Instruct", "is estimated for training on text only"),
+            ("google/gemma-3-27b-it", "is estimated as its language model alone"),
+        ],
+        days=2,
+    ),
 )
 def test_check_says_which_part_of_a_model_it_leaves_out(model: str, left_out: str, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(f"{{base_model: {model}, micro_batch_size: 1}}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import with_all_cases
+from matrix import in_turn, with_all_cases
 
 from fsdp_advisor import estimate
 from fsdp_advisor.cli import measured as comparison
@@ -31,6 +31,7 @@ def validated(cli: Callable[..., Any], folder: Path, *arguments: str) -> Any:
     return done
 
 
+@in_turn(0, of=3)
 @pytest.mark.skipif(
     pytest.importorskip("torch").cuda.is_available(), reason="this machine has a GPU, so it does not simulate"
 )

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matrix import in_turn
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +52,7 @@ def test_a_pipe_gets_everything_uncoloured() -> None:
     assert "tokens/s" in text
 
 
+@in_turn(0, of=2)
 def test_colour_only_on_a_terminal_and_not_with_no_color() -> None:
     coloured = on_a_terminal([*CLI, *JOB], COLUMNS="120")
     plain = on_a_terminal([*CLI, *JOB], COLUMNS="120", NO_COLOR="1")
@@ -69,6 +71,7 @@ def test_bars_are_ascii_where_blocks_cannot_be_written(encoding: str) -> None:
     assert b"SSG" in ran.stdout or b"SSA" in ran.stdout
 
 
+@in_turn(1, of=2)
 @pytest.mark.parametrize("form", ["--format=text", "--json", "--format=markdown", "--help"])
 def test_a_reader_that_leaves_early_is_no_error(form: str) -> None:
     producer = subprocess.Popen([*CLI, *JOB, form], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())

@@ -37,7 +37,7 @@ Cli = Callable[..., Any]
 USUAL = ("recommend_llama2.txt", "recommend_llama2_60.txt", "recommend_find_batch.txt", "recommend_count.txt")
 
 
-@pytest.mark.parametrize("name", taken(USUAL, [name for name in CASES if name not in USUAL]))
+@pytest.mark.parametrize("name", taken(USUAL, [name for name in CASES if name not in USUAL], days=2))
 def test_a_recommendation_equals_its_golden_file(name: str, cli: Cli, golden: Callable[[str, str], None]) -> None:
     arguments, columns, status = CASES[name]
     form = ("--format", "markdown") if name.endswith(".md") else ()
@@ -80,6 +80,7 @@ def test_what_it_prints_to_launch_works(cli: Cli, tmp_path: Path, monkeypatch: p
     assert f"Predicted peak per GPU: {shown[1]} of the device's memory" in text
 
 
+@in_turn(1, of=2)
 def test_the_launch_line_is_of_what_was_estimated(cli: Cli) -> None:
     out = cli("recommend", *GPT2, "--framework", "accelerate").out
     assert "  fsdp-advisor export accelerate " in out
@@ -102,6 +103,7 @@ def test_of_a_bare_count_nothing_is_promised(cli: Cli) -> None:
     assert "it fits on" not in too_large.out
 
 
+@in_turn(0, of=3)
 def test_an_unusual_host_is_said_once(cli: Cli) -> None:
     one_plan = (
         "--strategy",
@@ -132,6 +134,7 @@ def test_an_unusual_host_is_said_once(cli: Cli) -> None:
     assert "nodes usually have 384.00 GiB or less" in cli("recommend", *large, "--json").err
 
 
+@in_turn(0, of=2)
 def test_underscores_and_help(cli: Cli) -> None:
     assert cli("recommend", *GPT2, "--global_batch_size", "64", "--json").status == 0
     shown = cli("recommend", "--help").out
@@ -141,6 +144,7 @@ def test_underscores_and_help(cli: Cli) -> None:
     assert "--find" not in cli("estimate", "--help").out
 
 
+@in_turn(0, of=2)
 def test_the_plot_is_svg(cli: Cli, tmp_path: Path) -> None:
     plot = tmp_path / "frontier.svg"
     assert cli("recommend", *GPT2, "--find", "batch", "--plot", str(plot), "-q").status == 0
@@ -157,6 +161,7 @@ def test_ascii_where_the_screen_takes_no_more(cli: Cli, monkeypatch: pytest.Monk
     assert cli("recommend", *GPT2, "-q").out.isascii()
 
 
+@in_turn(1, of=3)
 def test_notes_go_to_standard_error(cli: Cli) -> None:
     one_strategy = ("--strategy", "zero3", "--backend", "fsdp2", "--activation-checkpointing", "full")
     ran = cli("recommend", "--model", "openai-community/gpt2", "--gpus", "2", "--find", "gpu-type", *one_strategy)
@@ -164,7 +169,7 @@ def test_notes_go_to_standard_error(cli: Cli) -> None:
     assert "offload was not searched" not in ran.out
 
 
-@in_turn(0, of=3)
+@in_turn(5, of=6)
 def test_a_sweep_over_gpu_types_has_time_and_gpu_hours_and_only_gpus_that_fit(cli: Cli) -> None:
     one_strategy = ("--strategy", "zero3", "--backend", "fsdp2", "--activation-checkpointing", "full")
     job = ("--model", "Qwen/Qwen2.5-3B", "--gpus", "2", *one_strategy, "--micro-batch-size", "1")

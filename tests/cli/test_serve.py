@@ -88,7 +88,7 @@ def test_worker_processes_stop_with_it(how: signal.Signals) -> None:
         assert process.returncode == 0
 
 
-@in_turn(1, of=2)  # the other day tests/server/test_serving.py does this
+@in_turn(1, of=2)  # on even days tests/server/test_serving.py does this
 def test_a_request_under_way_is_answered_before_the_end() -> None:
     with serving("--port", "0", "--workers", "1") as (process, url):
         at = urlsplit(url)

@@ -79,7 +79,7 @@ def state_bytes(program: StepProgram) -> int:
     return sum(alloc.storages.rounded for alloc in program.states)
 
 
-@pytest.fixture(scope="module", params=taken(["gpt2", "mixtral"], ["llama"]))
+@pytest.fixture(scope="module", params=taken(["gpt2", "mixtral"], ["llama"], days=2))
 def recorded(request: pytest.FixtureRequest) -> Recorded:
     return Recorded(CONFIGS[request.param], "sdpa", at=(2, 32))
 

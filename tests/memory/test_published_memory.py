@@ -23,7 +23,7 @@ SPEED = Path(__file__).parents[1] / "timing"
     "row",
     [
         pytest.param(row, marks=pytest.mark.xfail(reason=row.missed, strict=True) if row.missed else (), id=row.name)
-        for row in taken(ROWS[::3], [row for i, row in enumerate(ROWS) if i % 3], days=3)
+        for row in taken(ROWS[::3], [row for i, row in enumerate(ROWS) if i % 3], days=5)
     ],
 )
 def test_published_memory_is_predicted(row: Row) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 import fsdp_advisor
 from fsdp_advisor.model.checkpoint_dtypes import dtype_of
@@ -49,6 +50,7 @@ def test_accelerate_keeps_the_whole_base_until_fsdp2_has_sharded_all_units() -> 
     assert needed[0] - needed[1] == pytest.approx(WHOLE / 2 - WHOLE / 4, rel=0.001)
 
 
+@in_turn(1, of=2)
 def test_fsdp1_flattens_a_base_that_is_whole_on_the_gpu() -> None:
     row = qlora(8, backend="fsdp1", bnb_4bit_quant_storage="bfloat16")
     assert row.job_peaks is not None

@@ -102,7 +102,7 @@ def test_lora_on_one_gpu_is_answered_without_torch(model: str) -> None:
 
 
 @pytest.mark.usefixtures("without_torch")
-@in_turn(1, of=3)
+@in_turn(1, of=5)
 def test_a_search_of_methods_needs_no_torch() -> None:
     found = recommend(model="meta-llama/Llama-3.1-8B", gpus=2, gpu="rtx4090", method="any").recommendation
     assert [method.name for method in found.methods if method.advice] == ["full fine-tuning", "LoRA", "QLoRA"]
@@ -136,6 +136,7 @@ def test_every_shipped_profile_is_of_a_catalog_model() -> None:
     assert PATH.stat().st_size + catalog.PATH.stat().st_size <= 12e6
 
 
+@in_turn(0, of=2)
 @pytest.mark.slow
 def test_shipped_profiles_equal_those_that_are_built_now() -> None:
     """Otherwise a step that the archive lacks, such as one with images, cannot be recorded."""
@@ -149,6 +150,7 @@ def test_shipped_profiles_equal_those_that_are_built_now() -> None:
         assert (built.root, built.stacks) == (shipped.root, shipped.stacks), (model, name)
 
 
+@in_turn(1, of=2)
 @pytest.mark.slow
 def test_shipped_tapes_predict_as_new_recordings() -> None:
     from fsdp_advisor.model.recorders import build_recorder

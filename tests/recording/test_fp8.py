@@ -73,7 +73,7 @@ def test_layers_in_mxfp8_have_whole_blocks_of_32_elements() -> None:
     assert [id(parameter) for parameter in model.parameters()] == parameters
 
 
-@in_turn(1, of=3)
+@in_turn(5, of=6)
 @pytest.mark.slow
 @pytest.mark.usefixtures("torchao")
 def test_products_in_mxfp8_take_less_time_and_their_casts_more(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from matrix import of_today
 
 pytest.importorskip("torch")
 
@@ -36,7 +37,7 @@ def refuse(*_: Any) -> None:
     raise NotRepeated
 
 
-@pytest.mark.parametrize(("engine", "checkpointing"), [("plain", "none"), ("fsdp2", "full")])
+@pytest.mark.parametrize(("engine", "checkpointing"), of_today([("plain", "none"), ("fsdp2", "full")], days=2))
 def test_step_made_from_short_sequences_is_that_of_the_long_one(
     engine: TapeEngine, checkpointing: TapeCheckpointing, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 
 torch = pytest.importorskip("torch")
 
@@ -193,6 +193,7 @@ def test_wrap_policies_of_a_module_peak_as_pytorch_does(mnist: Recorder, backend
     assert step.phase_peaks == simulate(mnist.source, plan).phase_peaks
 
 
+@in_turn(1, of=3)
 def test_recommend_takes_a_recorded_module(mnist: Recorder) -> None:
     winner = recommend(model=mnist, gpus=4, gpu="T4", seq_len=1, precision="fp32").recommendation.winner
     assert winner is not None and winner.plan.strategy == "ddp"

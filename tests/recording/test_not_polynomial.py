@@ -70,6 +70,7 @@ def recorder() -> Recorder:
     return Recorder(TransformersSource(HYBRID, name="hybrid"))
 
 
+@in_turn(1, of=2)
 def test_no_tape_is_valid_for_every_length(recorder: Recorder) -> None:
     with pytest.raises(NotPolynomial):
         recorder.tape(TapeKey("fsdp2", "bf16-mixed", "sdpa", "none"))
@@ -119,6 +120,7 @@ def test_a_row_needs_no_recording_of_its_own_length(recorder: Recorder) -> None:
         assert (key.device, key.at) == ("gpu", None)
 
 
+@in_turn(2, of=3)
 @pytest.mark.parametrize("model_type", taken(["qwen4_exp_text"], ["recurrent_gemma"]))
 def test_a_loop_over_tokens_on_a_gpu_is_recorded_for_the_requested_length_at_once(model_type: str, home: Path) -> None:
     path = home / "config.json"
@@ -131,7 +133,7 @@ def test_a_loop_over_tokens_on_a_gpu_is_recorded_for_the_requested_length_at_onc
         model.tape(replace(key, at=None))
 
 
-@in_turn(0, of=4)
+@in_turn(3, of=8)
 def test_a_long_loop_of_a_cpu_is_not_recorded(home: Path) -> None:
     """64 chunks are the most; above, the GPU's figures are answered without the reference of a CPU."""
     path = home / "config.json"
@@ -174,6 +176,7 @@ def test_the_second_batch_records_a_tape_for_any() -> None:
     assert asked(100) == (None, peak)
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.usefixtures("home")
 def test_a_search_records_only_the_tape_of_the_gpu(batch: int) -> None:

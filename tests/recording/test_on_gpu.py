@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # after the check for torch
-from matrix import taken
+from matrix import in_turn, taken
 from tiny_llama import LLAMA, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
@@ -211,6 +211,7 @@ def test_sdpa_is_called_as_in_a_real_run(name: str, calls: list[Any]) -> None:
     assert len(real) == 2 and real == calls[:2]
 
 
+@in_turn(0, of=2)
 def test_no_size_grows_with_the_square_of_the_length() -> None:
     def grow(key: TapeKey) -> bool:
         return any(p[4] or p[5] for p in tape_of(key).sizes if not isinstance(p, Staging))
@@ -218,6 +219,7 @@ def test_no_size_grows_with_the_square_of_the_length() -> None:
     assert grow(CPU) and not grow(GPU)
 
 
+@in_turn(0, of=2)
 def test_grouped_heads_keep_a_layers_scores() -> None:
     """(B, H, T, T) in fp32: the product, its softmax and the mask of -inf in forward; in backward the gradients of both."""
     tape = tape_of(GPU, num_key_value_heads=2)
@@ -228,6 +230,7 @@ def test_grouped_heads_keep_a_layers_scores() -> None:
     assert kept == [Category.TEMPORARY, Category.ACTIVATION]
 
 
+@in_turn(1, of=2)
 @pytest.mark.parametrize("precision", taken(["bf16"], ["bf16-mixed"]))
 def test_sdpa_in_half_precision_takes_the_flash_kernel(precision: TapePrecision) -> None:
     def made(key: TapeKey) -> list[list[tuple[Any, int]]]:
@@ -237,6 +240,7 @@ def test_sdpa_in_half_precision_takes_the_flash_kernel(precision: TapePrecision)
     assert made(GPU) == made(FLASH)
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize("key", [FILLED, CUDNN_FILLED], ids=lambda key: key.kernel)
 def test_a_filled_window_keeps_a_layers_mask(key: TapeKey) -> None:
     tape = tape_of(key, model_type="mistral", num_key_value_heads=2, sliding_window=32)
@@ -245,6 +249,7 @@ def test_a_filled_window_keeps_a_layers_mask(key: TapeKey) -> None:
     assert kept.count((mask, Category.ACTIVATION)) == 2
 
 
+@in_turn(1, of=2)
 def test_cudnn_puts_the_output_where_queries_lie() -> None:
     """Half the heads turn, so queries are put together head by head; what cuDNN makes of them has to be copied back."""
     model = {
@@ -260,6 +265,7 @@ def test_cudnn_puts_the_output_where_queries_lie() -> None:
     assert kept[1] - kept[0] == 2 * SMALL["hidden_size"] * 3 * 56
 
 
+@in_turn(1, of=2)
 def test_the_softmaxs_scratch_is_no_tensor_of_the_step() -> None:
     tape = tape_of(EAGER)
     for segment in tape.segments:
@@ -276,6 +282,7 @@ def test_the_fused_kernels_backward_allocates_its_scratch() -> None:
     assert [p[3] for p in scratch] == [4 * 64, 4 * 4, 4 * 4, 4 * 4 * 64]
 
 
+@in_turn(0, of=2)
 def test_a_configuration_of_ones_own_has_it_too(home: Path) -> None:
     config = write(home / "own" / "config.json", LLAMA)
     (row,) = estimate(model=str(config), gpus=1, strategy="ddp", precision="fp32", seq_len=128, gpu="H100").estimates
@@ -284,6 +291,7 @@ def test_a_configuration_of_ones_own_has_it_too(home: Path) -> None:
     assert kept is not None and replace(GPU, batch_is_one=True, at=(1, 128)).name in kept.tapes
 
 
+@in_turn(1, of=2)
 def test_a_filled_window_is_recorded_for_the_kernel_of_each_gpu_that_is_asked_about(home: Path) -> None:
     """A Hopper runs cuDNN's kernel under the window's mask, an Ampere another one."""
     own = {**LLAMA, "model_type": "mistral", "sliding_window": 64}

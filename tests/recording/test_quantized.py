@@ -303,7 +303,7 @@ def peaks(recorder: Recorder, key: TapeKey, b: int, t: int) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("name", taken(["8bit", "dora on 4bit"], [*REHEARSALS]))
+@pytest.mark.parametrize("name", taken(["8bit", "dora on 4bit"], [*REHEARSALS], days=2))
 def test_step_allocates_what_a_rehearsal_allocates(name: str) -> None:
     row = REHEARSALS[name]
     recorder = Recorder(QuantizedSource(REHEARSED, row.settings, prepare=row.prepare, use_dora=row.use_dora))
@@ -349,6 +349,7 @@ def unpacked(recorder: Recorder, key: TapeKey) -> set[int]:
     return {value_at(tape.sizes[size], 2, 16) for size, category in births if category == Category.DEQUANTIZED}
 
 
+@in_turn(1, of=2)
 def test_fsdp1_makes_gradients_of_packed_weights_too() -> None:
     """Weights packed in floats are parts of the flat parameter. Autograd fills their part of its gradient with zeros."""
     settings = Quantization(method="bnb_4bit", storage_dtype="bfloat16")
@@ -418,7 +419,7 @@ def test_packed_step_allocates_what_gptqmodel_allocates_in_a_rehearsal(method: s
     assert (forward - found["forward"], backward - found["backward"]) == (3 * SEEDS, 3 * SEEDS)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", of_today(["gptq", "awq"], days=2))
 def test_a_tape_tells_unpacked_weights_of_packed_checkpoints(method: str) -> None:
     assert unpacked(Recorder(packed_source(method)), gpu_key("bf16-mixed")) == in_bytes(BF16)
 
@@ -429,7 +430,7 @@ def test_packed_experts_are_refused() -> None:
         Recorder(packed_source("gptq", mixtral))
 
 
-@in_turn(0, of=3)
+@in_turn(2, of=5)
 def test_a_packed_checkpoint_stays_packed_under_adapters(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}}))
@@ -445,7 +446,7 @@ def test_a_packed_checkpoint_stays_packed_under_adapters(tmp_path: Path) -> None
         estimate(model=str(path), gpus=2, strategy="ddp", use_peft=True, use_dora=True)
 
 
-@in_turn(2, of=3)
+@in_turn(0, of=5)
 def test_a_step_in_8_bits_is_slower_than_in_16_and_a_few_times_slower_than_in_4(tmp_path: Path) -> None:
     """Its forward has as many FLOPs as the others. Its backward multiplies in fp32."""
     path = tmp_path / "config.json"
@@ -480,6 +481,7 @@ def test_units_of_adapters_that_cannot_be_recorded_are_named_without_an_option(t
     assert "axolotl makes FSDP units of the adapters" in reasons and "--wrap" not in reasons
 
 
+@in_turn(0, of=3)
 @pytest.mark.parametrize("backend", ["fsdp1", "fsdp2"])
 def test_adapters_that_are_units_within_checkpointed_layers_have_a_peak(backend: str) -> None:
     """The Trainer's usual LoRA under FSDP."""

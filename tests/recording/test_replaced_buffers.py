@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from matrix import of_today
 
 pytest.importorskip("torch")
 
@@ -34,7 +35,7 @@ def recorder() -> Recorder:
 
 @pytest.mark.parametrize(
     ("backend", "precision"),
-    [("fsdp2", "bf16-mixed"), ("fsdp2", "fp32"), ("fsdp1", "bf16-mixed"), ("ddp", "bf16")],
+    of_today([("fsdp2", "bf16-mixed"), ("fsdp2", "fp32"), ("fsdp1", "bf16-mixed"), ("ddp", "bf16")], days=2),
 )
 def test_table_of_positions_has_the_dtype_that_the_code_gives_it(
     recorder: Recorder, backend: str, precision: str

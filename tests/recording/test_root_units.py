@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 
 torch = pytest.importorskip("torch")
 
@@ -109,6 +109,7 @@ def root_gradient(recorder: Recorder, role: str) -> int:
     return Category.GRADIENT + 2 * index + 1
 
 
+@in_turn(1, of=3)
 @pytest.mark.parametrize(("precision", "checkpointing"), taken(STEPS[:2], STEPS[2:], days=2))
 def test_units_of_an_untied_model(precision: str, checkpointing: str) -> None:
     recorder, tape = untied(precision, checkpointing)
@@ -142,6 +143,7 @@ def test_units_of_an_untied_model(precision: str, checkpointing: str) -> None:
     assert at > last.events.index((Op.POST_BACKWARD, MarkedUnit.LAYER, 0)), "the first layer is done"
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize(("precision", "checkpointing"), taken(STEPS[:1], STEPS[1:]))
 def test_a_tied_embedding_begins_the_unit_of_the_head(precision: str, checkpointing: str) -> None:
     tape = tape_of(TIED, precision, checkpointing)
@@ -151,6 +153,7 @@ def test_a_tied_embedding_begins_the_unit_of_the_head(precision: str, checkpoint
     assert number == 0 and tape.segments[0].events[at - 1][:2] == (Op.PRE_FORWARD, MarkedUnit.ROOT)
 
 
+@in_turn(0, of=3)
 @pytest.mark.parametrize(("precision", "checkpointing"), taken(STEPS[:1], STEPS[1:]))
 def test_the_unit_of_whisper_begins_in_the_decoder(precision: str, checkpointing: str) -> None:
     """Its embedding, tied to the head, is the decoder's, which runs when the encoder is done."""
@@ -161,6 +164,7 @@ def test_the_unit_of_whisper_begins_in_the_decoder(precision: str, checkpointing
     assert marks[Op.PRE_FORWARD, MarkedUnit.HEAD][0] == encoder[-1] + 1
 
 
+@in_turn(2, of=3)
 @pytest.mark.parametrize(("precision", "checkpointing"), taken(STEPS[:1], STEPS[1:]))
 def test_the_embedding_of_vit_is_that_of_its_patches(precision: str, checkpointing: str) -> None:
     tape = tape_of(VIT, precision, checkpointing)
@@ -172,11 +176,13 @@ def test_the_embedding_of_vit_is_that_of_its_patches(precision: str, checkpointi
     assert [value_at(size, *AT) for size in made] == [AT[0] * 2 * 64 * patches]
 
 
+@in_turn(0, of=3)
 @pytest.mark.parametrize("config", taken([BERT], [T5]), ids=lambda c: str(c["model_type"]))
 def test_models_that_accelerate_cannot_take_apart_have_no_marks(config: dict[str, Any]) -> None:
     assert not marks_of(tape_of(config, "bf16", "none"))
 
 
+@in_turn(1, of=2)
 @pytest.mark.parametrize("checkpointing", taken(["none"], ["full"]))
 def test_forward_of_a_plain_tape_ends_with_the_mark_of_the_outputs(checkpointing: str) -> None:
     tape = tape_of(UNTIED, "bf16-mixed", checkpointing, engine="plain")
@@ -198,6 +204,7 @@ def test_marks_of_units_that_a_plan_does_not_have_change_nothing() -> None:
     assert figures[0] == figures[1]
 
 
+@in_turn(2, of=3)
 @pytest.mark.parametrize("model", ["TinyLlama/TinyLlama-1.1B-Chat-v1.0", "google/vit-base-patch16-224"])
 def test_shipped_marks_are_where_a_recording_puts_them(model: str) -> None:
     entry = catalog.find(model)

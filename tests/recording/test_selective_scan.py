@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from matrix import of_today
 
 torch = pytest.importorskip("torch")
 
@@ -62,7 +63,7 @@ def check_layer(*, normed: bool) -> None:
         assert tensor.grad is not None and tensor.grad.shape == tensor.shape
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba"])
+@pytest.mark.parametrize("model_type", of_today(["mamba", "falcon_mamba"], days=2))
 def test_one_tape_is_valid_for_any_number_of_tokens(model_type: str, home: Any) -> None:
     config = {"model_type": model_type, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "state_size": 4}
     path = home / "config.json"

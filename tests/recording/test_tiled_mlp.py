@@ -35,6 +35,7 @@ def _row(folder: Path, config: dict[str, Any] = CONFIG, **options: Any) -> Strat
     return row
 
 
+@in_turn(0, of=3)
 @pytest.mark.slow
 def test_a_tiled_mlp_needs_less_memory_and_more_time(tmp_path: Path) -> None:
     """Of 2,000 tokens `auto` makes 8 shards, one per 256. Backward repeats the forward of the networks."""
@@ -150,6 +151,7 @@ def test_search_leaves_out_the_engines_that_cannot_tile() -> None:
     assert {choice.backend for choice in search_space(request, gpus=2, nnodes=1)} == {"fsdp2", "deepspeed"}
 
 
+@in_turn(1, of=3)
 @pytest.mark.slow
 def test_recommendation_tiles_and_names_no_strategy_or_target_that_cannot(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
@@ -181,6 +183,7 @@ def test_recommendation_exports_a_tiled_plan_for_its_own_framework_alone(framewo
     assert ("No export target supports this plan: fsdp2 and ddp write" in text) == (framework == "deepspeed")
 
 
+@in_turn(1, of=4)
 def test_search_refuses_accumulation_that_is_not_modelled() -> None:
     job: dict[str, Any] = {
         "model": "openai-community/gpt2",

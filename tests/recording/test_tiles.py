@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from matrix import of_today
+from matrix import in_turn, of_today
 from tiny_llama import LLAMA
 
 from fsdp_advisor.errors import NotRecordable
@@ -28,6 +28,7 @@ def recorder() -> Recorder:
     return Recorder(source_of(config, name="tiny"))
 
 
+@in_turn(0, of=3)
 @pytest.mark.parametrize(
     "options", of_today([{"loss": "trl"}, {"loss": "trl", "task": "dpo"}, {"loss": "liger"}, GRPO], days=2), ids=str
 )
@@ -35,6 +36,7 @@ def test_sizes_and_work_are_polynomials(recorder: Recorder, options: dict[str, A
     assert recorder.tape(TapeKey("plain", "bf16", "sdpa", "none", **options)).segments
 
 
+@in_turn(2, of=3)
 @pytest.mark.parametrize("shape", [(2, 600), (9, 2048)], ids=["within one tile", "more than one tile"])
 def test_completions_of_grpo_are_scored_in_tiles_of_any_batch(recorder: Recorder, shape: tuple[int, int]) -> None:
     key = TapeKey("plain", "bf16", "sdpa", "none", **GRPO)

@@ -104,7 +104,7 @@ def test_a_model_of_two_layers_is_recorded() -> None:
     assert recorder.tape(TapeKey("fsdp2", "bf16", "sdpa", "none", at=(2, 16))).segments
 
 
-@in_turn(1, of=3)
+@in_turn(0, of=5)
 def test_a_profile_survives_being_stored() -> None:
     recorder = Recorder(TransformersSource({"model_type": "qwen2", **SMALL, "num_hidden_layers": 4}, name="x"))
     variants = [TapeKey("fsdp2", "bf16-mixed", a, c, False) for a, c in (("sdpa", "none"), ("eager", "full"))]
@@ -136,6 +136,7 @@ def test_what_is_no_profile_is_refused(data: bytes) -> None:
         store.load(data)
 
 
+@in_turn(0, of=2)
 def test_flops_are_six_per_parameter_and_token() -> None:
     """Forward and backward of a dense model: 6 per parameter and token, attention apart (arXiv:2001.08361, 2.1)."""
     config = {"model_type": "llama", **SMALL, "num_hidden_layers": 6, "tie_word_embeddings": False}
@@ -155,6 +156,7 @@ def test_an_unrecordable_variant_says_why() -> None:
         Recorder(TransformersSource(config, name="x")).tape(TapeKey("plain", "bf16", "sdpa", "none", False))
 
 
+@in_turn(2, of=3)
 def test_kept_layers_get_the_masks_of_their_kinds() -> None:
     """Bamba derives the kinds of layers from the numbers of those with attention, which change if few layers are kept."""
     config = {
@@ -182,6 +184,7 @@ def test_a_configuration_is_not_changed_by_building_it() -> None:
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
 
 
+@in_turn(1, of=2)
 def test_no_layer_is_dropped() -> None:
     """OPT draws a number per layer where layers are to be dropped, and transformers 5.17 draws it always."""
     sizes = {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 99}
@@ -234,6 +237,7 @@ def test_layers_that_a_configuration_lists_for_deepstack_keep_their_places() -> 
     assert places.count(places[3]) == places.count(places[12]) == 1
 
 
+@in_turn(1, of=3)
 def test_a_recording_prints_no_warnings_of_code_under_fake_tensors() -> None:
     """The Trainer switches the cache off for the whole model alone, so a language model in it makes one, and slices it."""
     config = config_of("gemma3")

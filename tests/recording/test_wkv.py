@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 torch = pytest.importorskip("torch")
 
@@ -58,6 +59,7 @@ def test_one_tape_is_valid_for_any_number_of_tokens(config: str) -> None:
     assert keys[0] == keys[1] and keys[0].at is None
 
 
+@in_turn(1, of=2)
 def test_estimate_says_that_the_kernel_is_assumed(config: str) -> None:
     report = estimate(model=config, gpus=2, strategy="zero3")
     assert report.estimates[0].fits

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("job", of_today(read_jobs(), 9), ids=lambda job: job["name"])
+@pytest.mark.parametrize("job", of_today(read_jobs(), 18), ids=lambda job: job["name"])
 def test_drawn_jobs_need_what_is_predicted(job: dict[str, Any], tmp_path: Path) -> None:
     row = row_of(tmp_path, job["config"], **job["options"])
     assert row.peak_allocated_bytes == pytest.approx(job["allocated_bytes"], rel=1e-3)

@@ -11,7 +11,7 @@ import pytest
 from matrix import in_turn, taken
 from rehearsed_jobs import row_of
 
-pytestmark = in_turn(0, of=3)
+pytestmark = in_turn(2, of=5)
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_moe", "hidden_size": 256, "moe_intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,

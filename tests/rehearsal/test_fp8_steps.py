@@ -13,7 +13,7 @@ from matrix import in_turn, taken
 from rehearsed_jobs import row_of
 from test_compiled import ENGINES, SHAPES
 
-pytestmark = [in_turn(0, of=3), pytest.mark.usefixtures("torchao")]
+pytestmark = [in_turn(4, of=5), pytest.mark.usefixtures("torchao")]
 
 LLAMA = {"model_type": "llama", **SHAPES}
 BATCH, LENGTH = 16, 4000

@@ -11,7 +11,7 @@ import pytest
 from matrix import in_turn, taken
 from rehearsed_jobs import row_of
 
-pytestmark = in_turn(1, of=3)
+pytestmark = in_turn(1, of=5)
 
 TEXT: dict[str, Any] = {
     "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,

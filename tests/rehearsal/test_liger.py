@@ -12,7 +12,7 @@ import pytest
 from matrix import in_turn, taken
 from rehearsed_jobs import row_of
 
-pytestmark = in_turn(0, of=2)
+pytestmark = in_turn(0, of=4)
 
 SHAPES: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,

@@ -11,7 +11,7 @@ import pytest
 from matrix import in_turn, taken
 from rehearsed_jobs import row_of
 
-pytestmark = in_turn(2, of=3)
+pytestmark = in_turn(4, of=5)
 
 SHAPES: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,

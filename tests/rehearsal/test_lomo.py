@@ -13,7 +13,7 @@ from matrix import in_turn, taken
 from fsdp_advisor.estimator import estimate
 from fsdp_advisor.job.choices import OptimizerName
 
-pytestmark = in_turn(0, of=3)
+pytestmark = in_turn(0, of=5)
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 40_000, "hidden_size": 1024,

@@ -15,7 +15,7 @@ from test_lomo import CONFIG as SMALL
 from fsdp_advisor.estimator import estimate
 from fsdp_advisor.job.choices import OptimizerName
 
-pytestmark = in_turn(2, of=3)
+pytestmark = in_turn(1, of=5)
 
 CONFIG = SMALL | {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 8}
 """Large enough that the remainders of the allocator's blocks, of up to 1 MiB each, do not matter."""

@@ -10,7 +10,7 @@ import pytest
 import rehearsed_jobs
 from matrix import in_turn, taken
 
-pytestmark = in_turn(1, of=3)
+pytestmark = in_turn(2, of=5)
 
 CONFIG = {**rehearsed_jobs.CONFIG, "num_hidden_layers": 2}
 JOBS = dict(

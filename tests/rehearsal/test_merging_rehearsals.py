@@ -12,7 +12,7 @@ from tiny_llama import LLAMA
 
 import fsdp_advisor
 
-pytestmark = in_turn(1, of=3)
+pytestmark = in_turn(2, of=5)
 
 CONFIG = LLAMA | {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2048}
 TARGETS = "q_proj,v_proj"

@@ -13,7 +13,7 @@ from rehearsed_jobs import row_of
 
 from fsdp_advisor.job.frameworks import EXPANDABLE_SEGMENTS
 
-pytestmark = in_turn(1, of=3)
+pytestmark = in_turn(0, of=5)
 
 USUAL: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

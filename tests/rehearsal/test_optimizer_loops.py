@@ -16,7 +16,7 @@ from fsdp_advisor.model.profile import Parameter
 from fsdp_advisor.policies.optimizers import adam_mini, low_rank, optimizer_named
 from fsdp_advisor.policies.optimizers.interface import Stepped
 
-pytestmark = in_turn(1, of=3)
+pytestmark = in_turn(4, of=5)
 
 Run = Callable[..., dict[str, dict[str, int]]]
 

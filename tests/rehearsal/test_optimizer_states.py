@@ -19,7 +19,7 @@ from fsdp_advisor.policies.optimizers.deepspeed_muon import update_temporaries
 from fsdp_advisor.policies.optimizers.interface import Constructor, Optimizer, Shards
 from fsdp_advisor.program.storages import NO_STORAGES
 
-pytestmark = in_turn(2, of=3)
+pytestmark = in_turn(3, of=5)
 
 OF_BITSANDBYTES = [one for one in map(optimizer_named, get_args(OptimizerName)) if isinstance(one, Bitsandbytes)]
 

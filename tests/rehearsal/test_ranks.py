@@ -49,12 +49,13 @@ def peaks(printed: str) -> dict[int, dict[str, Any]]:
     return {each["rank"]: each for each in found}
 
 
+@in_turn(1, of=3)
 def test_collectives_of_four_ranks_return_what_gloo_returns_and_pipelines_run(warm: Warm, tmp_path: Path) -> None:
     printed = warm.run_ranks(str(JOBS / "collectives.py"), (), tmp_path, NODE)
     assert printed.count("equal") == NODE
 
 
-@in_turn(0, of=4)
+@in_turn(3, of=6)
 def test_ranks_that_call_different_collectives_and_a_rank_that_ends_are_reported(run: Run) -> None:
     started = time.monotonic()
     printed = run("torchrun", "--nproc-per-node=3", str(JOBS / "failing.py"))

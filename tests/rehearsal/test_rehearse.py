@@ -109,6 +109,7 @@ def still_running(word: str) -> list[str]:
     return found
 
 
+@in_turn(0, of=2)
 def test_the_report_has_the_peaks_that_the_script_reads_and_a_caught_out_of_memory_error_is_no_failure(
     run: Run,
 ) -> None:
@@ -164,6 +165,7 @@ def test_out_of_memory_says_what_was_requested_where(run: Run, tmp_path: Path) -
     assert Path(failed["snapshot"]).stat().st_size > 0
 
 
+@in_turn(2, of=3)
 @pytest.mark.parametrize(
     ("end", "status", "message"),
     taken(
@@ -246,6 +248,7 @@ def unusual(rehearsal_python: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return rehearse([str(rehearsal_python), str(folder / "train.py")], settings), (folder / "out").read_text()
 
 
+@in_turn(3, of=4)
 def test_functions_that_ask_for_a_workspace_run(unusual: tuple[Rehearsal, str]) -> None:
     found, printed = unusual
     assert found.outcome == "completed" and "functions ran" in printed

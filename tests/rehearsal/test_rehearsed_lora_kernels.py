@@ -16,7 +16,7 @@ from test_liger import SHAPES
 from fsdp_advisor.hardware.lookup import find_gpu
 from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
 
-pytestmark = [pytest.mark.slow, in_turn(1, of=3)]
+pytestmark = [pytest.mark.slow, in_turn(3, of=5)]
 
 Job = tuple[dict[str, Any], bool, bool, float, list[str], int, int]
 

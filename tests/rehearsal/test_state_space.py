@@ -69,7 +69,7 @@ KEPT = {
 predicted."""
 
 
-@pytest.mark.parametrize("name", of_today(list(JOBS), 3))
+@pytest.mark.parametrize("name", of_today(list(JOBS), 7))
 def test_layers_of_mamba_2_need_what_is_predicted(name: str, tmp_path: Path) -> None:
     config, precision, batch, length = JOBS[name]
     row = row_of(tmp_path, config, precision=precision, micro_batch_size=batch, seq_len=length, framework="trainer")

@@ -29,6 +29,7 @@ def models(run: Run) -> dict[str, Any]:
     return run("small_models.py", "all")
 
 
+@in_turn(1, of=3)
 def test_kernels_that_libraries_compile_run(kernels: dict[str, Any]):
     checks = kernels["checks"]
     assert checks["compiled_layer"]["value"] == [32, 64]
@@ -74,6 +75,7 @@ def test_peaks_of_plain_training_do_not_depend_on_the_values(run: Run, models: d
     assert models["plain"][2] == 1.5 and models["plain"][3] > 0
 
 
+@in_turn(0, of=2)
 def test_exit_waits_for_the_backward_threads(run: Run):
     assert run("late_backward_thread.py", PYTHONUNBUFFERED="1") == {"dropped": True}
 
@@ -99,7 +101,7 @@ def replaced(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return run("replaced.py", folder, REHEARSAL_EMPTY_WEIGHTS="1", REHEARSAL_RANDOM_DATA="1")
 
 
-@in_turn(0, of=4)
+@in_turn(1, of=8)
 def test_trl_trains_with_empty_weights_and_random_data(replaced: dict[str, Any]):
     assert replaced["steps"] == 2
     assert replaced["rows"] == [4, 512]

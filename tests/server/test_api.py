@@ -8,6 +8,7 @@ import zipfile
 from typing import Any
 
 import pytest
+from matrix import in_turn
 from starlette.testclient import TestClient
 
 from fsdp_advisor.diagnosis import diagnose_text, job_of
@@ -77,6 +78,7 @@ def test_every_key_of_a_check_is_described(client: TestClient) -> None:
     assert set(answer) == set(schema.Check.model_fields)
 
 
+@in_turn(2, of=3)
 def test_a_micro_batch_that_the_catalog_lacks_is_recorded(client: TestClient) -> None:
     job = {"model": "jhu-clsp/ettin-encoder-17m", "gpu": "L4", "strategy": "ddp", "micro_batch_size": 2}
     asked = client.get("/api/v1/estimate", params=job)

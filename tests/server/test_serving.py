@@ -47,6 +47,7 @@ def paste(server: Serving, config: dict[str, object]) -> httpx.Response:
 # Log and metrics
 
 
+@in_turn(1, of=2)
 def test_every_request_is_one_log_line_without_what_was_asked(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         answers = [
@@ -74,6 +75,7 @@ def test_every_request_is_one_log_line_without_what_was_asked(tmp_path: Path) ->
     assert "llama" not in server.log.read_text().lower() and "secret" not in server.log.read_text()
 
 
+@in_turn(0, of=2)
 def test_metrics_count_requests_and_kept_answers(tmp_path: Path) -> None:
     with serving(tmp_path, log_level="error") as server:
         for _ in range(3):
@@ -105,6 +107,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield running
 
 
+@in_turn(1, of=2)
 def test_equal_requests_at_once_are_computed_once(server: Serving) -> None:
     with ThreadPoolExecutor(8) as crowd:
         answers = list(crowd.map(lambda _: server.get(ESTIMATE, params={"model": LLAMA}).content, range(8)))
@@ -112,6 +115,7 @@ def test_equal_requests_at_once_are_computed_once(server: Serving) -> None:
         assert 'fsdp_advisor_answers_total{kept="no"} 1.0' in server.get("/metrics").text.splitlines()
 
 
+@in_turn(1, of=3)
 def test_health_is_answered_while_all_workers_compute(server: Serving) -> None:
     """The event loop computes nothing: a health check overtakes searches that were asked for before it."""
     with ThreadPoolExecutor(6) as crowd:
@@ -125,6 +129,7 @@ def test_health_is_answered_while_all_workers_compute(server: Serving) -> None:
         assert [search.result().status_code for search in searches] == [200] * 6
 
 
+@in_turn(2, of=3)
 @pytest.mark.parametrize("root_path", taken(["/advisor"], [""]))
 def test_a_full_queue_is_refused_with_retry_after(tmp_path: Path, root_path: str) -> None:
     options = {"max_waiting": 1, "log_level": "error", "root_path": root_path}
@@ -146,7 +151,7 @@ def test_a_full_queue_is_refused_with_retry_after(tmp_path: Path, root_path: str
 # Pasted configurations
 
 
-@in_turn(0, of=2)
+@in_turn(3, of=4)
 def test_pasted_configurations_are_recorded_in_a_process_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with serving(tmp_path, log_level="warning") as server:
@@ -182,7 +187,7 @@ def test_a_recording_that_takes_too_long_is_ended_and_the_queue_is_bounded(tmp_p
 # Shutdown
 
 
-@in_turn(0, of=2)  # the other day tests/cli/test_serve.py does this
+@in_turn(0, of=4)  # on odd days tests/cli/test_serve.py does this
 def test_a_request_under_way_is_answered_and_no_other_accepted(tmp_path: Path) -> None:
     with serving(tmp_path, log_level="error", graceful_seconds=SECONDS) as server, server.connect() as slow:
         slow.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(JOB) + JOB[:5])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrix import examples, of_today
+from matrix import examples, in_turn, of_today
 
 from fsdp_advisor.engines.registry import step_program
 from fsdp_advisor.estimator import estimate
@@ -192,6 +192,7 @@ def test_a_later_micro_batch_adds_its_gradients() -> None:
     assert eight.breakdown["sharding"] == pytest.approx(alone.breakdown["sharding"] * 10 / 6)
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize("loss", of_today(["liger", "cce", "chunked"], days=3))
 def test_a_model_has_the_same_flops_with_each_loss(loss: str) -> None:
     """Liger's loss has the head's three products in forward, cce four in all, chunked loss the head's forward twice."""

@@ -138,7 +138,7 @@ SMALL = sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS if 23 * 10**9 < gpu.
 _LEAST, *_BETWEEN, _MOST = (name for _, name in SMALL)
 
 
-@in_turn(1, of=3)
+@in_turn(3, of=6)
 @pytest.mark.parametrize("gpu", taken([_LEAST], [*_BETWEEN, _MOST]))
 def test_quick_campaign_suits_every_24_gb_gpu(gpu: str) -> None:
     """Two cases exceed the GPU; all others are far from full."""

@@ -28,7 +28,7 @@ def test_every_case_has_kept_peaks() -> None:
 WITH_IMAGE = [line for line in LINES if line.backend == "ddp" and line.model in FIT_WITH_IMAGE]
 
 
-@in_turn(1, of=3)
+@in_turn(4, of=5)
 @pytest.mark.parametrize("line", WITH_IMAGE, ids=lambda line: line.model)
 def test_prediction_with_an_image_equals_the_simulated_step(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -91,8 +91,8 @@ def predicted_today(path: Path, days: int = 1) -> list[Record]:
 
 @pytest.fixture(scope="module")
 def kept() -> dict[str, list[Record]]:
-    """A third of the kept records of each file, changing from day to day, with today's predictions."""
-    return {path.name: predicted_today(path, days=3) for path in FILES}
+    """A fifth of the kept records of each file, changing from day to day, with today's predictions."""
+    return {path.name: predicted_today(path, days=5) for path in FILES}
 
 
 def faults_today(path: Path) -> list[str]:
@@ -111,7 +111,7 @@ def test_times_of_kept_records_are_predicted(kept: dict[str, list[Record]]) -> N
     assert statistics.quantiles(errors, n=10)[-1] < 0.25
 
 
-@pytest.mark.parametrize("run", of_today(LIBRARY_RUNS, 5), ids=lambda run: run["options"][:120])
+@pytest.mark.parametrize("run", of_today(LIBRARY_RUNS, 8), ids=lambda run: run["options"][:120])
 def test_runs_of_other_libraries_are_predicted(run: dict[str, str]) -> None:
     """PEFT, bitsandbytes and Liger on an H200: peaks of the allocator, seconds of a step."""
     options = {"gpus": 1, "gpu": "H200", "strategy": "ddp", **json.loads(run["options"])}
@@ -122,7 +122,7 @@ def test_runs_of_other_libraries_are_predicted(run: dict[str, str]) -> None:
     assert row.step.seconds == pytest.approx(float(run["step_seconds"]), rel=0.13)
 
 
-@pytest.mark.parametrize("run", of_today(TRAINER_RUNS, 7), ids=lambda run: run["options"][:120])
+@pytest.mark.parametrize("run", of_today(TRAINER_RUNS, 14), ids=lambda run: run["options"][:120])
 def test_runs_of_trainers_are_predicted(run: dict[str, str]) -> None:
     """transformers' Trainer and TRL's on an H100."""
     options = json.loads(run["options"])
@@ -138,7 +138,7 @@ def test_runs_of_trainers_are_predicted(run: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "run",
-    taken([run for run in MODEL_RUNS if run not in LONG_RUNS], LONG_RUNS, 9),
+    taken([run for run in MODEL_RUNS if run not in LONG_RUNS], LONG_RUNS, 18),
     ids=lambda run: run["options"][:120],
 )
 def test_runs_of_recent_models_are_predicted(run: dict[str, str], tmp_path: Path) -> None:

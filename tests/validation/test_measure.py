@@ -119,6 +119,7 @@ def launch_script(tmp_path: Path, source: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *arguments, f"--log-dir={tmp_path / 'ranks'}", str(script)]
 
 
+@in_turn(1, of=3)
 def test_killed_rank_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOLDER", str(tmp_path))
     ended = measure.run_launcher(tmp_path, launch_script(tmp_path, DYING), 300)
@@ -144,6 +145,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ended.outcome == "interrupted" and not is_alive(int((tmp_path / "pid").read_text()))
 
 
+@in_turn(0, of=3)
 def test_taken_port_is_reported_with_a_hint(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

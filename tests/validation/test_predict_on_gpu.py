@@ -118,6 +118,7 @@ def test_sdpa_kernel_depends_on_the_gpu(tmp_path: Path) -> None:
     assert "phases" not in on_cpu
 
 
+@in_turn(1, of=2)
 def test_catalogued_model_recorded_again_has_the_same_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is recorded again if other versions are installed than those of the catalog. T5 always passes a mask to sdpa."""
     job = {"model": "google-t5/t5-small", "seq_len": 256, "precision": "bf16"}
@@ -265,7 +266,7 @@ def test_record_of_a_stand_in_compares_measured_and_predicted_figures(monkeypatc
     assert record.measured["snapshot"]["equal_segments"] == record.measured["snapshot"]["segments"]
 
 
-@in_turn(1, of=3)
+@in_turn(2, of=6)
 @pytest.mark.parametrize(("installed", "expected"), [(False, "fla"), (True, "all")])
 def test_a_run_on_a_gpu_is_predicted_with_the_kernels_of_its_environment(
     installed: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -82,7 +82,7 @@ def _request(case: Case, folder: Path) -> EstimateRequest:
     return make_request(options_of(CONFIGS, case, folder))
 
 
-@pytest.mark.parametrize("case", taken(FEW, MORE, days=5), ids=name_of)
+@pytest.mark.parametrize("case", taken(FEW, MORE, days=8), ids=name_of)
 def test_predicted_peaks_equal_pytorch_with_partial_checkpointing(case: Case, tmp_path: Path) -> None:
     request = _request(case, tmp_path)
     predicted, simulated = predicted_and_simulated(request)

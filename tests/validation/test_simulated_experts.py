@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from matrix import of_today, taken, with_all_cases
+from matrix import in_turn, of_today, taken, with_all_cases
 
 pytest.importorskip("torch")
 
@@ -49,6 +49,7 @@ FSDP2 = {"strategy": "zero3", "backend": "fsdp2"}
 DDP = {"strategy": "ddp"}
 
 
+@in_turn(1, of=5)
 @pytest.mark.parametrize(
     "options",
     taken(

@@ -45,7 +45,7 @@ TINY_CONFIG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", taken(FRAMEWORKS, MORE_FRAMEWORKS, days=3), ids=str)
+@pytest.mark.parametrize("case", taken(FRAMEWORKS, MORE_FRAMEWORKS, days=6), ids=str)
 def test_predicted_peaks_equal_the_frameworks_except_for_scalars(case: Case) -> None:
     plan = plan_of(case)
     model = resolve(case.model)
@@ -133,7 +133,7 @@ def test_an_optimizer_that_allocates_more_on_the_cpu_is_not_simulated(framework:
         simulate(TransformersSource({"model_type": "gpt2"}, name="gpt2"), plan)
 
 
-@in_turn(1, of=3)
+@in_turn(2, of=5)
 def test_flat_parameters_keep_copies_of_adapters_inputs_in_the_first_step_alone(tmp_path: Path) -> None:
     """PEFT reads the dtype of the shard there, as with `use_orig_params` in each step. Later it is that of the last gathered weight."""
     config = tmp_path / "config.json"
@@ -198,7 +198,7 @@ QLORA: dict[str, str] = {
 WITH_UINT8 = {**QLORA, "bnb_4bit_quant_storage": "uint8"}
 
 
-@in_turn(1, of=3)
+@in_turn(0, of=5)
 @pytest.mark.parametrize(
     "case",
     taken(
@@ -248,7 +248,7 @@ MORE_OF_AXOLOTL: tuple[dict[str, str], ...] = (
 )
 
 
-@in_turn(1, of=3)
+@in_turn(3, of=5)
 @pytest.mark.parametrize("case", taken(OF_AXOLOTL, MORE_OF_AXOLOTL, days=2), ids=str)
 def test_axolotl_keeps_bf16_weights_and_makes_units_of_adapters(case: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("axolotl")

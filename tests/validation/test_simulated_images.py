@@ -20,7 +20,7 @@ from compared_peaks import predicted_and_simulated
 
 from fsdp_advisor.job.parsing import make_request  # after the check
 
-pytestmark = in_turn(0, of=3)  # on the other days test_simulated_torchtitan.py and test_simulated_fp8.py
+pytestmark = in_turn(0, of=3)
 
 ENGINES: tuple[dict[str, Any], ...] = (
     {"strategy": "zero3", "backend": "fsdp2", "gpus": 2, "micro_batch_size": 2},

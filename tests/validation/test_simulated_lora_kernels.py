@@ -79,7 +79,7 @@ MORE: tuple[Case, ...] = (
 )
 
 
-@in_turn(0, of=3)
+@in_turn(0, of=4)
 @pytest.mark.parametrize("case", taken(CASES, MORE, days=3), ids=str)
 def test_a_step_with_axolotls_kernels_has_the_predicted_peaks(case: Case, tmp_path: Path) -> None:
     model_type, options = case
@@ -107,6 +107,7 @@ def test_a_step_with_axolotls_kernels_has_the_predicted_peaks(case: Case, tmp_pa
         assert 0 <= n_bytes - predicted[phase] <= SCALARS_BYTES, (phase, n_bytes, predicted[phase])
 
 
+@in_turn(1, of=3)
 def test_axolotl_replaces_the_attention_of_the_listed_models() -> None:
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

@@ -80,7 +80,7 @@ def asked(case: Case, folder: Path) -> EstimateRequest:
     return make_request(options_of(CONFIGS, case, folder))
 
 
-@pytest.mark.parametrize("case", taken(FEW, MORE, days=5), ids=name_of)
+@pytest.mark.parametrize("case", taken(FEW, MORE, days=8), ids=name_of)
 def test_predicted_peaks_equal_pytorch_with_a_loss_in_tiles(case: Case, tmp_path: Path) -> None:
     predicted, simulated = predicted_and_simulated(asked(case, tmp_path))
     assert predicted == simulated

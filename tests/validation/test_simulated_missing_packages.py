@@ -77,7 +77,7 @@ OVER_TOKENS = ("mamba", "falcon_mamba", "rwkv")
 CASES = [(model, engine, checkpointing) for checkpointing in ("none", "full") for engine in ENGINES for model in MODELS]
 
 
-@pytest.mark.parametrize(("model_type", "engine", "checkpointing"), taken(CASES[::7], CASES, days=6))
+@pytest.mark.parametrize(("model_type", "engine", "checkpointing"), taken(CASES[::7], CASES, days=10))
 def test_transformers_own_code_is_predicted(model_type: str, engine: str, checkpointing: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": model_type, **MODELS[model_type]}))

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from simulated_cases import FRAMEWORKS, MORE_FRAMEWORKS, MORE_TORCH, TORCH, Case, of_case, plan_of, settings_of
 
 torch = pytest.importorskip("torch")
@@ -29,7 +29,7 @@ from fsdp_advisor.validation.simulate import simulate
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("case", taken(TORCH, MORE_TORCH, days=4), ids=str)
+@pytest.mark.parametrize("case", taken(TORCH, MORE_TORCH, days=8), ids=str)
 def test_predicted_peaks_equal_pytorch(case: Case) -> None:
     if case.optim.startswith("schedule_free"):
         pytest.importorskip("schedulefree")
@@ -60,6 +60,7 @@ MINIMAX = {
 """Its linear attention multiplies by buffers that have the dtype in which the model is loaded."""
 
 
+@in_turn(0, of=3)
 @pytest.mark.parametrize(
     "options",
     taken(
@@ -85,6 +86,7 @@ SMALL = {
 """Its peak is in a layer, not at the loss."""
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize(
     ("strategy", "checkpointing"),
     taken(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 
 torch = pytest.importorskip("torch")
 
@@ -79,6 +79,7 @@ def test_task_is_that_of_the_class_that_the_configuration_names() -> None:
     assert found == TASKS
 
 
+@in_turn(1, of=3)
 def test_reward_model_is_made_of_a_classifier_too(tmp_path: Path) -> None:
     report = estimate(
         **{**JOB, "model": _config("LlamaForSequenceClassification", tmp_path), "task": "reward", "framework": "trl"}

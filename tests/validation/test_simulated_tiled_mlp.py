@@ -66,7 +66,7 @@ def by_deepspeed(stacks: Iterable[LayerStack], tiling: str, name: str) -> None:
             mlp.forward = lambda x, mlp=mlp, whole=mlp.forward: forward(mlp, whole, x)
 
 
-@pytest.mark.parametrize("case", taken(FEW, MORE, days=3), ids=name_of)
+@pytest.mark.parametrize("case", taken(FEW, MORE, days=6), ids=name_of)
 def test_predicted_peaks_equal_pytorch_with_deepspeeds_tiled_mlp(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,14 +69,14 @@ def asked(case: dict[str, str], folder: Path) -> dict[str, str]:
     return {**usual, **case, "model": str(path)}
 
 
-@in_turn(1, of=3)
+@in_turn(4, of=5)
 @pytest.mark.parametrize("case", taken(FEW, MORE, days=2), ids=lambda case: " ".join(case.values()))
 def test_predicted_peaks_equal_torchtitans_step(case: dict[str, str], tmp_path: Path) -> None:
     predicted, simulated = predicted_and_simulated(make_request(asked(case, tmp_path)))
     assert predicted == simulated
 
 
-@in_turn(2, of=3)
+@in_turn(3, of=5)
 def test_the_default_loss_keeps_an_eighth_of_the_logits(tmp_path: Path) -> None:
     rows = {}
     for loss in ("full", "auto"):

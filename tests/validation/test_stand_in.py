@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import of_today
+from matrix import in_turn, of_today
 from tiny_model import CONFIG, JOB
 
 torch = pytest.importorskip("torch")
@@ -59,7 +59,7 @@ def plan_of(**options: Any) -> Plan:
             {"strategy": "ddp", "gpus": 64, "precision": "fp32"},
             {"strategy": "zero3", "gpus": 4, "precision": "fp16-mixed", "activation_checkpointing": "full"},
         ],
-        2,
+        4,
     ),
     ids=str,
 )
@@ -106,6 +106,7 @@ def test_tied_weights_stay_tied_when_they_are_made() -> None:
     assert float(model.lm_head.weight.detach().std()) == pytest.approx(weights.STANDARD_DEVIATION, rel=0.1)
 
 
+@in_turn(1, of=2)
 @pytest.mark.parametrize(
     "options",
     of_today(
@@ -152,6 +153,7 @@ def test_steady_step_pauses_after_the_first_step(monkeypatch: pytest.MonkeyPatch
     assert done == ["step", real.WATCHDOG_SECONDS, "step", "step", "step"]
 
 
+@in_turn(1, of=2)
 def test_any_module_can_be_simulated_and_stood_in() -> None:
     source = ModuleSource(
         lambda: nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(3))),
@@ -197,6 +199,7 @@ def test_simulation_has_no_memory_history(model: str, tmp_path: Path) -> None:
     assert record.outcome == "error" and "memory history" in record.message and ended.exit_status == 2
 
 
+@in_turn(0, of=3)
 def test_case_in_a_child_process_becomes_a_record(model: str) -> None:
     request = make_request({"model": model, **JOB, "strategy": "zero3", "gpus": 4, "gpu": "24GiB"})
     for mode in ("simulate", "stand-in"):
@@ -237,6 +240,7 @@ def test_sent_values_survive_a_crash() -> None:
     assert ended.outcome == "crash" and "SIGKILL" in ended.message and ended.reported == {"seen": 1}
 
 
+@in_turn(2, of=3)
 def test_timeout_ends_a_child_and_its_descendants() -> None:
     def hang(send: child_process.Send) -> None:
         child = os.fork()

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 from fastapi.testclient import TestClient
-from matrix import of_today, taken
+from matrix import in_turn, of_today, taken
 from page_reader import JOBS, read
 
 from fsdp_advisor.job.fields import dashed, fields_of
@@ -50,6 +50,7 @@ def test_the_page_does_not_call_a_plan_the_fastest_if_a_faster_one_was_not_chose
     assert f"92 % of the memory. {name} ({fastest['backend']}): {fastest['because']}." in words
 
 
+@in_turn(2, of=3)
 def test_the_page_compares_the_methods_and_says_why_one_was_chosen(client: TestClient) -> None:
     job = {
         "model": "meta-llama/Llama-3.2-1B",
@@ -83,6 +84,7 @@ def test_the_page_says_what_the_advice_says(client: TestClient, name: str) -> No
         assert f"Tensors need {tensors}; the peak is in" in words
 
 
+@in_turn(1, of=2)
 @pytest.mark.parametrize("precision", taken(["fp32"], ["bf16-mixed"]))
 def test_summary_chart_and_table_show_the_same_figure(client: TestClient, precision: str) -> None:
     job = {"model": "google/flan-t5-large", "gpus": "4", "gpu": "RTX-4090", "precision": precision}
@@ -106,6 +108,7 @@ def test_chart_and_table_show_the_rows_of_the_view(client: TestClient) -> None:
     assert all(f"{needed} GiB, of which" in chart for _, needed in shown)
 
 
+@in_turn(1, of=5)
 @pytest.mark.parametrize(
     ("micro_batch", "settings"),
     of_today([("3", ", and with its PYTORCH_ALLOC_CONF=expandable_segments:True."), ("1", ".")], days=2),
@@ -124,6 +127,7 @@ def test_the_chart_says_with_which_settings_its_rows_are_estimated(
     assert f"All with the recommendation's micro-batch and checkpointing{settings}</p>" in html
 
 
+@in_turn(1, of=3)
 @pytest.mark.parametrize(
     "job", taken([*JOBS.values()][:1], [*JOBS.values()][1:3]), ids=taken([*JOBS][:1], [*JOBS][1:3])
 )
@@ -251,6 +255,7 @@ def test_a_change_that_no_longer_fits_takes_a_smaller_micro_batch_or_says_so(cli
     assert client.get("/what-if.json", params=large).json()["smaller"].startswith("this plan no longer fits: ")
 
 
+@in_turn(0, of=2)
 def test_the_number_of_nodes_is_assumed_unless_it_is_given(client: TestClient) -> None:
     job = {"model": "openai-community/gpt2", "gpus": "16", "gpu": "A100-40GB"}
     html = client.get("/", params=job).text
@@ -286,10 +291,10 @@ FIRST_VIEWS: dict[str, dict[str, str]] = {
         "host_memory": "2TB",
     },
 }
-LARGEST = ("experts",)
+LARGEST = ("experts", "the default", "one GPU", "nodes")
 
 
-@pytest.mark.parametrize("name", taken(LARGEST, [name for name in FIRST_VIEWS if name not in LARGEST]))
+@pytest.mark.parametrize("name", taken(LARGEST, [name for name in FIRST_VIEWS if name not in LARGEST], days=4))
 def test_the_first_view_has_less_than_150_kb(client: TestClient, name: str) -> None:
     """The page and everything it loads, plain and compressed."""
     html = client.get("/", params=FIRST_VIEWS[name]).text

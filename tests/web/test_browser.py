@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from matrix import ALL, of_today, taken
+from matrix import ALL, in_turn, of_today
 from page_reader import PAGES
 
 pytestmark = pytest.mark.slow
@@ -89,6 +89,7 @@ def test_everything_is_there_without_javascript(open_page: Open) -> None:
     assert "ZeRO-2" in Path(download.value.path()).read_text()
 
 
+@in_turn(0, of=2)
 def test_an_export_is_copied_and_offered_for_download(open_page: Open) -> None:
     page = open_page(LINK, permissions=["clipboard-read", "clipboard-write"])
     page.get_by_role("link", name="The files it needs").click()
@@ -133,6 +134,7 @@ def test_tabs_follow_the_arrow_keys(open_page: Open) -> None:
     assert page.get_by_role("tab").first.get_attribute("aria-selected") == "true"
 
 
+@in_turn(2, of=3)
 def test_the_keyboard_goes_through_the_form_in_reading_order(open_page: Open) -> None:
     page = open_page("/")
     page.keyboard.press("Tab")
@@ -157,6 +159,7 @@ def test_the_keyboard_goes_through_the_form_in_reading_order(open_page: Open) ->
     assert [(b["y"], b["x"]) for b in tops] == sorted((b["y"], b["x"]) for b in tops)
 
 
+@in_turn(2, of=3)
 def test_the_catalogs_models_are_suggested_when_the_field_is_entered(open_page: Open) -> None:
     page = open_page("/")
     suggested = page.locator("#known-models option")
@@ -166,6 +169,7 @@ def test_the_catalogs_models_are_suggested_when_the_field_is_entered(open_page: 
     assert "meta-llama/Llama-2-7b-hf" in suggested.evaluate_all("options => options.map((option) => option.value)")
 
 
+@in_turn(2, of=3)
 def test_enter_in_the_form_shows_the_answer(open_page: Open) -> None:
     page = open_page("/")
     page.get_by_label("Model", exact=True).fill("openai-community/gpt2")
@@ -174,6 +178,7 @@ def test_enter_in_the_form_shows_the_answer(open_page: Open) -> None:
     expect(page.locator("#answer")).to_contain_text("openai-community/gpt2")
 
 
+@in_turn(0, of=2)
 def test_bad_input_says_so_in_place_and_good_input_mends_it(open_page: Open) -> None:
     page = open_page("/")
     page.get_by_label("Model", exact=True).fill("meta-lama/Llama-2-7b-hf")
@@ -210,6 +215,7 @@ def test_markup_in_a_model_name_is_shown_not_run(open_page: Open) -> None:
     open_page.complaints[:] = [words for words in open_page.complaints if "404" not in words]  # type: ignore[attr-defined]
 
 
+@in_turn(1, of=2)
 def test_an_old_answer_is_never_shown_under_a_new_question(open_page: Open) -> None:
     page = open_page(LINK)
     gpus, says = page.get_by_label("GPUs (total)"), page.locator(".says")
@@ -235,6 +241,7 @@ def test_an_old_answer_is_never_shown_under_a_new_question(open_page: Open) -> N
     open_page.complaints[:] = [words for words in open_page.complaints if "ERR_CONNECTION_FAILED" not in words]  # type: ignore[attr-defined]
 
 
+@in_turn(1, of=4)
 def test_the_share_button_copies_the_address(open_page: Open) -> None:
     page = open_page(LINK, permissions=["clipboard-read", "clipboard-write"])
     page.get_by_role("button", name="Share").click()
@@ -242,6 +249,7 @@ def test_the_share_button_copies_the_address(open_page: Open) -> None:
     assert page.evaluate("navigator.clipboard.readText()") == page.url
 
 
+@in_turn(0, of=2)
 def test_what_if_links_show_their_effects_and_lead_to_the_changed_job(open_page: Open) -> None:
     page = open_page(LINK)
     links = page.get_by_role("navigation", name="What if").get_by_role("listitem")
@@ -255,6 +263,7 @@ def test_what_if_links_show_their_effects_and_lead_to_the_changed_job(open_page:
     assert _says(without) == _says(page)
 
 
+@in_turn(0, of=4)
 def test_another_plan_opens_side_by_side(open_page: Open) -> None:
     page = open_page(LINK, java_script_enabled=False)
     page.get_by_role("heading", name="other plans, and why not").click()
@@ -265,6 +274,7 @@ def test_another_plan_opens_side_by_side(open_page: Open) -> None:
     assert first.inner_text().partition(" with ")[0] in open_page(LINK).locator(".says").inner_text()
 
 
+@in_turn(0, of=3)
 def test_a_phone_shows_the_answer_within_a_screen_of_the_button(open_page: Open) -> None:
     for path in (LINK, LINK + "&tokens=1B&find=batch"):
         page = open_page(path, width=390, height=844, has_touch=True, is_mobile=True)
@@ -278,6 +288,7 @@ def test_a_phone_shows_the_answer_within_a_screen_of_the_button(open_page: Open)
         assert says["y"] >= 0 and says["y"] + says["height"] <= 844
 
 
+@in_turn(1, of=3)
 @pytest.mark.parametrize(("width", "height"), [(1280, 2600), (390, 3900)])
 def test_the_page_is_short_and_begins_with_the_answer(open_page: Open, width: int, height: int) -> None:
     page = open_page("/", width=width)
@@ -307,6 +318,7 @@ def test_help_is_shown_at_the_field_in_use(open_page: Open) -> None:
     assert page.locator("#tokens-help").is_visible()
 
 
+@in_turn(3, of=4)
 def test_light_and_dark_follow_the_readers_setting(open_page: Open) -> None:
     seen = {}
     for scheme in ("light", "dark"):
@@ -319,6 +331,7 @@ def test_light_and_dark_follow_the_readers_setting(open_page: Open) -> None:
     assert all(a != b for a, b in zip(seen["light"], seen["dark"], strict=True))
 
 
+@in_turn(1, of=2)
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_chart_that_fits_is_shown_and_nothing_overflows(open_page: Open, width: int) -> None:
     page = open_page("/", width=width)
@@ -335,13 +348,7 @@ def test_the_chart_that_fits_is_shown_and_nothing_overflows(open_page: Open, wid
     assert min(sizes) >= 11.4
 
 
-@pytest.mark.parametrize(
-    ("path", "scheme"),
-    taken(
-        [(PAGES[0], "light"), *zip(of_today(PAGES, 3), itertools.cycle(("dark", "light")), strict=False)],
-        [*zip(PAGES[1:], itertools.cycle(("dark", "light")), strict=False)],
-    ),
-)
+@pytest.mark.parametrize(("path", "scheme"), of_today([*itertools.product(PAGES, ("light", "dark"))], days=8))
 def test_no_serious_fault_of_accessibility(open_page: Open, path: str, scheme: str, shots: Path) -> None:
     page = open_page(path, color_scheme=scheme)
     page.evaluate("document.querySelectorAll('details').forEach(folded => (folded.open = true))")
@@ -365,6 +372,7 @@ def test_a_phone_shows_every_page(open_page: Open, path: str, shots: Path) -> No
         page.screenshot(path=shots / f"{_file(path)}-390.png", full_page=True)
 
 
+@in_turn(2, of=4)
 def test_the_readmes_screenshots_can_be_made(tmp_path: Path, chromium: Any) -> None:
     from screenshots import SHOTS, shoot
 

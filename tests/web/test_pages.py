@@ -8,7 +8,7 @@ from html import unescape
 
 import pytest
 from fastapi.testclient import TestClient
-from matrix import ALL
+from matrix import ALL, in_turn
 from page_reader import HOSTILE, PAGES, read
 
 from fsdp_advisor.server import Settings, create_app
@@ -107,6 +107,7 @@ def test_lists_are_searched_as_the_api_does(client: TestClient, pattern: str) ->
     assert re.findall(r'<th scope="row"[^>]*>([^<]*)</th>', client.get("/gpus?pattern=h100").text) == gpus
 
 
+@in_turn(2, of=3)
 def test_every_link_leads_somewhere(client: TestClient) -> None:
     seen = {path: read(client.get(path).text) for path in PAGES}
     anchors = {path: {attrs.get("id") for _, attrs in page.elements} for path, page in seen.items()}
@@ -128,6 +129,7 @@ def test_static_files_change_their_address_with_their_content(client: TestClient
     assert re.search(r'/static/page\.css\?v=[0-9a-f]{10}"', client.get("/").text)
 
 
+@in_turn(0, of=3)
 def test_every_link_has_the_root_path() -> None:
     with TestClient(create_app(Settings(workers=1, log_level="error", root_path="/advisor"))) as client:
         page = read(client.get("/").text)

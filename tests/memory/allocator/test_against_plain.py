@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from matrix import of_today
 from plain_allocator import ENDLESS, MIB, Block, PlainAllocator
 
 from fsdp_advisor.memory.allocator import AllocatorConf, CachingAllocator, OutOfMemory
@@ -13,7 +14,7 @@ from fsdp_advisor.memory.allocator.caching import FREE, FREE_LATER, MALLOC, oper
 SIZES = [512, 2048, 300 * 1024, MIB, MIB + 512, 3 * MIB, 5 * MIB, 9 * MIB, 12 * MIB, 21 * MIB, 41 * MIB, 55 * MIB]
 
 
-@pytest.mark.parametrize("limit_mib", [60, 120, 250, 2**30])
+@pytest.mark.parametrize("limit_mib", of_today([60, 120, 250, 2**30], days=2))
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True", "max_split_size_mb:40"])
 def test_the_allocator_equals_the_plain_one_for_random_requests(conf: str, limit_mib: int) -> None:
     for seed in range(40):
