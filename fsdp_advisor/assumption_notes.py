@@ -234,7 +234,8 @@ def adapted_expert_notes(profile: Profile | None) -> list[str]:
         dtypes = " and ".join(sorted({str(p.dtype) for p, _ in frozen}))
         notes.append(
             f"{experts / base:.0%} of the base is not quantized: its experts are 3-D parameters, and bitsandbytes quantizes linear layers;"
-            f" before an engine shards or casts them, they take {format_gib(n_bytes)} in {dtypes}"
+            f" before an engine shards or casts them, they take {format_gib(n_bytes)} in {dtypes}; axolotl can pack them too "
+            "(--framework axolotl --quantize-moe-experts)"
         )
     wrapped = tuple(p.name.partition(_WRAPPED)[0] + "." for p, _ in frozen if _WRAPPED in p.name)
     if wrapped:

@@ -30,7 +30,6 @@ _TOPICS = {
     "LoRA restarts": ("relora",),
     "quantized weights": ("gptq", "qat", "quantization"),
     "norms in fp32, which are FSDP2 units of their own": ("fp32_norms", "fp32_norm_classes"),
-    "experts in 4 or 8 bits, which axolotl packs itself; the estimate assumes 16 bits": ("quantize_moe_experts",),
     "kernels for experts; the estimate assumes transformers' grouped_mm": ("use_scattermoe", "use_sonicmoe"),
     "other losses": ("chunked_cross_entropy", "flash_attn_cross_entropy"),
     "some of Liger's kernels without the others": (
@@ -331,6 +330,12 @@ def _adapters(found: Collector) -> None:
         "bnb_4bit_quant_storage": facts.packed_storage,
     }
     set_quantization(found, {**loads, **usual, **(given if isinstance(given, Mapping) else {})})
+    if active(found.peek("quantize_moe_experts")):
+        if loads["load_in_4bit"] and not config["target_parameters"]:
+            found.options["quantize_moe_experts"] = found.flag("quantize_moe_experts")
+        else:
+            topic = "experts in 8 bits, or packed experts with adapters; the estimate assumes 16 bits"
+            found.omits_key("quantize_moe_experts", topic)
 
 
 def _adapter_kernels(found: Collector) -> None:

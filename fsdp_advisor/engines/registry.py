@@ -30,7 +30,7 @@ from fsdp_advisor.model.kernels import fp16_notes, kernels_refusal
 from fsdp_advisor.model.lora_kernels import lora_kernels_failure
 from fsdp_advisor.model.profile import Profile
 from fsdp_advisor.model.tape import ROLLOUT_PHASES, Tape
-from fsdp_advisor.policies.dtypes import packing_refusal, with_cast_biases
+from fsdp_advisor.policies.dtypes import packed_experts_refusal, packing_refusal, with_cast_biases
 from fsdp_advisor.policies.optimizers import optimizer_of
 from fsdp_advisor.program.builder import build_program
 from fsdp_advisor.program.instructions import StepProgram
@@ -121,6 +121,7 @@ def model_refusal(profile: Profile, plan: Plan) -> UsageError | None:
         )
     refused = (
         heads_refusal(profile, plan.attention)
+        or packed_experts_refusal(profile, plan)
         or lora_kernels_failure(profile.config, plan)
         or kernels_refusal(profile, plan)
         or adalora.adalora_refusal(profile, plan)

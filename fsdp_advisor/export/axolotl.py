@@ -133,6 +133,7 @@ def _adapter(job: Job) -> dict[str, Any]:
         config["load_in_8bit"] = True
     elif quantization:
         config |= {"load_in_4bit": True, "bnb_config_kwargs": {name: quantization[name] for name in _OF_BITSANDBYTES}}
+        config |= {key: True for key in ("quantize_moe_experts",) if key in quantization}
     return config
 
 

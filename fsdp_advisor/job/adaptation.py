@@ -38,7 +38,7 @@ LORA_USUAL: Mapping[str, Any] = {"bias": "none", "fan_in_fan_out": False, "init_
 """Other keywords of LoraConfig with the only values that options can express."""
 TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM", "sequence-classification": "SEQ_CLS"}
 """PEFT's name of a task, which chooses the class around the model. Other tasks have the class `PeftModel`."""
-QUANTIZATION_OPTIONS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
+QUANTIZATION_OPTIONS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", "quantize_moe_experts")
 """The options that describe how bitsandbytes stores a base in 4 bits."""
 
 _OF_A_FILE = (
@@ -62,8 +62,8 @@ class Adaptation:
     freeze: tuple[str, ...] = ()
     """Patterns of the names of parameters that are not trained."""
     quantization: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """The keywords of transformers' BitsAndBytesConfig, or of the GPTQConfig or AwqConfig of a packed checkpoint; empty for a base
-    in its own dtype.
+    """The keywords of transformers' BitsAndBytesConfig, and axolotl's `quantize_moe_experts`; or those of the GPTQConfig or AwqConfig of a
+    packed checkpoint. Empty for a base in its own dtype.
     """
     prepared: bool = True
     """Whether PEFT's `prepare_model_for_kbit_training` stores the rest of a quantized model in fp32. Without it the rest keeps its
@@ -268,7 +268,30 @@ def _quantization(request: EstimateRequest) -> dict[str, Any]:
         "bnb_4bit_use_double_quant": request.use_bnb_nested_quant,
         "bnb_4bit_quant_storage": request.bnb_4bit_quant_storage,
         "bnb_4bit_compute_dtype": "float32" if request.precision == "fp32" else "bfloat16",
+        **({"quantize_moe_experts": True} if _packs_experts(request) else {}),
     }
+
+
+def _packs_experts(request: EstimateRequest) -> bool:
+    """Whether axolotl packs the experts of a base in 4 bits too. Raises UsageError for a job in which it does not, or is not modelled.
+
+    Source: axolotl 0.19, utils/schemas/config.py, `check_quantize_moe_experts`.
+    """
+    if not request.quantize_moe_experts:
+        return False
+    if request.framework != "axolotl":
+        raise UsageError("only axolotl packs experts in 4 bits", hint="--framework axolotl")
+    if request.lora_target_modules == "all-linear":
+        raise UsageError(
+            "axolotl does not pack experts if adapters are on all linear layers (lora_target_linear)",
+            hint="--lora-target-modules q_proj,k_proj,v_proj,o_proj",
+        )
+    if request.lora_target_parameters:
+        raise UsageError(
+            "adapters on packed experts are not modelled",
+            hint="leave out --lora-target-parameters or --quantize-moe-experts",
+        )
+    return True
 
 
 def may_store_half(adaptation: Adaptation, precision: Precision) -> bool:

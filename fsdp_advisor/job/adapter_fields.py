@@ -157,3 +157,7 @@ UseBnbNestedQuant = Annotated[bool, rule("quantize the scales of a base in 4 bit
 Bnb4bitQuantStorage = Annotated[
     QuantStorage, rule("the dtype that holds the packed weights; FSDP shards only floating-point ones")
 ]
+QuantizeMoeExperts = Annotated[
+    bool,
+    rule("pack experts that are 3-D parameters in 4 bits too, as axolotl can; bitsandbytes packs linear layers alone"),
+]

@@ -133,6 +133,7 @@ class _Options(TypedDict, total=False):
     bnb_4bit_quant_type: QuantType
     use_bnb_nested_quant: bool
     bnb_4bit_quant_storage: QuantStorage
+    quantize_moe_experts: bool
 
 
 class EstimateOptions(_Options, total=False):

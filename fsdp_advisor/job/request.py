@@ -151,6 +151,7 @@ class EstimateRequest:
     bnb_4bit_quant_type: adapters.Bnb4bitQuantType = "nf4"
     use_bnb_nested_quant: adapters.UseBnbNestedQuant = False
     bnb_4bit_quant_storage: adapters.Bnb4bitQuantStorage = "uint8"
+    quantize_moe_experts: adapters.QuantizeMoeExperts = False
 
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     assumed: frozenset[str] = field(default=frozenset(), compare=False, repr=False)

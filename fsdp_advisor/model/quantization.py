@@ -24,7 +24,7 @@ class Quantization:
 
     `nested`: whether the scales of the blocks are quantized too (`bnb_4bit_use_double_quant`). `storage_dtype`: the dtype of the
     tensors that contain the packed weights (`bnb_4bit_quant_storage`). `compute_dtype`: the dtype of a layer's input and of its
-    weight in a matrix product.
+    weight in a matrix product. `experts`: whether experts that are 3-D parameters are packed too.
     """
 
     method: QuantizationMethod
@@ -32,6 +32,7 @@ class Quantization:
     nested: bool = False
     storage_dtype: QuantStorage = "uint8"
     compute_dtype: ComputeDtype = "bfloat16"
+    experts: bool = False
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any]) -> Quantization:
@@ -47,6 +48,7 @@ class Quantization:
             "bnb_4bit_use_double_quant": "nested",
             "bnb_4bit_quant_storage": "storage_dtype",
             "bnb_4bit_compute_dtype": "compute_dtype",
+            "quantize_moe_experts": "experts",
         }
         return cls(method="bnb_4bit", **{name: keywords[key] for key, name in names.items() if key in keywords})
 

@@ -16,6 +16,8 @@ ITEM_BYTES = {
 
 
 FP32_BYTES, HALF_BYTES = 4, 2
+_PACKED_EXPERTS = ".parametrizations."
+"""A part of the names of packed experts: bitsandbytes makes them parameters of the module that unpacks them."""
 
 
 def is_floating(parameter: Parameter) -> bool:
@@ -53,6 +55,15 @@ def packing_refusal(profile: Profile, plan: Plan) -> UsageError | None:
                 hint=f"--bnb-4bit-quant-storage {computed}",
             )
     return None
+
+
+def packed_experts_refusal(profile: Profile, plan: Plan) -> UsageError | None:
+    """Why the plan's backend is not modelled with packed experts; None if it is, or the model has none."""
+    if plan.backend == "ddp" or not any(_PACKED_EXPERTS in p.name for p, _ in profile.counted_parameters()):
+        return None
+    return UsageError(
+        f"{plan.backend} with packed experts (--quantize-moe-experts) is not modelled", hint="--strategy ddp"
+    )
 
 
 @lru_cache(maxsize=64)

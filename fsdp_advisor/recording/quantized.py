@@ -78,6 +78,29 @@ def quantize(model: nn.Module, settings: Quantization) -> None:
             module.support_avx512bf16_for_cpu = False
         setattr(module, "_is_hf_initialized", True)  # noqa: B010  # transformers' own mark, unknown to nn.Module
     setattr(model, "is_loaded_in_4bit" if is_4bit else "is_loaded_in_8bit", True)
+    if settings.experts:
+        _quantize_experts(bnb, model, settings)
+
+
+def _quantize_experts(bnb: Any, model: nn.Module, settings: Quantization) -> None:
+    """Pack the weights of experts that are one parameter of three dimensions. The parameter is unpacked each time that the module reads
+    it, once in a forward.
+
+    Source: axolotl 0.19, monkeypatch/moe_quant.py, `_patched_set_param_for_module`; bitsandbytes 0.50.2, nn/parametrize.py.
+    """
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+    for path, module in list(model.named_modules()):
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if weight.dim() < 3 or "expert" not in f"{path}.{name}".lower():
+                continue
+            with mock.patch.dict(bnb.functional.name2qmap):
+                replace_parameter_4bit(
+                    module, name, compress_statistics=settings.nested, quant_type=settings.quant_type
+                )
+            parametrized: Any = module
+            packed = parametrized.parametrizations[name]
+            packed.original.quant_state = packed[0].quant_state
 
 
 def _quantize_weight(bnb: Any, module: Any, weight: torch.Tensor) -> None:
@@ -112,7 +135,7 @@ def prepare_for_training(model: nn.Module) -> None:
     peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]  # peft's
     module: Any
     for module in model.modules():
-        if _is_4bit(module) and module.bias is not None and module.compute_dtype is not None:
+        if _is_4bit(module) and getattr(module, "bias", None) is not None and module.compute_dtype is not None:
             module.bias.data = module.bias.data.to(module.compute_dtype)
 
 
@@ -121,7 +144,7 @@ def set_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     module: Any
     for module in filter(_is_4bit, model.modules()):
         module.compute_dtype = module.quant_state.dtype = dtype
-        if module.bias is not None:
+        if getattr(module, "bias", None) is not None:
             module.bias.data = module.bias.data.to(dtype)
 
 
@@ -130,7 +153,7 @@ def set_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 
 def is_packed(parameter: torch.Tensor) -> bool:
     """Whether a parameter stores a packed quantized weight. Its dtype is a storage dtype, and casts do not change it."""
-    return type(parameter).__name__ in PACKED
+    return type(parameter).__name__ in PACKED or packed_shape(parameter) is not None
 
 
 def packed_shape(parameter: Any) -> tuple[int, ...] | None:
@@ -141,6 +164,7 @@ def packed_shape(parameter: Any) -> tuple[int, ...] | None:
 
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name in a checkpoint and the tensor of each quantization constant: scales and value tables (`absmax`, `code`, `SCB`).
+    In a model with packed experts those of a parameter are under the name of the module that unpacks it.
 
     They are neither parameters nor registered buffers.
     """
@@ -148,7 +172,8 @@ def state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, layer in module.named_modules():
         prefix = f"{path}." if path else ""
         if _is_4bit(layer):
-            yield from ((f"{prefix}weight.{name}", tensor) for name, tensor in _tensors_of(layer.quant_state))
+            owner = f"{prefix}weight" if hasattr(layer, "weight") else path
+            yield from ((f"{owner}.{name}", tensor) for name, tensor in _tensors_of(layer.quant_state))
         elif _is_8bit(layer):
             yield f"{prefix}SCB", layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
 
@@ -167,7 +192,9 @@ def materialise_states(model: nn.Module) -> None:
             if state.nested:
                 state.offset, state.state2 = new(state.offset), copy.copy(state.state2)
                 state.state2.absmax, state.state2.code = new(state.state2.absmax), new(state.state2.code)
-            layer.quant_state = layer.weight.quant_state = state
+            layer.quant_state = state
+            if hasattr(layer, "weight"):
+                layer.weight.quant_state = state
         elif _is_8bit(layer):  # as after the first forward, which moves the tensors from the weight to the layer
             shape = (layer.out_features,)
             layer.state = copy.copy(layer.state)

@@ -87,6 +87,7 @@ _LABELS = {
     "bnb_4bit_quant_type": "4-bit type",
     "use_bnb_nested_quant": "Nested quantization",
     "bnb_4bit_quant_storage": "4-bit storage",
+    "quantize_moe_experts": "Experts in 4 bits",
 }
 _NAMES: Mapping[str, str] = {
     **{str(strategy): strategy_name(strategy) for strategy in get_args(Strategy)},

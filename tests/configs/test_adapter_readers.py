@@ -243,7 +243,11 @@ def test_axolotl_keeps_bf16_around_a_quantized_base_and_fp32_in_adapters(quantiz
     [
         ("experts_implementation: scattermoe", "the estimate assumes grouped_mm"),
         ("use_scattermoe: true", "the estimate assumes transformers' grouped_mm"),
-        ("quantize_moe_experts: true", "the estimate assumes 16 bits"),
+        ("adapter: lora, load_in_8bit: true, quantize_moe_experts: true", "the estimate assumes 16 bits"),
+        (
+            "adapter: qlora, load_in_4bit: true, quantize_moe_experts: true, lora_target_parameters: [mlp.experts.down_proj]",
+            "the estimate assumes 16 bits",
+        ),
         ("experts_implementation: eager", None),
     ],
 )
@@ -254,6 +258,19 @@ def test_axolotls_experts_are_read_or_reported(text: str, message: str | None) -
         message
     )
     assert found.options.get("experts_implementation", "grouped_mm") == ("grouped_mm" if message else "eager")
+
+
+def test_axolotls_packed_experts_are_read_and_written() -> None:
+    text = (
+        "{base_model: mistralai/Mixtral-8x7B-v0.1, bf16: true, adapter: qlora, lora_r: 8, lora_target_modules: [q_proj, v_proj], "
+        "load_in_4bit: true, quantize_moe_experts: true}"
+    )
+    found = from_texts({"axolotl.yaml": text})
+    assert found.options["quantize_moe_experts"] and not any(
+        "expert" in note for note in found.readings[0].not_modelled
+    )
+    request = make_request({**found.options, "gpu": "A100-80GB", "strategy": "ddp"})
+    assert adaptation_of(request).quantization["quantize_moe_experts"]
 
 
 def test_a_script_that_keeps_adapters_in_the_bases_dtype_is_reported() -> None:

@@ -56,6 +56,7 @@ TOP: dict[str, tuple[type, ...]] = {
     "load_in_4bit": (bool,),
     "load_in_8bit": (bool,),
     "bnb_config_kwargs": (dict,),
+    "quantize_moe_experts": (bool,),
     "lora_mlp_kernel": (bool,),
     "lora_qkv_kernel": (bool,),
     "lora_o_kernel": (bool,),
@@ -90,13 +91,15 @@ ADAPTED = [
         Adaptation(peft={**LORA, "modules_to_save": ["lm_head"], "use_dora": True, "use_rslora": True}),
         Adaptation(peft={**LORA, "target_modules": "all-linear", "lora_dropout": 0.1}, quantization=NF4),
         Adaptation(peft=LORA, quantization={"load_in_8bit": True}),
+        Adaptation(peft=LORA, quantization={**NF4, "quantize_moe_experts": True}),
     )
 ]
 
 
 def test_adapters_are_lora_or_qlora() -> None:
-    whole, four, eight = map(config, ADAPTED)
-    assert [each["adapter"] for each in (whole, four, eight)] == ["lora", "qlora", "lora"]
+    whole, four, eight, experts = map(config, ADAPTED)
+    assert [each["adapter"] for each in (whole, four, eight, experts)] == ["lora", "qlora", "lora", "qlora"]
+    assert experts["quantize_moe_experts"] is True and "quantize_moe_experts" not in four
     assert (whole["lora_target_modules"], four["lora_target_linear"]) == (["q_proj"], True)
     assert four["load_in_4bit"] is True and eight["load_in_8bit"] is True
     for adaptation, reason in (

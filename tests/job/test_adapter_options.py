@@ -30,6 +30,25 @@ def test_a_rank_without_an_adapter_is_refused_also_at_its_default(rank: int) -> 
         adaptation_of(make_request({"model": "gpt2", "lora_r": rank}))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"framework": "trl"}, "only axolotl packs experts"),
+        ({"load_in_4bit": False}, "describes a base in 4 bits"),
+        ({"lora_target_modules": "all-linear"}, "lora_target_linear"),
+        ({"lora_target_parameters": "mlp.experts.down_proj"}, "adapters on packed experts"),
+    ],
+)
+def test_packed_experts_are_refused_where_axolotl_has_none(changes: dict[str, object], message: str) -> None:
+    job = {
+        "model": "mistralai/Mixtral-8x7B-v0.1", "framework": "axolotl", "use_peft": True, "load_in_4bit": True,
+        "lora_target_modules": "q_proj,v_proj", "quantize_moe_experts": True,
+    }  # fmt: skip
+    assert adaptation_of(make_request(job)).quantization["quantize_moe_experts"]
+    with pytest.raises(UsageError, match=message):
+        adaptation_of(make_request({**job, **changes}))
+
+
 def test_a_whole_request_may_be_sent_back() -> None:
     whole = {"model": "gpt2", "lora_r": 16, "use_peft": False, "load_in_4bit": False, "bnb_4bit_quant_type": "nf4"}
     assert adaptation_of(make_request(whole)).peft == {}
