@@ -70,6 +70,7 @@ def test_a_row_of_all_tokens_makes_a_mask_only_without_flash_attention(model: st
     assert peak(model, padding_free=True) == peak(model, packing="bfd")
 
 
+@in_turn(0, of=2)
 def test_flash_attention_leaves_padding_out(model: str) -> None:
     most, some = (peak(model, padding_fraction=f, attention="flash_attention_2") for f in (0.2, 0.8))
     assert some < most

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import in_turn
 from packaging.requirements import Requirement
 
 if sys.version_info >= (3, 11):
@@ -74,6 +75,7 @@ def test_wheel_contains_licence_and_command(wheel: Path) -> None:
         assert b"fsdp-advisor = fsdp_advisor.cli:main" in archive.read(metadata["entry_points.txt"])
 
 
+@in_turn(0, of=3)
 def test_sdist_gives_the_same_wheel_as_a_checkout(wheel: Path, tmp_path: Path) -> None:
     with tarfile.open(build("sdist", ROOT, tmp_path / "sdist")) as archive:
         archive.extractall(tmp_path / "source", filter="data")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from matrix import in_turn
 from searches import LLAMA, advise, search_of
 
 from fsdp_advisor import estimate
@@ -136,6 +137,7 @@ def test_more_gpus_are_advised_with_sharding_although_one_gpu_needs_none() -> No
     assert {"gpus": 3, "nnodes": 1} in [dict(remedy.options) for remedy in advice.remedies]
 
 
+@in_turn(0, of=2)
 def test_a_plan_that_only_caches_too_much_leaves_the_margin() -> None:
     """32 billion parameters at 16,000 tokens on 16 GPUs fit without offload: the allocator can give its cache back."""
     advice = advise(None, model="Qwen/Qwen3-32B", gpus=16, nnodes=2, gpu="A100-80GB", seq_len=16000)

@@ -38,6 +38,7 @@ def test_max_micro_batch_is_the_last_whose_lower_bound_fits(name: str) -> None:
         assert not any(search.may_fit(choice, size) for size in following)
 
 
+@in_turn(0, of=2)
 def test_lower_bound_is_at_least_the_tensors_and_at_most_the_estimate() -> None:
     search = search_of(**JOBS["free batch"])
     for choice in search.choices:
@@ -48,6 +49,7 @@ def test_lower_bound_is_at_least_the_tensors_and_at_most_the_estimate() -> None:
         assert tensor_bytes(search.evaluator.model, plan, search.evaluator.gpu) <= lower <= needed
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize("model", [LLAMA, "google/gemma-3-4b-it", "mistralai/Mixtral-8x7B-v0.1"])
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_lower_bound_exceeds_memory_that_the_states_alone_exceed(model: str, gpus: int) -> None:
@@ -202,6 +204,7 @@ def test_expandable_segments_are_simulated_once() -> None:
     assert (runs.misses, runs.hits) == (2, 1)
 
 
+@in_turn(1, of=2)
 @pytest.mark.parametrize("tokens", [4096, 9216])
 def test_expandable_segments_are_used_if_only_their_cache_can_shrink_to_the_margin(tokens: int) -> None:
     """At 4096 tokens the steps also run on the whole GPU without the setting, but not in the memory that the margin leaves."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from matrix import in_turn
 
 from fsdp_advisor.export import TARGETS
 
@@ -77,6 +78,7 @@ def test_a_directory_gets_every_file_of_a_launch(cli: Cli, tmp_path: Path) -> No
     assert cli("export", "deepspeed", *JOB, "--strategy", "zero3", "-o", str(folder), "--force").status == 0
 
 
+@in_turn(0, of=2)
 def test_the_command_in_a_readme_writes_the_same_bundle(cli: Cli, tmp_path: Path) -> None:
     job = ("--model", "meta-llama/Llama-2-7b-hf", "--gpus", "4", "--gpu", "A100-40GB")
     cli("export", "accelerate", *job, "-o", f"{tmp_path}/first/")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 import fsdp_advisor
 from fsdp_advisor.diagnosis import CATEGORIES, Diagnosis, diagnose_file, diagnose_text, job_of
@@ -114,6 +115,7 @@ def moments_through(name: str, folder: Path, step: int = 25) -> list[tuple[str, 
     return [(moment.phase, moment.layer) for moment in found]
 
 
+@in_turn(1, of=2)
 @pytest.mark.parametrize("name", ["steps", "checkpointing"])
 def test_moments_follow_the_step(name: str, tmp_path: Path) -> None:
     """Cut at regular intervals: layers rise in forward, fall in backward, and the phases come in order."""
@@ -293,6 +295,7 @@ LOGITS = (
 )
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize(("requested", "is_loss"), [("4.64", True), ("2.32", True), ("1.50", False)])
 def test_a_loss_without_all_logits_comes_first_if_the_request_was_for_them(requested: str, is_loss: bool) -> None:
     job = {"model": "Qwen/Qwen2.5-0.5B", "micro_batch_size": 8, "seq_len": 1024, "strategy": "ddp", "gpu": "4090"}

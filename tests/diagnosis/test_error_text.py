@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from matrix import in_turn
 
 from fsdp_advisor.diagnosis import Diagnosis, diagnose_text, job_of
 from fsdp_advisor.diagnosis.error_text import errors_in
@@ -200,6 +201,7 @@ def test_a_limit_of_the_process_is_named() -> None:
     assert "set_per_process_memory_fraction" in whats(found)[0]
 
 
+@in_turn(1, of=2)
 def test_a_job_adds_its_estimate_and_changes_that_make_it_fit() -> None:
     options = {
         "model": "meta-llama/Llama-2-7b-hf",

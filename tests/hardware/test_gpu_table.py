@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 from fsdp_advisor.advice import recommend
 from fsdp_advisor.errors import UsageError
@@ -177,6 +178,7 @@ def test_gpu_that_shares_the_hosts_memory_has_no_rows_that_offload(gpu: str) -> 
         estimate(**job, optim="paged_adamw_8bit")
 
 
+@in_turn(1, of=3)
 def test_recommendation_for_a_gpu_that_shares_the_hosts_memory_does_not_offload() -> None:
     found = recommend(model="meta-llama/Llama-3.1-8B", gpus=1, gpu="DGX-Spark", method="any").recommendation
     assert found.winner is not None and found.winner.plan.offload == "none"

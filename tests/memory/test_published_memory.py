@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken, with_all_cases
+from matrix import in_turn, taken, with_all_cases
 from published_memory import DATA, ROWS, TOLERANCE, Row, estimate_of, llama, recorded, request_of
 
 pytestmark = pytest.mark.slow
@@ -36,6 +36,7 @@ def test_the_reserved_figures_as_a_whole() -> None:
     assert statistics.median(errors) < 0.05 and max(errors) < 0.10
 
 
+@in_turn(1, of=2)
 @pytest.mark.parametrize("row", DATA["fits"], ids=lambda row: row["name"])
 def test_jobs_that_torchtitan_ran_fit_or_not_as_reported(row: dict[str, Any]) -> None:
     request = request_of(

@@ -58,6 +58,7 @@ def test_fsdp1_flattens_a_base_that_is_whole_on_the_gpu() -> None:
     assert WHOLE < row.job_peaks.load_method.gpu_bytes < 1.2 * WHOLE
 
 
+@in_turn(1, of=2)
 def test_a_base_in_8_bits_comes_back_to_the_host_weight_by_weight() -> None:
     row = qlora(8, load_in_8bit=True, strategy="ddp")
     assert row.job_peaks is not None

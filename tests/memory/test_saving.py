@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import with_all_cases
+from matrix import in_turn, with_all_cases
 from ranks import RESUMABLE, llama, run_ranks
 from test_loading import GIB, LLAMA_7B, SMALL, every_plan, measures, near, plan
 
@@ -316,6 +316,7 @@ def test_a_file_of_adapters_does_not_show_what_is_gathered(framework: str, backe
         assert full.gpu_bytes >= embedding
 
 
+@in_turn(2, of=3)
 def test_peft_does_not_find_adapters_in_units_of_fsdp1() -> None:
     """In two processes over gloo, `get_peft_model_state_dict` returned no tensor of a model with units, and all of one without."""
     in_units = {"backend": "fsdp1", "framework": "trainer"}

@@ -109,6 +109,7 @@ def test_a_search_of_methods_needs_no_torch() -> None:
     assert found.winner is not None
 
 
+@in_turn(0, of=2)
 def test_full_fine_tuning_is_the_same_whether_the_job_has_adapters_or_not() -> None:
     job: dict[str, Any] = {"model": "meta-llama/Llama-3.1-8B", "gpus": 8, "gpu": "H100", "method": "any"}
     job |= {

@@ -2,6 +2,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from matrix import in_turn
 
 from fsdp_advisor import estimate
 from fsdp_advisor.errors import UsageError
@@ -90,6 +91,7 @@ def test_packages_that_a_model_does_not_call_are_ignored_with_a_note() -> None:
     assert any("kernel_packages is ignored" in note for note in report.notes)
 
 
+@in_turn(1, of=3)
 def test_an_answer_says_what_missing_packages_cost_and_how_to_install_them() -> None:
     pytest.importorskip("torch")
     report = estimate(model=QWEN, gpus=8, strategy="zero3", seq_len=256, kernel_packages="none")

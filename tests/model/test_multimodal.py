@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from tiny_llama import write
 
 pytest.importorskip("torch")
@@ -89,6 +89,7 @@ def test_kept_layers_keep_their_kinds_if_the_vision_tower_is_as_deep() -> None:
     assert model.get_submodule(language.rpartition(".")[0]).config.layer_types == [kinds[0], kinds[3]]
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize("backend", ["fsdp1", "fsdp2", "ddp", "deepspeed"])
 def test_every_engine_trains_a_multimodal_model(home: Path, backend: str) -> None:
     path = write(home / "config.json", {"model_type": "llava", **MODELS["llava"]})

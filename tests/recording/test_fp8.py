@@ -28,6 +28,7 @@ def _row(folder: Path, config: dict[str, Any] = CONFIG, **options: Any) -> Strat
     return row
 
 
+@in_turn(0, of=2)
 @pytest.mark.slow
 @pytest.mark.usefixtures("torchao")
 def test_casts_that_are_not_compiled_need_memory_and_time(tmp_path: Path) -> None:

@@ -309,6 +309,7 @@ def test_a_filled_window_is_recorded_for_the_kernel_of_each_gpu_that_is_asked_ab
     assert recorded_for("A100") == on_hopper | {("gpu", "default", True)}
 
 
+@in_turn(1, of=2)
 @pytest.mark.parametrize("key", [CPU, GPU], ids=lambda key: key.device)
 def test_column_sums_allocate_a_workspace(key: TapeKey) -> None:
     """For the gradients of two norms and four biases, and freed again at once."""

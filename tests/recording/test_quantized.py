@@ -90,6 +90,7 @@ def described(tensors: Any) -> dict[str, tuple[object, ...]]:
     return {name: (type(t).__name__, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors}
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize(
     ("config", "settings"),
     [

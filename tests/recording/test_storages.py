@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 torch = pytest.importorskip("torch")
 
@@ -111,6 +112,7 @@ def test_a_gradient_that_all_layers_add_to_keeps_them_alike() -> None:
     assert repeats_are_alike(recorder.profile, recorder.tape(variant), recorder.recorded_kinds)
 
 
+@in_turn(2, of=3)
 def test_layers_of_an_irregular_pattern_add_gradients_in_place() -> None:
     """As in a regular one: its recorded layers, too, are compared with the nearest ones of their kind."""
 

@@ -47,6 +47,7 @@ def test_a_tiled_mlp_needs_less_memory_and_more_time(tmp_path: Path) -> None:
     assert tiled.step.seconds > plain.step.seconds
 
 
+@in_turn(1, of=2)
 @pytest.mark.slow
 def test_shards_that_deepspeed_would_wait_for_in_vain_are_refused(tmp_path: Path) -> None:
     """9 tokens in 4 shards are 3 shards of 3."""

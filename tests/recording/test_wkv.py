@@ -53,6 +53,7 @@ def config(home: Any) -> str:
     return str(path)
 
 
+@in_turn(1, of=2)
 def test_one_tape_is_valid_for_any_number_of_tokens(config: str) -> None:
     request = make_request({"model": config, "gpus": 2, "strategy": "zero3", "micro_batch_size": 2})
     keys = [row_tape(resolve(config), *plans(request, seq_len=tokens))[0] for tokens in (100, 4000)]

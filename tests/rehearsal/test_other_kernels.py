@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 from fsdp_advisor.hardware.lookup import find_gpu
 from fsdp_advisor.rehearsal.environment import environment
@@ -57,6 +58,7 @@ def _run(python: Path, code: str, path: Path, **variables: str) -> subprocess.Co
     )  # fmt: skip
 
 
+@in_turn(1, of=2)
 def test_an_extension_that_cannot_be_loaded_is_simulated(rehearsal_python: Path, tmp_path: Path) -> None:
     suffix = "cpython-311-x86_64-linux-gnu.so"
     for name in (suffix, "abi3.so"):

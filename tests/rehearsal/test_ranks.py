@@ -118,6 +118,7 @@ def test_deepspeed_starts_one_rank_alone(run: Run, tmp_path: Path) -> None:
     assert f"['--local_rank=2', '--stage', '3'] 2 {NODE}" in printed
 
 
+@in_turn(1, of=2)
 def test_a_script_that_starts_its_own_ranks_is_refused(run: Run, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from matrix import in_turn
 
 from fsdp_advisor.estimator import estimate
 from fsdp_advisor.render.view import report_view
@@ -57,6 +58,7 @@ def test_a_job_whose_states_alone_are_too_large_names_no_small_savings(gpu: str,
     assert ("--use-bnb-nested-quant" in line, "--activation-checkpointing full" in line) == (named, named)
 
 
+@in_turn(1, of=2)
 def test_whole_logits_name_another_loss_and_offload() -> None:
     """A batch of 64 x 2048 tokens: 62.5 GiB for each copy of the logits in bf16 and fp32."""
     job: dict[str, Any] = {"model": "meta-llama/Llama-3.1-8B", "gpus": 8, "gpu": "H100", "strategy": "zero3"}

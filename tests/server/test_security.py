@@ -87,6 +87,7 @@ def test_markup_in_a_name_is_escaped(client: TestClient) -> None:
     assert "<script>alert(1)" not in page.text and "&lt;script&gt;" in page.text
 
 
+@in_turn(1, of=2)
 def test_a_thousand_requests_are_answered_or_refused_with_retry_after(client: TestClient) -> None:
     def ask(n: int) -> tuple[int, bool]:
         got = client.get(ESTIMATE, params={"model": "meta-llama/Llama-2-7b-hf", "gpus": 1 + n % 7, "strategy": "zero3"})

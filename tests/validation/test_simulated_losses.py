@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from matrix import taken
+from matrix import in_turn, taken
 from small_models import Case, name_of, options_of, small_models
 
 pytest.importorskip("torch")
@@ -86,6 +86,7 @@ def test_predicted_peaks_equal_pytorch_with_a_loss_in_tiles(case: Case, tmp_path
     assert predicted == simulated
 
 
+@in_turn(0, of=2)
 def test_no_loss_in_tiles_holds_the_logits(tmp_path: Path) -> None:
     case = {
         "model": "llama",

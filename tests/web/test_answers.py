@@ -38,6 +38,7 @@ def test_an_answer_for_every_kind_of_job(client: TestClient, name: str) -> None:
         assert heading in words
 
 
+@in_turn(0, of=2)
 def test_the_page_does_not_call_a_plan_the_fastest_if_a_faster_one_was_not_chosen(client: TestClient) -> None:
     job = {"model": "openai-community/gpt2", "gpus": "8", "gpu": "H100-80GB"}
     advice = client.get("/.json", params=job).json()["recommendation"]
@@ -99,6 +100,7 @@ def test_summary_chart_and_table_show_the_same_figure(client: TestClient, precis
     assert float(re.search(r"fits, ([\d.]+) GiB free", chosen)[1]) == pytest.approx(free, abs=0.011)  # type: ignore[index]
 
 
+@in_turn(1, of=2)
 def test_chart_and_table_show_the_rows_of_the_view(client: TestClient) -> None:
     html = client.get("/", params={"model": "openai-community/gpt2", "gpus": "2", "gpu": "24GiB"}).text
     chart = next(words for words in re.findall(r"<desc[^>]*>(.*?)</desc>", html) if words.startswith("Against"))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from jobs import ENGINES, MODELS, NotCatalogued, job, operations_of, peak_of, program_of
-from matrix import examples
+from matrix import examples, in_turn
 
 from fsdp_advisor.engines.ddp.step import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from fsdp_advisor.engines.deepspeed.partitions import optimizer_states
@@ -60,6 +60,7 @@ def simulated(steps: StepOperations, conf: AllocatorConf = DEFAULT_CONF) -> tupl
     return allocator, after
 
 
+@in_turn(1, of=2)
 @settings(max_examples=examples(60), deadline=None)
 @given(
     model=st.sampled_from(MODELS),
@@ -274,6 +275,7 @@ def test_fsdp1_allocates_gradients_on_the_all_gather_stream() -> None:
     assert born[tied | Stream.ALL_GATHER] == 1 and born[tied] == 2
 
 
+@in_turn(0, of=2)
 @pytest.mark.parametrize("model", ["google/gemma-3-4b-pt", "google/gemma-3-12b-pt"])
 @pytest.mark.parametrize(("strategy", "backend"), [("ddp", "ddp"), ("zero3", "fsdp2"), ("zero3", "deepspeed")])
 def test_storages_shared_by_layers_are_freed_once(model: str, strategy: str, backend: str) -> None:
