@@ -76,9 +76,10 @@ class Command(NamedTuple):
         files = getattr(options, "config_file", ())
         with recordings_shown(getattr(options, "quiet", False)):
             if files:
-                from fsdp_advisor.cli.config_files import request_of_files
+                from fsdp_advisor.cli.config_files import hints_with_keys, request_of_files
 
-                return int(function(request_of_files(files, given, self.request, self.partial, options), options))
+                with hints_with_keys(files):
+                    return int(function(request_of_files(files, given, self.request, self.partial, options), options))
             if self.needs_no_model and not given:
                 return int(function(None, options))
             return int(function(given if self.partial else make_request(given, self.request), options))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from fsdp_advisor.cli.output import note
+from fsdp_advisor.errors import AdvisorError
 from fsdp_advisor.job.config_reading import ConfigReading
 from fsdp_advisor.job.fields import fields_of, read_fields
 from fsdp_advisor.job.request import EstimateRequest
@@ -29,6 +31,19 @@ def request_of_files(
     for line in reading_lines(found.readings):
         note(line, quiet=getattr(options, "quiet", False))
     return dict(found.options)
+
+
+@contextmanager
+def hints_with_keys(files: Sequence[Path]) -> Iterator[None]:
+    """Add to the hints of errors the keys of the files that are the same settings as the options in the hints."""
+    try:
+        yield
+    except AdvisorError as error:
+        from fsdp_advisor.configs.option_keys import with_keys
+
+        with suppress(AdvisorError, OSError):  # a file that cannot be read is the error itself
+            error.hint = with_keys(error.hint, files)
+        raise
 
 
 def reading_lines(readings: Sequence[ConfigReading]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fastapi.testclient import TestClient
 from matrix import in_turn, of_today
 
@@ -258,3 +259,13 @@ def test_compare_refuses_what_is_neither_file_nor_options(a: str, b: str, messag
     ran = cli("compare", a, b, "--model", "7B")
     assert (ran.status, ran.out) == (2, "") and message in ran.err
     assert cli("compare", a).status == 2
+
+
+def test_a_hint_about_a_file_names_its_keys(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        yaml.safe_dump({"base_model": "gpt2", "attn_implementation": "flash_attention_2", "sequence_len": 128})
+    )
+    ran = cli("estimate", "--config-file", str(file), "--precision", "fp32")
+    assert ran.status == 2
+    assert ran.err.endswith("(in job.yaml: --attention is attn_implementation, --precision is bf16 or fp16)\n")
