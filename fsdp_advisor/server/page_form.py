@@ -67,9 +67,10 @@ _WIDTH = {"model": "wide", "gpus": "few", "nnodes": "few", "seq_len": "few"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """One input of the form. Permalinks leave out values that equal `default`. `suggestions` names a datalist.
+    """One input of the form. Its value is empty if the option has its default, and is then sent as not given. `suggestions` names a
+    datalist.
 
-    `choices` are values with their names. `help` says what the field means.
+    `choices` are values with their names; the name of the empty one is the default's. `help` says what the field means.
     """
 
     name: str
@@ -77,7 +78,6 @@ class Control:
     help: str
     kind: Literal["text", "number", "select"]
     value: str
-    default: str
     choices: tuple[tuple[str, str], ...] = ()
     minimum: float | None = None
     maximum: float | None = None
@@ -131,14 +131,13 @@ def _control(option: Field, values: Mapping[str, str], invalid: str) -> Control:
         label=label(name),
         help=f"{_HELP.get(name, about)}.",
         kind="select" if choices else "number" if number else "text",
-        value=value,
-        default=default,
-        choices=tuple((value, choice(name, value)) for value in choices),
+        value="" if value == default else value,
+        choices=tuple(("" if value == default else value, choice(name, value)) for value in choices),
         minimum=rule.ge if number else None,
         maximum=rule.le if number else None,
         any_step=number and option.kind is float,
         longest=rule.max_length,
-        placeholder=_PLACEHOLDER.get(name, ""),
+        placeholder=_PLACEHOLDER.get(name, default),
         suggestions=_SUGGESTED.get(name, ""),
         width=_WIDTH.get(name, ""),
         required=option.required and not values.get("config"),

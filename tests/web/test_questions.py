@@ -10,10 +10,11 @@ import pytest
 from fastapi.testclient import TestClient
 from page_reader import EXAMPLE, HOSTILE, read
 
+from fsdp_advisor.assumptions import settled
 from fsdp_advisor.job.fields import fields_of
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.search_request import RecommendRequest
-from fsdp_advisor.server.page_form import controls
+from fsdp_advisor.server.page_form import controls, read_query
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +85,7 @@ def test_every_option_of_a_recommendation_has_a_control() -> None:
     )
     assert len(main) == 6
     values = [value for value, _ in {c.name: c.choices for c in folded}["offload"]]
-    assert values == ["none", "optimizer", "parameters", "auto"]
+    assert values == ["none", "optimizer", "parameters", ""]
 
 
 def test_every_control_has_a_help_text_in_the_page_s_words(client: TestClient) -> None:
@@ -125,11 +126,21 @@ def test_a_wrong_value_is_named_by_its_label(client: TestClient) -> None:
     assert "“GPUs (total)” must be " in html
 
 
-def test_what_the_form_sends_untouched_is_the_default_request() -> None:
-    main, more = controls({})
-    folded = [control for group in more.values() for control in group]
-    sent = {c.name: c.value for c in (*main, *folded) if c.value}
-    assert make_request({"model": "gpt2", **sent}, RecommendRequest) == RecommendRequest(model="gpt2")
+def _form(values: dict[str, str]) -> dict[str, str]:
+    """What the form sends without JavaScript if nobody touches it."""
+    main, more = controls(values)
+    return {c.name: c.value for c in (*main, *(c for group in more.values() for c in group))}
+
+
+def test_a_form_sends_only_the_options_that_its_address_gives() -> None:
+    assert not any(_form({}).values())
+    given = {"model": "gpt2", "gpus": "2", "framework": "trl", "use_peft": "yes", "loss": "liger", "lora_r": "8"}
+    assert {name: value for name, value in _form(given).items() if value} == given
+
+
+def test_what_a_form_without_javascript_leaves_open_is_assumed() -> None:
+    options, _ = read_query(_form({"model": "gpt2", "task": "dpo", "use_peft": "yes"}))
+    assert settled(make_request(options, RecommendRequest)).assumed == {"framework", "dtype"}
 
 
 def test_a_pasted_config_says_what_it_needs(client: TestClient) -> None:
@@ -139,12 +150,8 @@ def test_a_pasted_config_says_what_it_needs(client: TestClient) -> None:
 
 
 def test_a_form_sent_without_javascript_describes_no_adapter(client: TestClient) -> None:
-    """Such a form has every control, also those with their defaults."""
-    main, more = controls({})
-    form = {c.name: c.value for c in (*main, *(c for group in more.values() for c in group))}
-    reply = client.get("/", params={**form, **EXAMPLE})
-    assert reply.status_code == 200
-    assert client.get("/", params={**form, **EXAMPLE, "lora_r": "8"}).status_code == 422
+    assert client.get("/", params=_form(EXAMPLE)).status_code == 200
+    assert client.get("/", params=_form({**EXAMPLE, "lora_r": "8"})).status_code == 422
 
 
 def test_adapters_are_a_folded_part_of_the_form_that_says_what_is_set(client: TestClient) -> None:

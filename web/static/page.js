@@ -7,12 +7,11 @@ const status = document.querySelector("#status");
 let running = null; // the request under way
 let timer = 0;
 
-/** The form's permalink: only what differs from the defaults. */
+/** The form's permalink: only what is given. Fields with their defaults are empty. */
 function permalink() {
   const query = new URLSearchParams();
   for (const [name, value] of new FormData(form)) {
-    const field = form.elements.namedItem(name);
-    if (value.trim() !== "" && value !== (field.dataset.default ?? "")) query.append(name, value.trim());
+    if (value.trim() !== "") query.append(name, value.trim());
   }
   const text = query.toString();
   return text ? `${location.pathname}?${text}` : location.pathname;
