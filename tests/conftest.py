@@ -76,10 +76,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-@pytest.fixture(scope="module", autouse=True)
-def objects_of_other_modules() -> None:
-    """Freeze the objects of imported modules and collected tests (a million), so that the garbage collections before each recorded or
-    simulated step skip them.
+@pytest.fixture(autouse=True)
+def objects_of_other_tests() -> None:
+    """Freeze the objects of imported modules, collected tests and fixtures (a million), so that the garbage collections before each
+    recorded or simulated step skip them.
     """
     gc.collect()
     gc.freeze()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -20,6 +22,12 @@ from fsdp_advisor.recording.sorted_sets import sorted_sets
 from fsdp_advisor.recording.values import KnownValues
 
 
+@cache
+def _froze_earlier(_pid: int) -> bool:
+    """Whether this process froze objects before its first recording. Counting them takes as long as a short recording."""
+    return gc.get_freeze_count() > 0
+
+
 @contextlib.contextmanager
 def steady() -> Iterator[None]:
     """Context without cyclic garbage collection, which would free storages at arbitrary moments of a step.
@@ -27,7 +35,7 @@ def steady() -> Iterator[None]:
     Collections between steps skip the objects that exist now, or those that the process froze earlier (`gc.freeze`).
     """
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # errors are also raised
-    freezes = not gc.get_freeze_count()
+    freezes = not _froze_earlier(os.getpid())
     if freezes:
         gc.freeze()
     gc.disable()

@@ -58,8 +58,7 @@ def test_a_changed_input_updates_the_answer_and_the_address_without_a_reload(ope
 
 
 def test_the_address_is_a_permalink_that_another_reader_can_follow(open_page: Open) -> None:
-    page = open_page("/")
-    page.get_by_label("Model", exact=True).fill("openai-community/gpt2")
+    page = open_page(LINK)
     page.get_by_label("Sequence length", exact=True).fill("512")
     page.wait_for_url("**seq_len=512**")
     expect(page.locator("#answer")).to_have_attribute("aria-busy", "false")
