@@ -12,6 +12,7 @@ from fsdp_advisor.hardware import Gpu, usual_gpus_per_node
 from fsdp_advisor.job.adaptation import QUANTIZATION_OPTIONS, adaptation_of
 from fsdp_advisor.job.batch_layout import flattens
 from fsdp_advisor.job.choices import half_dtype
+from fsdp_advisor.job.fields import dashed
 from fsdp_advisor.job.frameworks import FIXED_SEGMENTS, FRAMEWORK_NAMES, FRAMEWORKS
 from fsdp_advisor.job.images import images_of
 from fsdp_advisor.job.optimizers import limit_of
@@ -59,8 +60,8 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
         notes.append(f"framework {request.framework} is assumed, which has task {request.task}{too}")
     if "steps_per_generation" in request.assumed:
         notes.append(
-            f"steps_per_generation {request.steps_per_generation} is assumed, the smallest with which {request.gpus} GPUs generate whole "
-            f"groups of {request.num_generations} completions; steps_per_generation or micro_batch_size changes it"
+            f"--steps-per-generation {request.steps_per_generation} is assumed, the smallest with which {request.gpus} GPUs generate whole "
+            f"groups of {request.num_generations} completions; --micro-batch-size changes it too"
         )
     if "activation_checkpointing" in request.assumed:
         notes.append(
@@ -82,7 +83,7 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
         notes.append(
             f"the weights in 4 bits are stored as {request.bnb_4bit_quant_storage}, which FSDP shards; --bnb-4bit-quant-storage changes it"
         )
-    if chosen := [f"{name} {getattr(request, name)}" for name in SETTINGS if name in request.assumed]:
+    if chosen := [f"{dashed(name)} {getattr(request, name)}" for name in SETTINGS if name in request.assumed]:
         notes.append(
             f"{' and '.join(chosen)} {'is' if len(chosen) == 1 else 'are'} chosen: otherwise vLLM does not start"
         )
@@ -103,9 +104,19 @@ def _packed_note(request: EstimateRequest, assumed: Set[str]) -> str:
         "bnb_4bit_quant_storage": f"stores weights in 4 bits as {request.bnb_4bit_quant_storage}",
         "use_bnb_nested_quant": "quantizes their scales too",
     }
-    said = " and ".join(text for name, text in ways.items() if name in assumed)
-    changes = " and ".join(name for name in ways if name in assumed)
-    return f"{FRAMEWORK_NAMES[request.framework]} {said}; {changes} {'change' if len(assumed) > 1 else 'changes'} it"
+    said = (
+        f"{FRAMEWORK_NAMES[request.framework]} {' and '.join(text for name, text in ways.items() if name in assumed)}"
+    )
+    if FRAMEWORKS[request.framework].packed_storage == "compute":  # it has no setting for the dtype
+        return (
+            f"{said}; --no-use-bnb-nested-quant keeps the scales in fp32" if "use_bnb_nested_quant" in assumed else said
+        )
+    options = {
+        "bnb_4bit_quant_storage": "--bnb-4bit-quant-storage",
+        "use_bnb_nested_quant": "--no-use-bnb-nested-quant",
+    }
+    changes = [option for name, option in options.items() if name in assumed]
+    return f"{said}; {' and '.join(changes)} {'change' if len(changes) > 1 else 'changes'} it"
 
 
 def backend_notes(request: EstimateRequest, plans: Iterable[Plan]) -> list[str]:

@@ -141,7 +141,7 @@ def test_grpo_generates_whole_groups_by_default(options: dict[str, Any], steps: 
     job = {"model": GPT2, "gpu": "A100", "task": "grpo", **options}
     request = settled(make_request(job))
     assert request.steps_per_generation == steps
-    notes = [note for note in assumption_notes(request, find_gpu("A100")) if note.startswith("steps_per_generation")]
+    notes = [note for note in assumption_notes(request, find_gpu("A100")) if note.startswith("--steps-per-generation")]
     assert bool(notes) is ("steps_per_generation" in request.assumed) is (steps is not None and steps != 4)
     searched = settled(make_request(job, RecommendRequest))
     assert searched.steps_per_generation == options.get("steps_per_generation")
@@ -184,6 +184,11 @@ def test_weights_in_4_bits_are_stored_as_the_framework_does(
     notes = assumption_notes(request, find_gpu(str(request.gpu)))
     is_noted = not {"use_bnb_nested_quant", "bnb_4bit_quant_storage"}.isdisjoint(request.assumed)
     assert any("stores weights in 4 bits" in note or "quantizes their scales" in note for note in notes) is is_noted
+    names_storage = any("--bnb-4bit-quant-storage" in note for note in notes)
+    assert names_storage is (
+        framework == "axolotl" and "bnb_4bit_quant_storage" in request.assumed
+    )  # llamafactory has no key
+    assert any("--no-use-bnb-nested-quant" in note for note in notes) is ("use_bnb_nested_quant" in request.assumed)
 
 
 @pytest.mark.parametrize(("framework", "whole"), [("trainer", True), ("axolotl", False)])

@@ -175,7 +175,7 @@ def test_a_search_chooses_settings_with_which_vllm_starts(long_model: str) -> No
     advice = recommend(model=long_model, **SEARCH, **LONG)
     plan = advice.recommendation.winner.plan
     assert (plan.generation.max_length, plan.generation.memory_utilization) == (64, 0.05)
-    assert "vllm_max_model_length 64 is chosen: otherwise vLLM does not start" in advice.report.notes
+    assert "--vllm-max-model-length 64 is chosen: otherwise vLLM does not start" in advice.report.notes
     assert "--vllm-max-model-length 64" in str(advice)
 
 

@@ -116,10 +116,10 @@ def _changes(request: EstimateRequest) -> dict[str, bool]:
         f"adapters in --task {task}": is_adapted and task not in _TASKS_WITH_ADAPTERS,
         # under FSDP2, TRL does not recognize the compiled PeftModel and calls a reference that does not exist
         f"adapters in --task {task}, except with --strategy ddp": is_adapted and not is_sft and is_sharded,
+        "a base in 8 bits": "load_in_8bit" in adaptation.quantization,
         f"a base in 4 bits in --task {task}": is_packed and not is_sft,
         f"adapters in --task {task}, except as a whole": is_adapted and not is_sft and is_regional,
         "--lora-target-parameters": bool(adaptation.peft.get("target_parameters")),
-        "a base in 8 bits": "load_in_8bit" in adaptation.quantization,
         "a base in 4 bits, except with --strategy ddp": is_packed and is_sharded,
         f"a base in 4 bits in --framework {framework}": is_packed and framework not in _WITH_4_BITS,
         f"a base in 4 bits in --framework {framework}, except as a whole": is_packed and framework != "torch" and is_regional,

@@ -95,6 +95,7 @@ def test_layers_in_accelerates_checkpoints_are_not_compiled(tmp_path: Path) -> N
         ({"model": "meta-llama/Llama-3.2-1B", "use_liger_kernel": True}, "--use-liger-kernel"),
         ({"use_peft": True, "use_dora": True}, "adapters other than LoRA"),
         ({"use_peft": True, "load_in_8bit": True}, "a base in 8 bits"),
+        ({"use_peft": True, "load_in_8bit": True, "framework": "trl", "task": "dpo"}, "a base in 8 bits"),
         (
             {"use_peft": True, "load_in_4bit": True, "strategy": "zero3", "gpus": 2},
             "a base in 4 bits, except with",
