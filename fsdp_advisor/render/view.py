@@ -72,6 +72,7 @@ class ReportView:
 
     job: str
     job_items: tuple[str, ...]
+    gpus: int
     gpu_name: str
     gpu_memory_bytes: int
     sizes: Sizes
@@ -114,16 +115,17 @@ class ReportView:
 
     @property
     def explain_hint(self) -> str:
-        """The options that explain the fastest row that fits, or the smallest row, and one that does not fit; empty if no peak is known."""
+        """The options that explain the fastest row that fits (on one GPU the first: a plain training loop), or the smallest row, and one
+        that does not fit; empty if no peak is known.
+        """
         known = [row for row in self.rows if row.peak_known]
         if not known:
             return ""
         fitting = [row for row in known if row.fits]
-        row = (
-            max(fitting, key=lambda row: row.throughput or 0.0)
-            if fitting
-            else min(known, key=lambda row: row.needed_bytes or 0)
-        )
+        if not fitting:
+            row = min(known, key=lambda row: row.needed_bytes or 0)
+        else:
+            row = fitting[0] if self.gpus == 1 else max(fitting, key=lambda row: row.throughput or 0.0)
         hint = f"For memory at the peak and through the step: --explain {row.name}"
         too_large = next((other for other in known if other.fits is False and other is not row), None)
         return hint if too_large is None else f"{hint}; why {too_large.label} does not fit: --explain {too_large.name}"
@@ -140,6 +142,7 @@ def report_view(report: Report) -> ReportView:
     return ReportView(
         job=_job_line(report, sizes),
         job_items=items,
+        gpus=report.request.gpus,
         gpu_name=report.gpu_name,
         gpu_memory_bytes=report.gpu_memory_bytes,
         sizes=sizes,
@@ -217,7 +220,10 @@ def _footnotes(report: Report, rows: Sequence[RowView], sizes: Sizes, throughput
         notes.append("host: memory per node.")
     on_gpu = {estimate.plan.strategy for estimate in report.estimates if estimate.plan.offload == "none"}
     if report.request.gpus == 1 and len(on_gpu) > 1:
-        notes.append("On one GPU, ZeRO shards nothing: without offload, rows differ only in what their engines do.")
+        notes.append(
+            "On one GPU, DDP is a plain training loop, and ZeRO shards nothing: without offload, its rows differ only in what their engines"
+            " do."
+        )
     return tuple(notes)
 
 
@@ -279,7 +285,7 @@ def model_text(report: Report) -> str:
 def _job_line(report: Report, sizes: Sizes) -> str:
     request = report.request
     nodes = f" on {request.nnodes} nodes" if request.nnodes > 1 else ""
-    gpus = f"{request.gpus} x {report.gpu_name} ({sizes.full(report.gpu_memory_bytes)} each){nodes}"
+    gpus = f"{request.gpus} x {report.gpu_name} ({sizes.full(report.gpu_memory_bytes)}{' each' if request.gpus > 1 else ''}){nodes}"
     return f"{model_text(report)} on {gpus}: {', '.join(job_items(report))}"
 
 

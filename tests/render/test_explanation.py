@@ -50,3 +50,11 @@ def test_the_hint_names_a_row_that_fits_and_one_that_does_not() -> None:
     assert "why DDP does not fit: --explain ddp" in hint
     one = estimate(model="meta-llama/Llama-2-7b-hf", gpus=4, gpu="A100-40GB", strategy="ddp")
     assert report_view(one).explain_hint == "For memory at the peak and through the step: --explain ddp"
+
+
+def test_on_one_gpu_a_plain_training_loop_is_explained_although_another_row_is_faster() -> None:
+    view = report_view(estimate(model="Qwen/Qwen3-0.6B", gpus=1, gpu="H100"))
+    assert max(view.rows, key=lambda row: row.throughput or 0.0).name == "zero1"
+    assert view.explain_hint == "For memory at the peak and through the step: --explain ddp"
+    assert "On one GPU, DDP is a plain training loop, and ZeRO shards nothing" in " ".join(view.footnotes)
+    assert "1 x H100-80GB (79.19 GiB): " in view.job
