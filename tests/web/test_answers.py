@@ -129,7 +129,7 @@ def test_the_chart_says_with_which_settings_its_rows_are_estimated(
     assert f"All with the recommendation's micro-batch and checkpointing{settings}</p>" in html
 
 
-@in_turn(1, of=3)
+@in_turn(0, of=5)
 @pytest.mark.parametrize(
     "job", taken([*JOBS.values()][:1], [*JOBS.values()][1:3]), ids=taken([*JOBS][:1], [*JOBS][1:3])
 )
@@ -202,7 +202,7 @@ def test_a_search_shows_its_table_with_the_answer_marked(client: TestClient, fin
         assert f"<summary>All {len(found)}</summary>" in html
 
 
-@pytest.mark.parametrize(("label", "options"), [("Found", {"find": "batch"}), ("Other plans", {})])
+@pytest.mark.parametrize(("label", "options"), of_today([("Found", {"find": "batch"}), ("Other plans", {})], days=2))
 def test_memory_beyond_what_is_available_has_a_footnote(
     client: TestClient, label: str, options: dict[str, str]
 ) -> None:

@@ -68,6 +68,7 @@ def test_the_address_is_a_permalink_that_another_reader_can_follow(open_page: Op
     assert without.get_by_label("Sequence length", exact=True).input_value() == "512"
 
 
+@in_turn(0, of=2)
 def test_everything_is_there_without_javascript(open_page: Open) -> None:
     page = open_page("/", java_script_enabled=False)
     page.get_by_label("Model", exact=True).fill("openai-community/gpt2")
@@ -111,6 +112,7 @@ def test_an_export_is_copied_and_offered_for_download(open_page: Open) -> None:
     assert {"strategy", "backend", "offload"} <= parse_qs(address.query).keys()
 
 
+@in_turn(2, of=3)
 def test_the_launch_line_is_copied(open_page: Open) -> None:
     page = open_page(LINK, permissions=["clipboard-read", "clipboard-write"])
     page.locator("[data-copy=launch]").click()
@@ -119,6 +121,7 @@ def test_the_launch_line_is_copied(open_page: Open) -> None:
     assert (copied == page.locator("#launch").text_content() and "launch" in copied) or "run" in copied
 
 
+@in_turn(1, of=3)
 def test_tabs_follow_the_arrow_keys(open_page: Open) -> None:
     page = open_page(LINK)
     page.get_by_role("heading", name="Files to launch it").click()
@@ -189,7 +192,7 @@ def test_bad_input_says_so_in_place_and_good_input_mends_it(open_page: Open) -> 
     open_page.complaints[:] = [words for words in open_page.complaints if "404" not in words]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", ["config", "peft_config"])
+@pytest.mark.parametrize("name", of_today(["config", "peft_config"], days=2))
 def test_a_form_too_long_for_an_address_says_so_without_a_request(open_page: Open, name: str) -> None:
     page = open_page(LINK)
     before = page.url
@@ -202,6 +205,7 @@ def test_a_form_too_long_for_an_address_says_so_without_a_request(open_page: Ope
     assert page.url == before
 
 
+@in_turn(1, of=2)
 def test_markup_in_a_model_name_is_shown_not_run(open_page: Open) -> None:
     name = "<img src=x onerror=window.run=1><script>window.run=1</script>"
     page = open_page("/?model=" + name.replace(" ", "%20"), status=404)
@@ -297,6 +301,7 @@ def test_the_page_is_short_and_begins_with_the_answer(open_page: Open, width: in
     assert says["y"] + says["height"] < 900 or width < 400
 
 
+@in_turn(1, of=2)
 def test_folds_open_by_keyboard_and_stay_open(open_page: Open) -> None:
     page = open_page(LINK)
     page.locator("#rows > summary").focus()
@@ -307,6 +312,7 @@ def test_folds_open_by_keyboard_and_stay_open(open_page: Open) -> None:
     expect(page.locator("#strategies")).to_be_visible()
 
 
+@in_turn(0, of=3)
 def test_help_is_shown_at_the_field_in_use(open_page: Open) -> None:
     page = open_page("/")
     assert page.locator("#gpu-help").is_hidden()
@@ -363,7 +369,7 @@ def test_no_serious_fault_of_accessibility(open_page: Open, path: str, scheme: s
         page.screenshot(path=shots / f"{_file(path)}-1280-{scheme}.png", full_page=True)
 
 
-@pytest.mark.parametrize("path", of_today(PAGES, 3))
+@pytest.mark.parametrize("path", of_today(PAGES, 5))
 def test_a_phone_shows_every_page(open_page: Open, path: str, shots: Path) -> None:
     page = open_page(path, width=390, height=844, has_touch=True, is_mobile=True)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
