@@ -252,8 +252,11 @@ def adapted_expert_notes(profile: Profile | None) -> list[str]:
     if wrapped:
         total = sum(p.elements * count for p, count in adapters)
         of_experts = sum(p.elements * count for p, count in adapters if p.name.startswith(wrapped))
+        in_attention = (p.name.partition(".lora_")[0].rpartition(".")[2] for p, _ in adapters if "attn." in p.name)
+        attention = ",".join(dict.fromkeys(in_attention))
         notes.append(
             f"the experts have adapters of their own: {format_count(of_experts)} of the {format_count(total)} parameters of adapters"
+            + (f"; --lora-target-modules {attention} adapts attention alone" if attention else "")
         )
     else:
         notes.append(

@@ -89,7 +89,10 @@ def with_adapters(name: str, *modules: str, packed: bool) -> Profile:
         (MIXTURE, ("self_attn.q_proj",), True, ["they take 108.00 GiB in float32", "have no adapters"]),
         (
             MIXTURE, ("self_attn.q_proj", "mlp.experts"), True,
-            ["of the base is not quantized", "have adapters of their own: 49.2K of the 98.3K"],
+            [
+                "of the base is not quantized",
+                "own: 49.2K of the 98.3K parameters of adapters; --lora-target-modules q_proj adapts attention alone",
+            ],
         ),
         (MIXTURE, ("mlp.shared_experts.up_proj",), False, ["have no adapters"]),
         (MIXTURE, ("self_attn.q_proj",), False, ["have no adapters"]),
