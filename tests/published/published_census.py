@@ -165,7 +165,7 @@ _OWN_CODE = "the model's code is in its checkpoint's repository, which is not at
 _TWO_GPUS = "the layers are divided between two GPUs (device_map), which is not modelled"
 _SIZES = "the source does not state the micro-batch or the length of the sequences"
 _IMAGES = "the source does not state the sizes of its images, or how many a step has"
-_QUANTIZED_EXPERTS = "bitsandbytes packs the experts' parameters by axolotl's own code, which is not modelled"
+_ADAPTED_EXPERTS = "adapters on experts that axolotl packs, or experts that it packs in 8 bits, are not modelled"
 _VIT = "the model is timm's"
 _OF_SOURCES = {
     "modelscope/ms-swift@b40f31df7": _OWN_CODE,
@@ -181,9 +181,8 @@ _OF_SOURCES = {
     "arXiv 2506.13996": "sequence parallelism (Ulysses) is not modelled",
     "HF dataset": "the source does not state the GPU, the modules with adapters, or which memory it means",
     "fitscout": _SIZES,
-    "axolotl-ai-cloud/axolotl@067b021c8 examples/glm45": _QUANTIZED_EXPERTS,
-    "axolotl-ai-cloud/axolotl@067b021c8 examples/glm47": _QUANTIZED_EXPERTS,
-    "axolotl-ai-cloud/axolotl@067b021c8 examples/gemma4/26b": _QUANTIZED_EXPERTS,
+    "axolotl-ai-cloud/axolotl@067b021c8 examples/glm47": _ADAPTED_EXPERTS,
+    "axolotl-ai-cloud/axolotl@067b021c8 examples/gemma4/26b": _ADAPTED_EXPERTS,
     "axolotl-ai-cloud/axolotl@067b021c8 examples/qwen3-next": _SIZES,
     "axolotl-ai-cloud/axolotl@067b021c8 examples/internvl3_5": _IMAGES,
     "axolotl-ai-cloud/axolotl@067b021c8 examples/kimi-linear": "the model's code is axolotl's own",

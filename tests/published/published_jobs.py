@@ -387,7 +387,7 @@ def _axolotl(row: Measurement) -> Mapped:
             "strategy": "ddp",
             "framework": "axolotl",
             "precision": "bf16-mixed",
-            "optim": "adamw_bnb_8bit",
+            "optim": "adamw_torch_8bit" if job["optimizer"] == "adamw_torch_8bit" else "adamw_bnb_8bit",
             "attention": "flash_attention_2",
             "activation_checkpointing": "full",
             "loss": "cce",
@@ -398,8 +398,9 @@ def _axolotl(row: Measurement) -> Mapped:
             "use_peft": True,
             "lora_r": job["lora_r"],
             "lora_dropout": job["lora_dropout"],
-            "lora_target_modules": "all-linear",
+            "lora_target_modules": "all-linear" if job.get("lora_target_linear") else ",".join(job["lora_target_modules"]),
             "lora_kernels": "none",
+            "quantize_moe_experts": job.get("quantize_moe_experts", False),
             "load_in_4bit": True,
             "use_bnb_nested_quant": True,
             "bnb_4bit_quant_storage": "bfloat16",
@@ -785,6 +786,8 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "not found: 1.4 GiB are predicted with cut cross entropy, without which axolotl 0.19 does not start, and 7.5 GiB with all "
         "logits; the source names neither the kind of memory nor the version"
     ),
+    ("p1074", "memory"): ALL_LOGITS.format("61.7", "63.2"),
+    ("p1075", "memory"): ALL_LOGITS.format("23.3", "25.7"),
     ("p1088", "memory"): ALL_LOGITS.format("22.6", "24.6"),
     ("p1097", "memory"): ALL_LOGITS.format("11.1", "12.5"),
     ("p0473", "reserved"): REMOTE_CODE,
