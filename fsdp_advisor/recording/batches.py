@@ -28,9 +28,9 @@ class BatchSource(WrappedSource):
     def configure(
         self, module: nn.Module, *, attention: str, checkpointing: TapeCheckpointing, window_filled: bool | None = None
     ) -> None:
-        if self._layout != "padded" and self.task != "causal-lm":
+        if self._layout != "padded" and self.task not in ("causal-lm", "image-text-to-text"):
             raise NotRecordable(
-                f"{self.name}: sequences in one row are for causal language models, not for {self.task} models",
+                f"{self.name}: sequences in one row are for models that generate text, not for {self.task} models",
                 hint="leave --packing and --padding-free out",
             )
         attention = flash.VARLEN if attention == "flash_attention_2" else attention

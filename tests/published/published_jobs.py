@@ -398,7 +398,9 @@ def _axolotl(row: Measurement) -> Mapped:
             "use_peft": True,
             "lora_r": job["lora_r"],
             "lora_dropout": job["lora_dropout"],
-            "lora_target_modules": "all-linear" if job.get("lora_target_linear") else ",".join(job["lora_target_modules"]),
+            "lora_target_modules": "all-linear"
+            if job.get("lora_target_linear")
+            else ",".join(job["lora_target_modules"]),
             "lora_kernels": "none",
             "quantize_moe_experts": job.get("quantize_moe_experts", False),
             "load_in_4bit": True,

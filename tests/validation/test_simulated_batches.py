@@ -6,12 +6,14 @@ Each is one steady step on rank 0 under fake tensors, equal to the byte in each 
 
 from __future__ import annotations
 
+import json
 from itertools import product
 from pathlib import Path
 
 import pytest
-from matrix import taken
+from matrix import of_today, taken
 from small_models import Case, name_of, options_of, small_models
+from vision_models import MODELS as MODELS_WITH_IMAGES
 
 pytest.importorskip("torch")
 
@@ -51,6 +53,11 @@ FEW: list[Case] = [
     {"model": "qwen3", **ENGINES[3], **BATCHES[2], "attention": "sdpa"},
     {"model": "llama", **ENGINES[2], **BATCHES[2], "attention": "flash_attention_2"},
 ]
+READING_IMAGES = [
+    *product(("gemma3", "mistral3", "qwen2_5_vl", "smolvlm", "llava"), ("sdpa", "flash_attention_2")),
+    ("qwen3_5", "sdpa"),  # with flash_attention_2 the prediction has a GPU's kernels for linear attention too
+]
+"""Types of models that read images, here trained on text alone, and their attention."""
 MORE: list[Case] = [
     {"model": model, **ENGINES[(m + 2 * b + a) % 5], **VARIATIONS[(3 * m + b + 2 * a) % len(VARIATIONS)], **batch, "attention": attention}
     for (m, model), (b, batch), (a, attention) in product(enumerate(MODELS), enumerate(BATCHES), enumerate(ATTENTIONS))
@@ -67,6 +74,22 @@ def test_predicted_peaks_equal_pytorch_with_other_batches(case: Case, tmp_path: 
     assert predicted == simulated
 
 
+@pytest.mark.parametrize(("model", "attention"), of_today(READING_IMAGES, 6))
+def test_texts_in_one_row_of_a_model_that_reads_images(model: str, attention: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": model, **MODELS_WITH_IMAGES[model][0]}))
+    job = {
+        **ENGINES[2],
+        **BATCHES[0],
+        "attention": attention,
+        "gpu": "H100-80GB",
+        "seq_len": "120",
+        "micro_batch_size": "3",
+    }
+    predicted, simulated = predicted_and_simulated(make_request({"model": str(path), **job}))
+    assert predicted == simulated
+
+
 def test_a_masked_model_has_no_sequences_in_one_row(tmp_path: Path) -> None:
-    with pytest.raises(NotRecordable, match="causal"):
+    with pytest.raises(NotRecordable, match="generate text"):
         predict(asked({"model": "bert", **ENGINES[0], "padding_free": "true"}, tmp_path))
