@@ -63,10 +63,10 @@ MUST_NOT_IMPORT = {
 }
 """Rules in addition to the order: optimizers and precisions know no engine, and the readers of a program do not either."""
 
-LATE = {"model": {"recording"}, "report": {"render"}, "export": {"api"}, "recording": {"tape_keys"}}
+LATE = {"model": {"recording"}, "report": {"render"}, "export": {"api"}, "recording": {"assumptions", "tape_keys"}}
 """Higher layers that a layer imports when a function needs them: `model` records a model with torch, `print(report)` renders, the
 package `export` can be called like the function of that name, and the script `recording.adapted_catalog` records the tapes that
-usual jobs replay."""
+usual jobs replay with the defaults of their frameworks."""
 
 ROOT = Path(fsdp_advisor.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if path not in (ROOT / "__init__.py", ROOT / "__main__.py"))

@@ -13,6 +13,7 @@ from matrix import in_turn, of_today
 from fsdp_advisor import estimate, recommend
 from fsdp_advisor.engines.registry import not_modelled
 from fsdp_advisor.job.adaptation import CONFIG_KEY, adaptation_of
+from fsdp_advisor.job.choices import Strategy
 from fsdp_advisor.job.compatibility import plans
 from fsdp_advisor.job.parsing import make_request
 from fsdp_advisor.job.request import EstimateRequest
@@ -48,6 +49,10 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         (1, {"dtype": "bfloat16", "activation_checkpointing": "full"}),
         (2, {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16", "dtype": "bfloat16"}),
         (4, {"use_dora": True}),
+        (8, {"lora_target_modules": "all-linear"}),
+        (1, {"lora_target_modules": "all-linear", "load_in_4bit": True}),
+        (8, {"lora_target_modules": "all-linear", "load_in_4bit": True, "framework": "axolotl"}),
+        (8, {"lora_target_modules": "all-linear", "load_in_4bit": True, "framework": "llamafactory"}),
     ],
 )
 def test_usual_adapters_are_answered_without_torch(gpus: int, options: dict[str, Any]) -> None:
@@ -59,14 +64,14 @@ def test_usual_adapters_are_answered_without_torch(gpus: int, options: dict[str,
 
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize(
-    ("model", "strategy", "lacks"),
-    [
-        ("Qwen/Qwen2.5-14B", "zero3", True), ("Qwen/Qwen2.5-14B", "zero2", False),
-        ("meta-llama/Llama-3.1-8B", "zero3", False),  # its tapes are shipped
-    ],
-)  # fmt: skip
-def test_a_row_says_that_its_tape_lacks_what_zero3_saves(model: str, strategy: str, lacks: bool) -> None:
-    (row,) = estimate(model=model, gpus=8, gpu="H100", use_peft=True, strategy=strategy, backend="deepspeed").estimates
+    ("strategy", "use_dora", "lacks"),
+    [("zero3", True, True), ("zero2", True, False), ("zero3", False, False)],  # the last one's tape is shipped
+)
+def test_a_row_says_that_its_tape_lacks_what_zero3_saves(strategy: Strategy, use_dora: bool, lacks: bool) -> None:
+    (row,) = estimate(
+        model="Qwen/Qwen2.5-7B", gpus=8, gpu="H100", use_peft=True, use_dora=use_dora, strategy=strategy,
+        backend="deepspeed",
+    ).estimates  # fmt: skip
     assert any("inputs of linear layers with frozen weights" in note for note in row.not_modelled) == lacks
 
 
@@ -107,6 +112,15 @@ def test_a_search_of_methods_needs_no_torch() -> None:
     found = recommend(model="meta-llama/Llama-3.1-8B", gpus=2, gpu="rtx4090", method="any").recommendation
     assert [method.name for method in found.methods if method.advice] == ["full fine-tuning", "LoRA", "QLoRA"]
     assert found.winner is not None
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_search_with_adapters_on_all_linear_layers_lacks_no_tape() -> None:
+    found = recommend(
+        model="Qwen/Qwen2.5-7B", gpus=2, gpu="H100", use_peft=True, lora_target_modules="all-linear", strategy="zero3",
+        backend="deepspeed", offload="none",
+    ).recommendation  # fmt: skip
+    assert found.winner is not None and not found.rejected
 
 
 @in_turn(0, of=2)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from matrix import in_turn, of_today, taken
@@ -348,6 +348,18 @@ def unpacked(recorder: Recorder, key: TapeKey) -> set[int]:
     tape = recorder.tape(key)
     births = (birth for born in tape.births for birth in born)
     return {value_at(tape.sizes[size], 2, 16) for size, category in births if category == Category.DEQUANTIZED}
+
+
+@in_turn(0, of=2)
+@pytest.mark.parametrize(("engine", "nested"), [("plain", True), ("fsdp2", False)])
+def test_tapes_do_not_depend_on_the_dtype_of_packed_weights(engine: Literal["plain", "fsdp2"], nested: bool) -> None:
+    """`recording.adapted_catalog` therefore records them once."""
+    key = TapeKey(engine, "bf16-mixed", "sdpa", "none", device="gpu", at=(2, 16))
+    floats, integers = (
+        Recorder(QuantizedSource(LLAMA, replace(NESTED, nested=nested, storage_dtype=dtype), prepare=True)).tape(key)
+        for dtype in ("bfloat16", "uint8")
+    )
+    assert (floats.segments, floats.births) == (integers.segments, integers.births)
 
 
 @in_turn(1, of=2)
