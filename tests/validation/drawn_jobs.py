@@ -42,6 +42,38 @@ _MORE: dict[str, dict[str, Any]] = {
     "glm4": {**_SIZE, "model_type": "glm4", "head_dim": 32, "pad_token_id": 0},
     "cohere2": {**_SIZE, "model_type": "cohere2", "sliding_window": 64, "pad_token_id": 0, "eos_token_id": 1},
     "gpt_neox": {**_SIZE, "model_type": "gpt_neox"},
+    "qwen2": {**_SIZE, "model_type": "qwen2"},
+    "ministral": {**_SIZE, "model_type": "ministral", "head_dim": 32},
+    "deepseek_v3": {
+        **_SIZE, "model_type": "deepseek_v3", "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+        "topk_group": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1, "q_lora_rank": 64, "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    },
+    "nemotron_h": {
+        **_SIZE, "model_type": "nemotron_h", "layers_block_type": ["mamba", "moe", "attention", "moe"], "head_dim": 32,
+        "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64,
+    },
+    "falcon_h1": {
+        **_SIZE, "model_type": "falcon_h1", "head_dim": 32, "mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32,
+        "mamba_chunk_size": 64,
+    },
+    "lfm2": {**_SIZE, "model_type": "lfm2", "layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "gemma3_images": {
+        "model_type": "gemma3", "mm_tokens_per_image": 64,
+        "text_config": {**_SIZE, "model_type": "gemma3_text", "head_dim": 32, "sliding_window": 64, "vocab_size": 262_208},
+        "vision_config": {
+            "model_type": "siglip_vision_model", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4,
+            "intermediate_size": 128, "image_size": 224, "patch_size": 14, "vision_use_head": False,
+        },
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl", "text_config": {**_SIZE, "hidden_size": 512, "vocab_size": 152_064},
+        "vision_config": {
+            "depth": 4, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128, "out_hidden_size": 512,
+            "fullatt_block_indexes": [1, 3],
+        },
+    },
     "opt": {
         "model_type": "opt", "hidden_size": 128, "ffn_dim": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 1000,
         "max_position_embeddings": 512, "word_embed_proj_dim": 128,
@@ -55,8 +87,8 @@ ALWAYS: Mapping[str, Sequence[str]] = {
     "strategy": ("ddp", "zero2", "zero3", "hsdp"),
     "framework": ("torch", "torch", "accelerate", "trainer", "trl", "trl", "torchtitan", "axolotl", "llamafactory"),
     "precision": ("bf16-mixed", "bf16-mixed", "bf16", "fp32", "fp16-mixed"),
-    "micro_batch_size": ("1", "2", "3"),
-    "seq_len": ("64", "128", "200"),
+    "micro_batch_size": ("1", "2", "3", "5"),
+    "seq_len": ("64", "128", "200", "1000", "4000", "6000"),
     "gradient_accumulation_steps": ("1", "1", "1", "2", "3"),
 }
 """Options that every job has, with their values. DeepSpeed (zero1) cannot be simulated."""
@@ -84,7 +116,7 @@ SOMETIMES: Mapping[str, Sequence[str]] = {
     "dtype": ("float32", "bfloat16"),
     "experts_implementation": ("eager", "batched_mm"),
     "nnodes": ("2",),
-    "freeze": ("*embed_tokens*",),
+    "freeze": ("*embed_tokens*", "*layers.[0-1]*", "*lm_head*"),
 }  # fmt: skip
 """Options of which a job has up to four."""
 ADAPTERS: Mapping[str, Sequence[str]] = {
