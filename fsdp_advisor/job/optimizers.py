@@ -10,18 +10,14 @@ from typing import NamedTuple
 
 from fsdp_advisor.errors import UsageError
 from fsdp_advisor.job.choices import Backend, Framework, Offload, OptimizerName
-from fsdp_advisor.job.frameworks import BACKEND_NAMES, FRAMEWORKS
+from fsdp_advisor.job.frameworks import BACKEND_NAMES
 
 
 class Limit(NamedTuple):
-    """Why an engine cannot step an optimizer, and what to use instead.
-
-    `spares_trainer`: the limit does not apply to the Trainer, which steps its own implementation.
-    """
+    """Why an engine cannot step an optimizer, and what to use instead."""
 
     reason: str
     hint: str
-    spares_trainer: bool = False
 
 
 _BITSANDBYTES: Mapping[Backend, Limit] = {
@@ -92,11 +88,11 @@ _APOLLO = _low_rank(
 
 LIMITS: Mapping[OptimizerName, Mapping[Backend, Limit]] = {
     "adafactor": {
-        # torch 2.13 under fully_shard: no sharding strategy for `aten.pow_.Scalar` and `aten._foreach_mul_.List`
+        # torch 2.13 under fully_shard: no sharding strategy for `aten.pow_.Scalar` and `aten._foreach_mul_.List`; transformers 5.23 adds
+        # means of DTensors to the plain tensors of its state
         "fsdp2": Limit(
-            "torch.optim.Adafactor, as of torch 2.13, does not run on FSDP2's shards",
-            "--backend fsdp1, another --optim, or --framework trainer",
-            spares_trainer=True,
+            "Adafactor, torch's as of 2.13 and transformers' as of 5.23, does not run on FSDP2's shards",
+            "--backend fsdp1, or another --optim",
         ),
     },
     # deepspeed/runtime/engine.py (0.19.8), `basic_optimizer`: ZeRO makes a second Adagrad, and the first stays
@@ -168,14 +164,12 @@ _MUON_IN_AXOLOTL = Limit(
 def limit_of(optim: OptimizerName, backend: Backend, framework: Framework) -> Limit | None:
     """Why the engine cannot step the optimizer under the framework; None if it can.
 
-    >>> limit_of("adafactor", "fsdp2", "torch").hint, limit_of("adafactor", "fsdp2", "trainer")
-    ('--backend fsdp1, another --optim, or --framework trainer', None)
+    >>> limit_of("adafactor", "fsdp2", "torch").hint, limit_of("adafactor", "fsdp1", "torch")
+    ('--backend fsdp1, or another --optim', None)
     """
     if (optim, backend, framework) == ("muon", "deepspeed", "axolotl"):
         return _MUON_IN_AXOLOTL
-    limit = LIMITS.get(optim, {}).get(backend)
-    is_spared = limit is not None and limit.spares_trainer and FRAMEWORKS[framework].uses_trainer
-    return None if is_spared else limit
+    return LIMITS.get(optim, {}).get(backend)
 
 
 def unable_backends(optim: OptimizerName, framework: Framework) -> frozenset[Backend]:
