@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -208,9 +208,10 @@ class StepBuilder:
         """The gradients of a unit (`StepHooks.owner_of`) since the last call, in the order of their allocation."""
         return self._owned.pop(unit, [])
 
-    def take_new_gradients(self) -> list[BufferId]:
-        """The gradients that were allocated since the last call."""
-        taken, self._fresh = self._fresh, []
+    def take_new_gradients(self, waiting: Collection[BufferId] = ()) -> list[BufferId]:
+        """The gradients that were allocated since the last call. `waiting`: those that a later call takes."""
+        taken = [gradient for gradient in self._fresh if gradient not in waiting]
+        self._fresh = [gradient for gradient in self._fresh if gradient in waiting]
         return taken
 
     def gradient(self, parameter: int, *, at_root: bool) -> BufferId:

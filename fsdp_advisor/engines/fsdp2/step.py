@@ -45,6 +45,7 @@ class Fsdp2Step(StepHooks):
         gathered = head_gathered_by_loss(profile, plan)
         self._head_of_loss = gathered if gathered is not None and profile.root.parameters[gathered].trainable else None
         self._loss_gathers_head = gathered is not None
+        self._tied = tuple(i for i, p in enumerate(profile.root.parameters) if p.tied)
         self._only_generation_calls_head = plan.generation is not None and head_is_alone(profile, plan)
         self.gradient_hooks = plan.defers_reduction or self._chunked_loss is not None or self._head_of_loss is not None
         self._gathering = Gathering(plan, self._units)
@@ -192,7 +193,9 @@ class Fsdp2Step(StepHooks):
                 self._reducing.reduce_head(step, gradient, self._chunked_loss.head)
                 self._gathering.free(step, HEAD)  # backward gathers it again
             return
-        fresh = step.take_new_gradients()
+        # a tied weight's first gradient waits for its second one
+        waiting = {step.gradient(i, at_root=True) for i in self._tied if (unit, parameter) != (AT_ROOT, i)}
+        fresh = step.take_new_gradients(waiting)
         if unit == AT_ROOT and parameter == self._head_of_loss:
             self._reducing.keep_shard(step, gradient)
         else:
