@@ -1,9 +1,13 @@
-"""Batches with padding, and batches flattened into one row."""
+"""Batches with padding, with a mask of ones, and batches flattened into one row."""
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import torch
 from torch import nn
+from transformers import masking_utils
 
 from fsdp_advisor.errors import NotRecordable
 from fsdp_advisor.job.batch_layout import BatchLayout
@@ -59,6 +63,28 @@ class BatchSource(WrappedSource):
             return self._base.loss(module, batch)
         numbers = dict.fromkeys(("max_length_q", "max_length_k"), self._longest)
         return self._base.loss(module, {**batch, **numbers})  # type: ignore[dict-item]  # models also take numbers
+
+
+class MaskedSource(WrappedSource):
+    """A model whose batches have no padding, but a mask of ones. It leaves out the mask of layers that attend to all earlier tokens, as
+    without it; that of a sliding window has a copy for each sequence.
+    """
+
+    def batch(self, micro_batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+        batch = self._base.batch(micro_batch_size, seq_len)
+        return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with mock.patch.object(masking_utils, "_ignore_causal_mask_sdpa", _ignored_without_padding):
+            return self._base.loss(module, batch)
+
+
+_ignored = masking_utils._ignore_causal_mask_sdpa
+
+
+def _ignored_without_padding(padding_mask: torch.Tensor | None, *arguments: Any, **keywords: Any) -> bool:
+    """The result of transformers' function for a mask of ones, whose values it reads, which is impossible under fake tensors."""
+    return bool(_ignored(None, *arguments, **keywords))
 
 
 def with_batch(source: Source, layout: BatchLayout, padding: float = 0.0) -> Source:

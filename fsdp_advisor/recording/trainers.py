@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp_advisor.job.images import Images
 from fsdp_advisor.model.tape_key import TapeKey
-from fsdp_advisor.recording.batches import with_batch
+from fsdp_advisor.recording.batches import MaskedSource, with_batch
 from fsdp_advisor.recording.evaluation import EvaluationSource, WithLogits
 from fsdp_advisor.recording.experts import with_experts
 from fsdp_advisor.recording.images import with_images
@@ -30,9 +30,12 @@ def _source_of_trainer(source: Source, key: TapeKey) -> Source:
     source = with_experts(source, key.experts, key.imbalance)
     source = with_images(source, Images(*key.images) if key.images else None)
     if key.task == "sft":
-        # TRL passes a mask of ones, which transformers' flash attention reads and leaves out
-        masks = key.batch == "full" and key.loss == "trl" and key.compiles and key.attention == "flash_attention_2"
-        source = with_batch(source, "padded" if masks else key.batch, key.padding)
+        passes_ones = key.batch == "full" and key.loss == "trl"  # TRL's mask of a batch without padding
+        # compiled flash attention of transformers reads it and leaves it out
+        reads = passes_ones and key.compiles and key.attention == "flash_attention_2"
+        source = with_batch(source, "padded" if reads else key.batch, key.padding)
+        if passes_ones and key.window_filled and not key.batch_is_one and not key.compiles:
+            source = MaskedSource(source)
         source = with_loss(source, key.loss, key.ignored_labels, key.gathered_head, router_loss=key.router_loss)
         return WithLogits(source, converts=key.autocasts) if key.computes_logits else source
     if key.task == "reward":

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from fsdp_advisor import estimate
+from fsdp_advisor.job.losses import LossCode
 from fsdp_advisor.model import cache
 from fsdp_advisor.model.tape import Category, Op, Polynomial, Segment, Staging, Tape, value_at
 from fsdp_advisor.model.tape_key import TapeKey, TapePrecision
@@ -247,6 +248,23 @@ def test_a_filled_window_keeps_a_layers_mask(key: TapeKey) -> None:
     mask = (0, 0, 0, 0, 4 if key.precision == "fp32" else 2, 0)
     kept = [(tape.sizes[a], c) for s in tape.segments for op, a, c in s.events if op == Op.ALLOC and s.stack == 0]
     assert kept.count((mask, Category.ACTIVATION)) == 2
+
+
+ONE_MASK, MASK_OF_EACH = (0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 1, 0)
+
+
+@in_turn(0, of=2)
+@pytest.mark.parametrize(("loss", "mask"), [("full", ONE_MASK), ("trl", MASK_OF_EACH)])
+def test_the_mask_of_a_filled_window_is_copied_for_each_sequence_by_trl(loss: LossCode, mask: Polynomial) -> None:
+    """TRL passes a mask of ones, and transformers combines the window's mask with it. Checkpoints keep the mask."""
+    tape = tape_of(
+        replace(FILLED, loss=loss, checkpointing="full"), model_type="mistral", num_key_value_heads=2, sliding_window=32
+    )
+    forward = [(n, segment) for n, segment in enumerate(tape.segments) if segment.phase == "forward"]
+    freed = {(a, b) for _, segment in forward for op, a, b in segment.events if op == Op.FREE}
+    births = [(n, [a for op, a, _ in segment.events if op == Op.ALLOC]) for n, segment in forward]
+    kept = [tape.sizes[size] for n, sizes in births for at, size in enumerate(sizes) if (n, at) not in freed]
+    assert {size for size in kept if size in (ONE_MASK, MASK_OF_EACH)} == {mask}
 
 
 @in_turn(1, of=2)
