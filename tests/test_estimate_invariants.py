@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from matrix import in_turn, taken
+from matrix import taken
 from random_jobs import random_jobs
 
 from fsdp_advisor import estimate
@@ -37,7 +37,6 @@ def check_order(row: StrategyEstimate) -> None:
     assert row.peak_tensor_bytes <= row.peak_allocated_bytes <= row.peak_reserved_bytes <= row.needed_bytes
 
 
-@in_turn(0, of=2)
 @pytest.mark.parametrize("batch", taken([0], range(1, BATCHES)))
 def test_estimates_are_consistent(batch: int) -> None:
     checked = 0

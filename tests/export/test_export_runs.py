@@ -200,7 +200,7 @@ def test_a_script_with_adapters_saves_them_without_the_base_and_resumes(
     assert trained(again) and again[0] < first[0]
 
 
-@in_turn(2, of=5)
+@in_turn(1, of=3)
 @pytest.mark.parametrize(
     ("of", "adaptation", "more"),
     taken(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from matrix import in_turn
 
 from fsdp_advisor import estimate
 
@@ -19,7 +18,6 @@ def loss_seconds(strategy: str, backend: str) -> float:
     return row.step.breakdown["loss"]
 
 
-@in_turn(1, of=2)
 def test_only_autocast_casts_the_weight_in_each_tile() -> None:
     """FSDP and DeepSpeed compute with bf16 weights, DDP with fp32 weights under autocast."""
     by_ddp, by_fsdp2, by_deepspeed = (

@@ -139,7 +139,6 @@ def test_axolotl_replaces_the_attention_of_the_listed_models() -> None:
     assert found - OWN_CODE_TYPES == PATCHED_TYPES & types.keys()  # 5.23 lacks lara_mini
 
 
-@in_turn(0, of=2)
 @pytest.mark.parametrize(
     ("values", "options", "reason", "hint"),
     [
