@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from matrix import in_turn, taken
+from vision_models import MODELS
 
 pytest.importorskip("torch")
 
@@ -30,10 +31,10 @@ OF_BF16 = 2
 USUAL: dict[str, Any] = {"strategy": "ddp", "micro_batch_size": B, "seq_len": T, "activation_checkpointing": "none"}
 
 
-def _largest_storage(folder: Path, **options: Any) -> tuple[int, int]:
+def _largest_storage(folder: Path, config: dict[str, Any] = CONFIG, **options: Any) -> tuple[int, int]:
     """Bytes of the largest storage of a step, and of the logits of all its tokens in bf16."""
     path = folder / "config.json"
-    path.write_text(json.dumps(CONFIG))
+    path.write_text(json.dumps(config))
     request = make_request({"model": str(path), **USUAL, **options})
     (plan,) = plans(request, seq_len=T)
     model = resolve(request.model).adapted(adaptation_of(request))
@@ -60,6 +61,16 @@ def test_no_step_of_trl_holds_the_logits(task: str, tmp_path: Path) -> None:
 
 
 @in_turn(0, of=3)
+def test_cut_cross_entropy_of_a_model_that_reads_images_holds_no_logits(tmp_path: Path) -> None:
+    largest, logits = _largest_storage(
+        tmp_path,
+        {"model_type": "mistral3", **MODELS["mistral3"][0], "text_config": CONFIG},
+        loss="cce",
+        framework="axolotl",
+    )
+    assert largest < logits / 4
+
+
 def test_no_step_of_torchtitan_holds_the_logits(tmp_path: Path) -> None:
     """A chunk has an eighth of them, in fp32."""
     pytest.importorskip("torchtitan")

@@ -30,8 +30,13 @@ _LOSSES: dict[TiledLoss, Callable[[LossInputs], torch.Tensor]] = {"trl": trl.los
 
 
 class LossSource(FusedLossSource):
-    """A causal language model whose forward computes a loss of TRL, Liger or cut cross entropy (`_LOSSES`)."""
+    """A language model, which may read images, whose forward computes a loss of TRL, Liger or cut cross entropy (`_LOSSES`).
 
+    All three call `base_model` of either kind. Source: trl 1.16, trainer/utils.py, `_fused_forward`; Liger's `lce_forward`; axolotl's fork
+    of cut cross entropy, which patches the types of integrations/cut_cross_entropy/README.md.
+    """
+
+    tasks = ("causal-lm", "image-text-to-text")
     not_causal = "losses in tiles are for language models, not for {task}"
     instead = "use --loss full"
 
@@ -46,9 +51,6 @@ class LossSource(FusedLossSource):
     ) -> None:
         super().__init__(base, router_loss=router_loss)
         self._loss = loss
-        # the others call `base_model` of either (trl 1.16, trainer/utils.py, `_fused_forward`; Liger's `lce_forward`)
-        if loss != "cce":
-            self.tasks = ("causal-lm", "image-text-to-text")
         self._ignored_labels = ignored_labels
         self._gathered_head = gathered_head
 
