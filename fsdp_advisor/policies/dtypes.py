@@ -59,7 +59,8 @@ def packing_refusal(profile: Profile, plan: Plan) -> UsageError | None:
 
 def packed_experts_refusal(profile: Profile, plan: Plan) -> UsageError | None:
     """Why the plan's backend is not modelled with packed experts; None if it is, or the model has none."""
-    if plan.backend == "ddp" or not any(_PACKED_EXPERTS in p.name for p, _ in profile.counted_parameters()):
+    packed = (p for p, _ in profile.counted_parameters() if p.role == "quantized")
+    if plan.backend == "ddp" or not any(_PACKED_EXPERTS in p.name for p in packed):
         return None
     return UsageError(
         f"{plan.backend} with packed experts (--quantize-moe-experts) is not modelled", hint="--strategy ddp"

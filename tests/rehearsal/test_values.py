@@ -29,7 +29,7 @@ def models(run: Run) -> dict[str, Any]:
     return run("small_models.py", "all")
 
 
-@in_turn(1, of=3)
+@in_turn(1, of=5)
 def test_kernels_that_libraries_compile_run(kernels: dict[str, Any]):
     checks = kernels["checks"]
     assert checks["compiled_layer"]["value"] == [32, 64]

@@ -68,7 +68,7 @@ def test_the_address_is_a_permalink_that_another_reader_can_follow(open_page: Op
     assert without.get_by_label("Sequence length", exact=True).input_value() == "512"
 
 
-@in_turn(0, of=2)
+@in_turn(0, of=3)
 def test_everything_is_there_without_javascript(open_page: Open) -> None:
     page = open_page("/", java_script_enabled=False)
     page.get_by_label("Model", exact=True).fill("openai-community/gpt2")
@@ -89,7 +89,7 @@ def test_everything_is_there_without_javascript(open_page: Open) -> None:
     assert "ZeRO-2" in Path(download.value.path()).read_text()
 
 
-@in_turn(0, of=2)
+@in_turn(1, of=3)
 def test_an_export_is_copied_and_offered_for_download(open_page: Open) -> None:
     page = open_page(LINK, permissions=["clipboard-read", "clipboard-write"])
     page.get_by_role("link", name="The files it needs").click()
@@ -180,7 +180,7 @@ def test_enter_in_the_form_shows_the_answer(open_page: Open) -> None:
     expect(page.locator("#answer")).to_contain_text("openai-community/gpt2")
 
 
-@in_turn(0, of=2)
+@in_turn(2, of=3)
 def test_bad_input_says_so_in_place_and_good_input_mends_it(open_page: Open) -> None:
     page = open_page("/")
     page.get_by_label("Model", exact=True).fill("meta-lama/Llama-2-7b-hf")
@@ -205,7 +205,7 @@ def test_a_form_too_long_for_an_address_says_so_without_a_request(open_page: Ope
     assert page.url == before
 
 
-@in_turn(1, of=2)
+@in_turn(0, of=3)
 def test_markup_in_a_model_name_is_shown_not_run(open_page: Open) -> None:
     name = "<img src=x onerror=window.run=1><script>window.run=1</script>"
     page = open_page("/?model=" + name.replace(" ", "%20"), status=404)
@@ -218,7 +218,7 @@ def test_markup_in_a_model_name_is_shown_not_run(open_page: Open) -> None:
     open_page.complaints[:] = [words for words in open_page.complaints if "404" not in words]  # type: ignore[attr-defined]
 
 
-@in_turn(1, of=2)
+@in_turn(1, of=3)
 def test_an_old_answer_is_never_shown_under_a_new_question(open_page: Open) -> None:
     page = open_page(LINK)
     gpus, says = page.get_by_label("GPUs (total)"), page.locator(".says")
@@ -252,7 +252,7 @@ def test_the_share_button_copies_the_address(open_page: Open) -> None:
     assert page.evaluate("navigator.clipboard.readText()") == page.url
 
 
-@in_turn(0, of=2)
+@in_turn(2, of=3)
 def test_what_if_links_show_their_effects_and_lead_to_the_changed_job(open_page: Open) -> None:
     page = open_page(LINK)
     links = page.get_by_role("navigation", name="What if").get_by_role("listitem")
@@ -301,7 +301,7 @@ def test_the_page_is_short_and_begins_with_the_answer(open_page: Open, width: in
     assert says["y"] + says["height"] < 900 or width < 400
 
 
-@in_turn(1, of=2)
+@in_turn(0, of=3)
 def test_folds_open_by_keyboard_and_stay_open(open_page: Open) -> None:
     page = open_page(LINK)
     page.locator("#rows > summary").focus()
@@ -336,7 +336,7 @@ def test_light_and_dark_follow_the_readers_setting(open_page: Open) -> None:
     assert all(a != b for a, b in zip(seen["light"], seen["dark"], strict=True))
 
 
-@in_turn(1, of=2)
+@in_turn(1, of=3)
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_chart_that_fits_is_shown_and_nothing_overflows(open_page: Open, width: int) -> None:
     page = open_page("/", width=width)
