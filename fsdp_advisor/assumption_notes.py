@@ -101,22 +101,19 @@ def assumption_notes(request: EstimateRequest, gpu: Gpu, *, is_packed: bool = Fa
 def _packed_note(request: EstimateRequest, assumed: Set[str]) -> str:
     """A note on how the framework stores a base in 4 bits, as far as this is assumed."""
     ways = {
-        "bnb_4bit_quant_storage": f"stores weights in 4 bits as {request.bnb_4bit_quant_storage}",
-        "use_bnb_nested_quant": "quantizes their scales too",
+        "bnb_4bit_quant_storage": (
+            f"stores weights in 4 bits as {request.bnb_4bit_quant_storage}",
+            "--bnb-4bit-quant-storage",
+        ),
+        "use_bnb_nested_quant": ("quantizes their scales too", "--no-use-bnb-nested-quant"),
     }
-    said = (
-        f"{FRAMEWORK_NAMES[request.framework]} {' and '.join(text for name, text in ways.items() if name in assumed)}"
-    )
+    texts, options = zip(*(way for name, way in ways.items() if name in assumed), strict=True)
+    said = f"{FRAMEWORK_NAMES[request.framework]} {' and '.join(texts)}"
     if FRAMEWORKS[request.framework].packed_storage == "compute":  # it has no setting for the dtype
         return (
             f"{said}; --no-use-bnb-nested-quant keeps the scales in fp32" if "use_bnb_nested_quant" in assumed else said
         )
-    options = {
-        "bnb_4bit_quant_storage": "--bnb-4bit-quant-storage",
-        "use_bnb_nested_quant": "--no-use-bnb-nested-quant",
-    }
-    changes = [option for name, option in options.items() if name in assumed]
-    return f"{said}; {' and '.join(changes)} {'change' if len(changes) > 1 else 'changes'} it"
+    return f"{said}; {' and '.join(options)} {'change' if len(options) > 1 else 'changes'} it"
 
 
 def backend_notes(request: EstimateRequest, plans: Iterable[Plan]) -> list[str]:

@@ -133,7 +133,8 @@ def _adapter(job: Job) -> dict[str, Any]:
         config["load_in_8bit"] = True
     elif quantization:
         config |= {"load_in_4bit": True, "bnb_config_kwargs": {name: quantization[name] for name in _OF_BITSANDBYTES}}
-        config |= {key: True for key in ("quantize_moe_experts",) if key in quantization}
+        if "quantize_moe_experts" in quantization:
+            config["quantize_moe_experts"] = True
     return config
 
 

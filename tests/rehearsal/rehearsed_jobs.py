@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_advisor import estimate
+from fsdp_advisor.hardware.lookup import find_gpu
+from fsdp_advisor.memory.libraries import WORKSPACES, cublas_workspace_bytes
 from fsdp_advisor.strategy_estimate import StrategyEstimate
 
 CONFIG = {
@@ -53,3 +55,14 @@ def row_of(folder: Path, config: Mapping[str, Any], **options: Any) -> StrategyE
     usual = {"gpu": "H100-80GB", "strategy": "ddp", "activation_checkpointing": "none"}
     (row,) = estimate(model=str(path), **{**usual, **options}).estimates
     return row
+
+
+def requested_bytes(row: StrategyEstimate) -> int:
+    """Bytes that a step of `row_of` requests from the allocator at its peak: its tensors and cuBLAS's workspaces."""
+    assert row.peak_tensor_bytes is not None
+    return row.peak_tensor_bytes + WORKSPACES * cublas_workspace_bytes(find_gpu("H100-80GB").compute_capability)
+
+
+def has_axolotl(python: Path) -> bool:
+    """Whether the environment of a Python has axolotl."""
+    return any(python.parents[1].glob("lib/python*/site-packages/axolotl"))

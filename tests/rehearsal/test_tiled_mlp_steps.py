@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from framework_jobs import CONFIG, DEEPSPEED
 from matrix import in_turn, taken
-from rehearsed_jobs import row_of
+from rehearsed_jobs import has_axolotl, row_of
 from test_compiled import ENGINES, SHAPES
 from test_frameworks import rehearsed
 
@@ -63,8 +63,8 @@ CASES: dict[str, Job] = dict(taken(list(JOBS.items()), list(MORE.items()), days=
 @pytest.fixture(scope="module")
 def peaks(run: Callable[..., dict[str, int]], rehearsal_python: Path) -> dict[str, int]:
     """The peak of each case. An older environment of rehearsals lacks axolotl."""
-    has_axolotl = any(rehearsal_python.parents[1].glob("lib/python*/site-packages/axolotl")) or "CI" in os.environ
-    cases = {name: job for name, job in CASES.items() if job[1] != "axolotl" or has_axolotl}
+    takes_axolotl = has_axolotl(rehearsal_python) or "CI" in os.environ
+    cases = {name: job for name, job in CASES.items() if job[1] != "axolotl" or takes_axolotl}
     return run("tiled_mlp.py", json.dumps(cases))
 
 
